@@ -1,0 +1,40 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Each target prepares what it needs.
+
+.PHONY: help demo test lint format bench docs venv system clean
+
+help:
+	@echo "make demo    run the example tasks on the embedded sandbox (no Docker, no key)"
+	@echo "make test    lint and run every test, as root and as a plain user"
+	@echo "make lint    ruff, pyright, import-linter"
+	@echo "make bench   run the benchmarks"
+	@echo "make docs    check that the documentation's links and commands exist"
+
+venv: .venv/.ready
+
+.venv/.ready: requirements.lock pyproject.toml
+	@.ci/bootstrap venv
+	@touch $@
+
+system:
+	@.ci/bootstrap system
+
+demo: venv
+	@.venv/bin/pier run -p examples/tasks -a oracle -n 4 --job-name "demo-$$(date +%Y%m%d-%H%M%S)"
+
+test: venv system
+	@.ci/test
+
+lint: venv
+	@.ci/lint
+
+format: venv
+	@.venv/bin/ruff check --fix --quiet . ; .venv/bin/ruff format --quiet .
+
+bench: venv system
+	@for benchmark in benchmarks/[a-z]*.py; do .venv/bin/python "$$benchmark" || exit 1; done
+
+docs: venv
+	@.venv/bin/python -m pytest -q tests/unit/test_docs.py
+
+clean:
+	rm -rf .venv .cache dist build

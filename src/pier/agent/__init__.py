@@ -1,0 +1,1 @@
+"""Agents: how to start each one, and the packs that carry them."""

@@ -1,0 +1,105 @@
+"""Errors with blame.
+
+    PierError
+    ├── UsageError       the command line, a config file or an API call is wrong
+    ├── TaskError        a task directory or dataset is wrong
+    ├── ImageError       an image cannot be found, read, pulled or built
+    ├── SandboxError     a sandbox could not be started, reached or controlled
+    │   └── PolicyError  a network policy cannot be enforced here, so nothing was started
+    ├── AgentError       the agent program failed
+    ├── ProviderError    the model provider failed
+    ├── VerifierError    the verifier gave no usable verdict
+    └── JobError         a job directory is broken or owned by somebody else
+
+Each error says whose fault it is (`blame`), whether doing the same again may help (`retryable`) and has a stable
+`code` for machines. Retry policy reads those three, never class names nor the text of a message. `hint` is the one
+thing a person should try next.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Blame = Literal["infra", "agent", "task", "user", "provider"]
+
+
+class PierError(Exception):
+    """The root of every error that pier raises on purpose."""
+
+    blame: Blame = "infra"
+    retryable: bool = False
+    code: str = "pier"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        code: str | None = None,
+        blame: Blame | None = None,
+        retryable: bool | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        if code is not None:
+            self.code = code
+        if blame is not None:
+            self.blame = blame
+        if retryable is not None:
+            self.retryable = retryable
+
+    def __str__(self) -> str:
+        return self.message
+
+    def explain(self) -> str:
+        """The message with its hint, as a person should see it."""
+        return f"{self.message}\n  try: {self.hint}" if self.hint else self.message
+
+
+class UsageError(PierError):
+    blame = "user"
+    code = "usage"
+
+
+class TaskError(PierError):
+    blame = "task"
+    code = "task"
+
+
+class ImageError(PierError):
+    blame = "infra"
+    code = "image"
+
+
+class SandboxError(PierError):
+    blame = "infra"
+    retryable = True
+    code = "sandbox"
+
+
+class PolicyError(SandboxError):
+    blame = "user"
+    retryable = False
+    code = "policy"
+
+
+class AgentError(PierError):
+    blame = "agent"
+    code = "agent"
+
+
+class ProviderError(PierError):
+    blame = "provider"
+    retryable = True
+    code = "provider"
+
+
+class VerifierError(PierError):
+    blame = "task"
+    code = "verifier"
+
+
+class JobError(PierError):
+    blame = "user"
+    code = "job"

@@ -1,0 +1,104 @@
+"""Files that are either append-only or replaced atomically.
+
+A reader never sees half a file: `write` goes to a temporary file in the same directory, which is then renamed. A
+reader of a `Journal` treats a torn last line as work still owed, never as a crash.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def write(path: Path, data: bytes | str, *, mode: int = 0o644, durable: bool = True) -> None:
+    """Replace `path` by `data`, all of it or not at all. `durable` waits until the data is on disk."""
+    content = data.encode() if isinstance(data, str) else data
+    fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(fd, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fchmod(stream.fileno(), mode)
+            if durable:
+                os.fsync(stream.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any, *, mode: int = 0o644, durable: bool = True) -> None:
+    """Replace `path` by `value` as indented JSON."""
+    write(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", mode=mode, durable=durable)
+
+
+class Journal:
+    """An append-only file of JSON lines. Each line is one `write` call, so that lines of several writers never mix."""
+
+    def __init__(self, path: Path, *, durable: bool = False) -> None:
+        self.path = path
+        self._durable = durable
+        self._fd: int | None = None
+
+    def append(self, value: Any) -> None:
+        """Add one line; a tail torn by an earlier crash or a full disk is closed off first."""
+        if self._fd is None:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if _is_torn(self._fd):
+                os.write(self._fd, b"\n")
+        line = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+        written = os.write(self._fd, line)
+        if written != len(line):
+            self.close()
+            raise OSError(f"only {written} of {len(line)} bytes could be written to {self.path}")
+        if self._durable:
+            os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        """Close the file; a later `append` opens it again."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _is_torn(fd: int) -> bool:
+    size = os.fstat(fd).st_size
+    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+
+
+def read_journal(path: Path) -> Iterator[Any]:
+    """The values of a journal in order; lines that were torn are passed over. A missing file has none."""
+    try:
+        stream = path.open("rb")
+    except FileNotFoundError:
+        return
+    with stream:
+        for line in stream:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+
+@contextmanager
+def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[bool]:
+    """Hold an advisory lock on `path` (created if missing). Yields whether the lock was got (always, with `wait`)."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        operation = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+        try:
+            fcntl.flock(fd, operation)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(fd)

@@ -1,0 +1,47 @@
+"""An image as a value: ordered read-only layers and the settings that a container would start with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HOST = "host"
+"""The reference of the built-in image that is this machine's own root, copy-on-write."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageConfig:
+    """The part of an OCI image configuration that matters to a sandbox."""
+
+    env: dict[str, str] = field(default_factory=dict)
+    workdir: str = "/"
+    user: str = ""
+    entrypoint: tuple[str, ...] = ()
+    cmd: tuple[str, ...] = ()
+    shell: tuple[str, ...] = ("/bin/sh", "-c")
+    labels: dict[str, str] = field(default_factory=dict)
+    exposed_ports: tuple[str, ...] = ()
+    volumes: tuple[str, ...] = ()
+    stop_signal: str = ""
+    healthcheck: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What a sandbox's root is made from.
+
+    `layers` are directories in overlay format (whiteouts as 0:0 character devices, opaque directories marked with
+    `user.overlay.opaque`), lowest first, immutable and shared by all sandboxes. The image `host` has no layers of its
+    own: each backend makes it from the machine's root. Backends that have their own image store (Docker) use
+    `reference` and ignore `layers`.
+    """
+
+    reference: str
+    digest: str
+    layers: tuple[Path, ...] = ()
+    config: ImageConfig = field(default_factory=ImageConfig)
+
+    @property
+    def is_host(self) -> bool:
+        return self.reference == HOST

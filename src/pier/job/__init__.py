@@ -1,0 +1,1 @@
+"""Jobs: a plan of trials with stable identities, run with limits, resumable."""

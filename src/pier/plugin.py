@@ -1,0 +1,52 @@
+"""Lookup of named parts: built-in ones by name, third parties' by entry point or by `module:Class`.
+
+Built-in parts are given as `module:attribute` strings, so that listing names imports nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from pier.errors import UsageError
+
+
+def load(reference: str) -> Any:
+    """Import `module:attribute`."""
+    module, _, attribute = reference.partition(":")
+    if not module or not attribute:
+        raise UsageError(f"{reference!r} is not of the form module:attribute", code="plugin")
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"cannot import {module!r}: {error}", hint=f"pip install the package of {module!r}") from error
+    try:
+        return getattr(found, attribute)
+    except AttributeError:
+        raise UsageError(f"module {module!r} has no {attribute!r}", code="plugin") from None
+
+
+def find(kind: str, name: str, built_in: Mapping[str, str]) -> Any:
+    """The part called `name`: built in, `module:Class`, or an entry point of the group `pier.<kind>s`."""
+    if name in built_in:
+        return load(built_in[name])
+    if ":" in name:
+        return load(name)
+    for point in entry_points(group=f"pier.{kind}s"):
+        if point.name == name:
+            return point.load()
+    known = names(kind, built_in)
+    near = difflib.get_close_matches(name, known, n=1)
+    raise UsageError(
+        f"there is no {kind} {name!r}; known: {', '.join(known)}",
+        hint=f"use {near[0]!r}" if near else f"give a {kind} of your own as module:Class",
+    )
+
+
+def names(kind: str, built_in: Mapping[str, str]) -> list[str]:
+    """All names that `find` would take, built-in ones first."""
+    others = sorted(point.name for point in entry_points(group=f"pier.{kind}s"))
+    return [*built_in, *(name for name in others if name not in built_in)]

@@ -1,0 +1,30 @@
+"""Sandboxes: the contract that every backend keeps, and the backends by name."""
+
+from pier.lease import Lease
+from pier.plugin import find
+from pier.sandbox.contract import Backend, Capabilities, Limits, Mount, Process, Result, Sandbox, SandboxSpec
+
+BACKENDS = {
+    "local": "pier.sandbox.local:LocalBackend",
+    "docker": "pier.sandbox.docker:DockerBackend",
+}
+"""The built-in backends. Each takes the `Lease` to write into as its only argument."""
+
+
+def open_backend(name: str, lease: Lease) -> Backend:
+    """The backend called `name`: built in, by entry point (`pier.backends`) or `module:Class`."""
+    return find("backend", name, BACKENDS)(lease)
+
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Capabilities",
+    "Limits",
+    "Mount",
+    "Process",
+    "Result",
+    "Sandbox",
+    "SandboxSpec",
+    "open_backend",
+]

@@ -1,0 +1,337 @@
+"""The contract that every backend keeps: getting a sandbox (`Backend`) is apart from using one (`Sandbox`).
+
+`pier.sandbox.conformance` checks each promise below against a running backend. A promise that a backend cannot keep
+is declared in its `Capabilities`; everything else holds everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from pier.image.model import Image
+from pier.lease import Held, Lease
+from pier.network.policy import NetworkMode, NetworkPolicy
+
+OUTPUT_LIMIT = 16 * 1024 * 1024
+"""How many bytes of each stream a `Result` keeps unless told otherwise. What is beyond is read and dropped."""
+
+Command = str | Sequence[str]
+"""A string runs in the image's shell (`/bin/sh -c`), a sequence is an argv; no shell is needed for the latter."""
+
+Stream = Literal["stdout", "stderr"]
+OnOutput = Callable[[Stream, bytes], Awaitable[None] | None]
+ProtocolFactory = Callable[[], asyncio.BaseProtocol]
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """Something put at `target`: a bind of a host path (`source`), or a private tmpfs if `source` is None."""
+
+    target: str
+    source: Path | None = None
+    read_only: bool = True
+    size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a sandbox may use, all of its processes together. None is no limit. Sizes are in bytes."""
+
+    cpus: float | None = None
+    memory: int | None = None
+    processes: int | None = None
+    disk: int | None = None
+    open_files: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSpec:
+    """All that is needed to start a sandbox. `user`, `workdir` and `env` add to and go before the image's own."""
+
+    image: Image
+    network: NetworkPolicy = field(default_factory=NetworkPolicy)
+    limits: Limits = field(default_factory=Limits)
+    mounts: tuple[Mount, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    user: str | None = None
+    workdir: str | None = None
+    hostname: str = "pier"
+    no_new_privileges: bool = False
+    gpus: int = 0
+    name: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a command ended. `exit_code` is 128 + n after signal n. `timed_out`: pier killed it at its deadline."""
+
+    exit_code: int
+    stdout: bytes = b""
+    stderr: bytes = b""
+    timed_out: bool = False
+    stdout_dropped: int = 0
+    stderr_dropped: int = 0
+    out_of_memory: bool = False
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0 and not self.timed_out
+
+    @property
+    def text(self) -> str:
+        return self.stdout.decode(errors="replace")
+
+    @property
+    def error_text(self) -> str:
+        return self.stderr.decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do on this machine, now."""
+
+    networks: frozenset[NetworkMode] = frozenset({"none"})
+    switch_network: bool = False
+    listen: bool = True
+    snapshot: bool = False
+    tty: bool = True
+    gpus: bool = False
+    compose: bool = False
+    bind_mounts: bool = True
+    users: bool = True
+    limits: Mapping[str, str] = field(default_factory=dict)
+    """For each field of `Limits`: by what it is enforced (`cgroup`, `rlimit`, `watched`), absent if it is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of `pier doctor`: what was looked at, whether it is well, and the command that mends it."""
+
+    subject: str
+    ok: bool
+    detail: str
+    fix: str = ""
+
+
+class Process(ABC):
+    """A running command with its streams. Leaving the context kills the whole tree that it started."""
+
+    @abstractmethod
+    async def write(self, data: bytes) -> None:
+        """Write to stdin; returns when the pipe took it. Ignored if the command closed its stdin."""
+
+    @abstractmethod
+    async def close_stdin(self) -> None: ...
+
+    @abstractmethod
+    async def resize(self, rows: int, columns: int) -> None:
+        """Tell the terminal's size. Only with `tty`."""
+
+    @abstractmethod
+    async def signal(self, number: int) -> None:
+        """Send a signal to the command's process group."""
+
+    @abstractmethod
+    async def kill(self) -> None:
+        """Kill the command and every process that it started, also those that left its session. Idempotent."""
+
+    @abstractmethod
+    async def wait(self) -> Result:
+        """Wait until the command ended and its output was read; `stdout`/`stderr` hold what `on_output` did not get."""
+
+    async def __aenter__(self) -> Process:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.shield(self.kill())
+
+
+class Listener(ABC):
+    """A socket inside a sandbox that pier serves from outside."""
+
+    port: int
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+
+class Sandbox(ABC):
+    """A running sandbox. All methods raise `SandboxError` when the sandbox is gone; none of them hangs then.
+
+    Use as an async context manager, or call `stop`.
+    """
+
+    id: str
+    spec: SandboxSpec
+
+    @abstractmethod
+    async def spawn(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        tty: bool = False,
+        stdin: bool = False,
+        on_output: OnOutput | None = None,
+        output_limit: int = OUTPUT_LIMIT,
+    ) -> Process:
+        """Start a command. Without `stdin` it reads from /dev/null. A program that does not exist exits with 127,
+        one that may not be run with 126, a missing `cwd` is a `SandboxError`."""
+
+    @abstractmethod
+    async def exec(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        tty: bool = False,
+        stdin: bytes | None = None,
+        timeout: float | None = None,
+        on_output: OnOutput | None = None,
+        output_limit: int = OUTPUT_LIMIT,
+    ) -> Result:
+        """Run a command to its end. A timeout or a cancel kills its whole process tree inside the sandbox, processes
+        in other sessions and double-forked ones included; a timeout is told in the result, not raised. `user` is a
+        name or `uid[:gid]`; a uid needs no passwd entry. `env` adds to the sandbox's own."""
+
+    @abstractmethod
+    async def upload(self, source: Path, target: str, *, owner: str | None = None) -> None:
+        """Copy a file to the path `target`, or the contents of a directory into the directory `target`. Parents are
+        made. Modes and links are kept; owners become root's, or `owner` (a name or `uid[:gid]`). Symlinks inside the
+        sandbox are never followed out of it: paths are resolved inside its root."""
+
+    @abstractmethod
+    async def write_file(self, target: str, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
+        """Write one file, replacing what is there. Parents are made."""
+
+    @abstractmethod
+    async def download(
+        self, source: str, target: Path, *, exclude: Sequence[str] = (), max_bytes: int | None = None
+    ) -> list[str]:
+        """Copy a file or a tree out to the host path `target`, which must not exist or be an empty directory. Regular
+        files, directories and symlinks come; devices, fifos and sockets are left out and named in the answer; a
+        symlink is copied as it is, never followed. Nothing is written outside `target`. `exclude` are glob patterns
+        against the path below `source` and against base names. Raises FileNotFoundError if `source` is not there, and
+        `SandboxError` with code `too_large` past `max_bytes`."""
+
+    @abstractmethod
+    async def read_file(self, source: str, *, max_bytes: int = OUTPUT_LIMIT) -> bytes:
+        """Read one regular file; no symlink is followed in any part of the path. FileNotFoundError if it is missing,
+        `SandboxError` with code `not_regular` if it is something else and `too_large` past `max_bytes`."""
+
+    @abstractmethod
+    async def put_tar(self, stream: AsyncIterator[bytes], target: str) -> None:
+        """Unpack a tar stream below the directory `target` (made if missing) with its owners, modes and links. An
+        entry that would land outside `target` is a `SandboxError` with code `unsafe_archive`."""
+
+    @abstractmethod
+    def get_tar(self, source: str) -> AsyncIterator[bytes]:
+        """The directory or file `source` as a tar stream with owners, modes and links."""
+
+    @abstractmethod
+    async def set_network(self, policy: NetworkPolicy) -> None:
+        """Change what the sandbox may reach, from the next packet on. `PolicyError` if that cannot be enforced."""
+
+    @abstractmethod
+    async def listen(self, port: int, factory: ProtocolFactory, *, host: str = "127.0.0.1") -> Listener:
+        """Put a TCP socket inside the sandbox's own network namespace and serve it from outside: for each connection
+        `factory()` gives an asyncio protocol (aiohttp's `web.Server` is such a factory). Works in every network mode.
+        No process, credential or file is added inside."""
+
+    @abstractmethod
+    async def kill_all(self) -> int:
+        """Kill every process but the sandbox's own init, also ones that are being forked meanwhile; how many died."""
+
+    @abstractmethod
+    async def snapshot(self) -> Image:
+        """Freeze what was written so far as an image that new sandboxes can start from, without copying what is
+        shared. Processes inside are killed first. This sandbox goes on, on a new writable layer. The image lives
+        until `Backend.remove_snapshot` or until its owner's lease is swept."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Kill everything and remove all traces, at once. Idempotent, never hangs, safe to call at any moment."""
+
+    async def __aenter__(self) -> Sandbox:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.shield(self.stop())
+
+
+class Backend(ABC):
+    """Starts sandboxes of one kind. One backend object serves many sandboxes at once; use it as a context manager."""
+
+    name: str
+
+    @abstractmethod
+    async def capabilities(self) -> Capabilities:
+        """What this backend can do here. Cached; probes at most once."""
+
+    @abstractmethod
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        """Start a sandbox, with its policy already in force. It is written into `lease` before anything is made. When
+        this raises or is cancelled nothing is left behind. Asking for what `capabilities` lacks is a `SandboxError`
+        (a `PolicyError` for networks) before anything starts."""
+
+    async def fork(self, image: Image, spec: SandboxSpec, n: int) -> list[Sandbox]:
+        """Start n sandboxes from a snapshot; all or none."""
+        started: list[Sandbox] = []
+        try:
+            while len(started) < n:
+                started.append(await self.start(replace(spec, image=image)))
+        except BaseException:
+            for sandbox in started:
+                await asyncio.shield(sandbox.stop())
+            raise
+        return started
+
+    @abstractmethod
+    async def remove_snapshot(self, image: Image) -> None:
+        """Remove an image made by `Sandbox.snapshot`. No sandbox may still run on it."""
+
+    @abstractmethod
+    async def doctor(self) -> list[Finding]:
+        """What this machine offers to the backend, what is missing, and how to mend it."""
+
+    @abstractmethod
+    async def destroy(self, held: Held) -> None:
+        """Remove a thing that a dead owner wrote down. Already gone is fine."""
+
+    @property
+    @abstractmethod
+    def kinds(self) -> frozenset[str]:
+        """The kinds of leased things that `destroy` knows."""
+
+    @property
+    @abstractmethod
+    def lease(self) -> Lease:
+        """Where this backend writes down what it makes."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop all sandboxes that are still running and everything that serves them. Idempotent."""
+
+    async def __aenter__(self) -> Backend:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.shield(self.close())

@@ -1,0 +1,1 @@
+"""Trajectories: ATIF documents, the rules they keep, and readers of agents' own session logs."""
