@@ -1,0 +1,108 @@
+"""The contract between a trial and an agent: what an agent is told, and how it says what to run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pier.endpoint import Endpoint
+from pier.sandbox.contract import OnOutput, Result, Sandbox
+
+PACK_PATH = "/opt/pier/agent"
+"""Where an agent's pack is mounted, read-only, in every sandbox on every backend."""
+
+AGENT_LOGS = "/logs/agent"
+"""Where an agent keeps its own logs; collected into the trial's `agent/` directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class McpServer:
+    """An MCP server that the task offers to the agent."""
+
+    name: str
+    transport: str = "sse"
+    url: str | None = None
+    command: str | None = None
+    args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRun:
+    """What an agent is told of one run. `seconds` is how long it has; `options` are its kwargs as the user gave them."""
+
+    instruction: str
+    workdir: str
+    endpoint: Endpoint | None = None
+    user: str | None = None
+    home: str = "/root"
+    env: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    mcp_servers: tuple[McpServer, ...] = ()
+    skills_dir: str | None = None
+    seconds: float | None = None
+    solution: Path | None = None
+    """The task's solution directory on the host; only the agent `oracle` may look at it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentFile:
+    """A file that must be in the sandbox before the agent starts."""
+
+    path: str
+    data: bytes
+    mode: int = 0o644
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What to run: an argv, the variables it needs beside the sandbox's own, and files to write first."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[AgentFile, ...] = ()
+    stdin: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PackSpec:
+    """What a pack is built from. `source` is `npm` or `pypi`; `version` None means the newest, resolved once."""
+
+    source: str
+    package: str
+    version: str | None = None
+    extras: tuple[str, ...] = ()
+
+
+class Agent(ABC):
+    """One agent. Subclasses say how to start it; the base class starts it."""
+
+    name: ClassVar[str]
+    pack: ClassVar[PackSpec | None] = None
+    dialect: ClassVar[str | None] = None
+    """The wire dialect it speaks (`chat`, `responses`, `anthropic`, `gemini`); None for agents without a model."""
+    hosts: ClassVar[tuple[str, ...]] = ()
+    """Hosts that it needs beyond the gateway; usually none."""
+    options: ClassVar[tuple[str, ...]] = ()
+    """The names of the options it takes; others are refused by name."""
+
+    @abstractmethod
+    def launch(self, run: AgentRun) -> Launch:
+        """The command for this run. Pure: touches nothing."""
+
+    async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
+        """Write the files, run the command to its end or deadline, and give its result."""
+        launch = self.launch(run)
+        for file in launch.files:
+            await sandbox.write_file(file.path, file.data, mode=file.mode, owner=run.user)
+        return await sandbox.exec(
+            list(launch.argv),
+            cwd=run.workdir,
+            env={**launch.env, **run.env},
+            user=run.user,
+            stdin=launch.stdin,
+            timeout=run.seconds,
+            on_output=on_output,
+        )

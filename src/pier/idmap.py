@@ -1,0 +1,1 @@
+"""Which user and group ids a sandbox of this user can have."""

@@ -1,0 +1,53 @@
+"""What every suite shares: a private home for pier's state, and the check that nothing was leaked."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.leaks import Footprint, wait_until_clean
+
+
+@pytest.fixture(autouse=True)
+def pier_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test has a `PIER_HOME` of its own, so that tests see nothing of one another or of the user's."""
+    home = tmp_path_factory.mktemp("home") / "pier"
+    monkeypatch.setenv("PIER_HOME", str(home))
+    return home
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_leaked() -> Iterator[None]:
+    """No process, mount, network namespace, cgroup or temporary file outlives the session."""
+    before = Footprint.take()
+    yield
+    left = wait_until_clean(before, seconds=30)
+    assert not left, "leaked:\n" + "\n".join(left)
+
+
+@pytest.fixture(autouse=True)
+def no_stray_threads() -> Iterator[None]:
+    """A test ends with no more of its own non-daemon threads than it began with."""
+    before = {thread.ident for thread in threading.enumerate() if not thread.daemon}
+    yield
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        stray = [t for t in threading.enumerate() if not t.daemon and t.ident not in before and not _is_pool(t)]
+        if not stray:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"threads left running: {stray}")
+
+
+def _is_pool(thread: threading.Thread) -> bool:
+    return thread.name.startswith(("asyncio_", "ThreadPoolExecutor", "execnet", "pytest"))
+
+
+@pytest.fixture
+def is_root() -> bool:
+    return os.geteuid() == 0
