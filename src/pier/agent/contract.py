@@ -31,7 +31,7 @@ class McpServer:
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """What an agent is told of one run. `seconds` is how long it has; `options` are its kwargs as the user gave them."""
+    """What an agent is told of one run. `seconds` is its time; `options` are its kwargs as the user gave them."""
 
     instruction: str
     workdir: str
