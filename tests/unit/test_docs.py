@@ -1,0 +1,35 @@
+"""The documentation points at things that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pier.cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("README.md")]
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    broken = []
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        if "://" not in target and not target.startswith("mailto:") and not (page.parent / target).exists():
+            broken.append(target)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_examples_exist(page: Path) -> None:
+    unknown = []
+    for block in re.findall(r"```(?:sh|bash|console|shell)\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        for command in re.findall(r"^(?:\$ )?pier ([a-z]+)", block, flags=re.MULTILINE):
+            if command not in COMMANDS:
+                unknown.append(command)
+    assert unknown == []
