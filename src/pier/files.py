@@ -48,16 +48,24 @@ class Journal:
 
     def append(self, value: Any) -> None:
         """Add one line; a tail torn by an earlier crash or a full disk is closed off first."""
+        self.append_lines(json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
+
+    def append_lines(self, lines: bytes) -> None:
+        """Add lines that are encoded already, each with its newline, in one `write` call."""
         if self._fd is None:
             self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             if _is_torn(self._fd):
                 os.write(self._fd, b"\n")
-        line = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
-        written = os.write(self._fd, line)
-        if written != len(line):
+        written = os.write(self._fd, lines)
+        if written != len(lines):
             self.close()
-            raise OSError(f"only {written} of {len(line)} bytes could be written to {self.path}")
+            raise OSError(f"only {written} of {len(lines)} bytes could be written to {self.path}")
         if self._durable:
+            self.sync()
+
+    def sync(self) -> None:
+        """Wait until all that was added is on disk."""
+        if self._fd is not None:
             os.fdatasync(self._fd)
 
     def close(self) -> None:

@@ -1,0 +1,191 @@
+"""Writes what passes through a session, as it passes: the write side of `pier.gateway.recording`.
+
+Nothing is handed to the agent that is not in the file already, so killing the gateway at any instant loses no turn
+that the agent has seen. With `durable="power"` the end of a call is also on disk before its last event is delivered.
+What comes again in the next request (messages, tools, a long system prompt) is stored once and referred to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
+
+from pier.files import Journal
+from pier.gateway.body import Body, Span
+from pier.gateway.canonical import Usage
+from pier.gateway.redact import redacted
+
+FORMAT = 1
+Durable = Literal["kill", "power"]
+Side = Literal["upstream", "delivered"]
+Outcome = Literal["ok", "error", "cancelled", "refused"]
+
+_STORE_APART = 256
+"""A top-level field of at least this many characters is stored once and referred to."""
+
+
+class Recorder:
+    """The recording of one session. Without a path it keeps nothing."""
+
+    def __init__(self, path: Path | None, info: Mapping[str, Any], *, durable: Durable = "kill") -> None:
+        self._journal = Journal(path) if path else None
+        self._durable = durable
+        self._blobs: dict[bytes, int] = {}
+        self._steps: dict[tuple[int, int], int] = {}
+        self._places: list[tuple[int, int]] = [(0, 0)]
+        self._lists = 0
+        self._calls = 0
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.write({"t": "session", "format": FORMAT, "at": _now(), **info})
+
+    @property
+    def on(self) -> bool:
+        return self._journal is not None
+
+    def call(self, facts: Mapping[str, Any], body: Body | bytes) -> CallRecord:
+        """A call begins. `facts` are its dialect, operation, method, path, headers, model and so on."""
+        self._calls += 1
+        record = CallRecord(self, self._calls)
+        if self.on:
+            lines, pieces = self._pieces(body)
+            lines.append(_line({"t": "call", "c": self._calls, "at": _now(), **facts, "body": pieces}))
+            self.write_lines(lines)
+        return record
+
+    def write(self, value: Mapping[str, Any]) -> None:
+        if self._journal:
+            self._journal.append_lines(_line(value))
+
+    def write_lines(self, lines: list[bytes]) -> None:
+        if self._journal:
+            self._journal.append_lines(b"".join(lines))
+
+    async def commit(self) -> None:
+        """Wait until what was written survives what it should survive."""
+        if self._journal and self._durable == "power":
+            await asyncio.to_thread(self._journal.sync)
+
+    def close(self, reason: str) -> None:
+        self.write({"t": "close", "at": _now(), "reason": reason})
+        if self._journal:
+            self._journal.close()
+
+    def _pieces(self, body: Body | bytes) -> tuple[list[bytes], list[Any]]:
+        """The lines that define what is new in a body, and the body in terms of what is defined."""
+        if isinstance(body, bytes):
+            return [], [body.decode(errors="surrogateescape")] if body else []
+        lines: list[bytes] = []
+        pieces: list[Any] = []
+        at = 0
+        for name, (start, end) in sorted(body.fields.items(), key=lambda item: item[1]):
+            spans = body.elements.get(name, ())
+            separator = _separator(body.text, spans)
+            if spans and separator is not None:
+                pieces.append(body.text[at : spans[0][0]])
+                blobs = [self._blob(body.text[a:b], lines) for a, b in spans]
+                pieces.append({"list": self._list(blobs, lines), "sep": separator})
+                at = spans[-1][1]
+            elif end - start >= _STORE_APART:
+                pieces.append(body.text[at:start])
+                pieces.append({"blob": self._blob(body.text[start:end], lines)})
+                at = end
+        pieces.append(body.text[at:])
+        return lines, pieces
+
+    def _blob(self, text: str, lines: list[bytes]) -> int:
+        data = text.encode()
+        digest = blake2b(data, digest_size=16).digest()
+        number = self._blobs.get(digest)
+        if number is None:
+            number = self._blobs[digest] = len(self._blobs) + 1
+            if b"\n" in data:
+                lines.append(_line({"t": "blob", "n": number, "text": text}))
+            else:
+                lines.append(b'{"t":"blob","n":%d,"json":%b}\n' % (number, data))
+        return number
+
+    def _list(self, blobs: list[int], lines: list[bytes]) -> tuple[int, int]:
+        """Where these blobs in this order are: so many from the start of a numbered list."""
+        place, known = 0, 0
+        while known < len(blobs) and (found := self._steps.get((place, blobs[known]))) is not None:
+            place, known = found, known + 1
+        if known == len(blobs):
+            return self._places[place]
+        self._lists += 1
+        added = blobs[known:]
+        lines.append(_line({"t": "list", "n": self._lists, "from": self._places[place], "add": added}))
+        for length, blob in enumerate(added, known + 1):
+            self._steps[place, blob] = len(self._places)
+            place = len(self._places)
+            self._places.append((self._lists, length))
+        return self._places[place]
+
+
+@dataclass(slots=True)
+class CallRecord:
+    """One call of a recording, while it runs. Each method is one line in the file."""
+
+    recorder: Recorder
+    number: int
+
+    def edited(self, edits: list[Mapping[str, Any]]) -> None:
+        """The gateway changed the request, for the reasons given."""
+        if edits:
+            self._write("edits", edits=edits)
+
+    def attempt(self, facts: Mapping[str, Any], body: Body | bytes | None) -> None:
+        """The request goes to an upstream, with this body (None: as the agent sent it)."""
+        if not self.recorder.on:
+            return
+        lines, pieces = self.recorder._pieces(body) if body is not None else ([], None)
+        lines.append(_line({"t": "attempt", "c": self.number, "at": _now(), **facts, "body": pieces}))
+        self.recorder.write_lines(lines)
+
+    def failed(self, error: str, wait: float | None) -> None:
+        """The attempt gave no answer worth passing on; `wait` seconds later there is another one."""
+        self._write("failed", error=error, wait=wait)
+
+    def status(self, side: Side, status: int, headers: Mapping[str, str], streamed: bool) -> None:
+        self._write("status", side=side, status=status, headers=redacted(headers), streamed=streamed)
+
+    def chunk(self, side: Side, data: bytes) -> None:
+        if self.recorder.on:
+            self._write("chunk", side=side, text=data.decode(errors="surrogateescape"))
+
+    def end(self, outcome: Outcome, status: int, *, error: str | None = None, usage: Usage | None = None) -> None:
+        counts = {name: value for name, value in asdict(usage).items() if value is not None} if usage else None
+        self._write("end", outcome=outcome, status=status, error=error, usage=counts)
+
+    def note(self, **facts: Any) -> None:
+        """Anything else worth keeping, e.g. the tokens of a policy's answer."""
+        self._write("note", **facts)
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        if self.recorder.on:
+            self.recorder.write({"t": kind, "c": self.number, "at": _now(), **fields})
+
+
+def _separator(text: str, spans: tuple[Span, ...]) -> str | None:
+    """What stands between all elements, None if it is not always the same."""
+    if len(spans) < 2:
+        return ","
+    found = {text[spans[i][1] : spans[i + 1][0]] for i in range(len(spans) - 1)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def _now() -> float:
+    return round(time.time(), 5)
