@@ -1,1 +1,19 @@
-"""Tasks: directories in Harbor's format, where they come from, and what is wrong with them."""
+"""Tasks: Harbor's task directories as typed values, and where to get them."""
+
+from pier.task.config import TaskConfig
+from pier.task.load import load_task
+from pier.task.model import Origin, Step, Task, VerifierEnvironment
+from pier.task.template import resolve_env, wanted_variables
+from pier.task.unknown import UnknownKey
+
+__all__ = [
+    "Origin",
+    "Step",
+    "Task",
+    "TaskConfig",
+    "UnknownKey",
+    "VerifierEnvironment",
+    "load_task",
+    "resolve_env",
+    "wanted_variables",
+]

@@ -1,0 +1,145 @@
+"""Where tasks come from, and which of them are taken.
+
+A source is a task directory, a directory of tasks, `URL[@REF][#PATH]` of a git repository, a `dataset.toml` or a
+`registry.json` (with `#NAME[@VERSION]` if it holds several datasets). The order of tasks is by name, the same on every
+machine, so that a seed always picks the same ones.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from pier.errors import TaskError, UsageError
+from pier.task.dataset import find_entry, read_dataset
+from pier.task.git import check_out, parse_git_reference
+from pier.task.load import load_task
+from pier.task.model import Origin, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which tasks of a source are taken: globs against names, then a seeded shuffle, then the first `n_tasks`."""
+
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    n_tasks: int | None = None
+    sample_seed: int | None = None
+
+
+def resolve_sources(
+    sources: Iterable[str | Path],
+    selection: Selection | None = None,
+    *,
+    strict: bool = False,
+    verify: bool = True,
+    cache: Path | None = None,
+) -> list[Task]:
+    """Read all tasks of `sources` and take those that `selection` wants. A source without tasks is an error."""
+    origins = [origin for source in sources for origin in find_tasks(source, cache=cache)]
+    chosen = select(origins, selection or Selection())
+    return [load_task(origin.path, strict=strict, verify=verify, origin=origin) for origin in chosen]
+
+
+def find_tasks(source: str | Path, *, cache: Path | None = None) -> list[Origin]:
+    """Where the tasks of one source are, without reading them."""
+    path = Path(source)
+    text = str(source)
+    if path.is_dir():
+        return _in_directory(path, Origin(path))
+    base, _, fragment = text.partition("#")
+    if Path(base).is_file():
+        return _in_file(Path(base), fragment or None, cache)
+    reference = parse_git_reference(text)
+    if reference is None:
+        raise TaskError(f"{text}: no such task, directory or repository", code="source_missing", blame="user")
+    checkout = check_out(reference.url, reference.ref, cache=cache)
+    found = checkout.directory / reference.path
+    origin = Origin(found, git_url=checkout.url, git_commit=checkout.commit)
+    if not found.is_dir():
+        raise TaskError(
+            f"{text}: {reference.path!r} is no directory at commit {checkout.commit}", code="source_missing"
+        )
+    return _in_directory(found, origin)
+
+
+def select(origins: Sequence[Origin], selection: Selection) -> list[Origin]:
+    """The tasks that `selection` takes, in order of their directory's name."""
+    if selection.n_tasks is not None and selection.n_tasks < 0:
+        raise UsageError("the number of tasks cannot be negative")
+    ordered = sorted(origins, key=lambda origin: (origin.path.name, str(origin.path)))
+    kept = [origin for origin in ordered if _matches(origin, selection)]
+    for pattern in selection.include:
+        if not any(_fits(origin, pattern) for origin in origins):
+            known = ", ".join(origin.path.name for origin in ordered[:8])
+            raise UsageError(f"no task matches {pattern!r}; there are: {known}{', ...' if len(ordered) > 8 else ''}")
+    if selection.sample_seed is not None:
+        random.Random(selection.sample_seed).shuffle(kept)
+    return kept if selection.n_tasks is None else kept[: selection.n_tasks]
+
+
+def _matches(origin: Origin, selection: Selection) -> bool:
+    if selection.include and not any(_fits(origin, pattern) for pattern in selection.include):
+        return False
+    return not any(_fits(origin, pattern) for pattern in selection.exclude)
+
+
+def _fits(origin: Origin, pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in _names(origin))
+
+
+def _names(origin: Origin) -> Iterator[str]:
+    yield origin.path.name
+    if origin.source:
+        yield f"{origin.source}/{origin.path.name}"
+
+
+def _in_directory(directory: Path, origin: Origin) -> list[Origin]:
+    if (directory / "task.toml").is_file():
+        return [origin]
+    if (directory / "dataset.toml").is_file():
+        return _in_dataset(directory / "dataset.toml", origin)
+    children = sorted(child for child in directory.iterdir() if (child / "task.toml").is_file())
+    if not children:
+        raise TaskError(
+            f"{directory}: neither a task (no task.toml) nor a directory of tasks",
+            code="source_empty",
+            blame="user",
+            hint=f"pier task init {directory}",
+        )
+    source = directory.resolve().name
+    return [Origin(child, source, origin.git_url, origin.git_commit) for child in children]
+
+
+def _in_file(path: Path, name: str | None, cache: Path | None) -> list[Origin]:
+    if path.suffix == ".toml":
+        return _in_dataset(path, Origin(path.parent))
+    entry = find_entry(path, name)
+    found: list[Origin] = []
+    for task in entry.tasks:
+        if task.git_url:
+            checkout = check_out(task.git_url, task.git_commit_id, cache=cache)
+            found.append(Origin(checkout.directory / task.path, entry.name, task.git_url, checkout.commit))
+        else:
+            found.append(Origin(path.parent / task.path, entry.name))
+    return found
+
+
+def _in_dataset(path: Path, origin: Origin) -> list[Origin]:
+    """The tasks of a `dataset.toml` lie in the directories beside it; a digest that is given must be theirs."""
+    dataset = read_dataset(path)
+    found: list[Origin] = []
+    for row in dataset.tasks:
+        short = row.name.rpartition("/")[2]
+        directory = next(
+            (d for d in (path.parent / short, path.parent / row.name) if (d / "task.toml").is_file()), None
+        )
+        if directory is None:
+            raise TaskError(f"{path}: the task {row.name!r} is not in {path.parent / short}", code="dataset")
+        if row.digest and load_task(directory, verify=False).digest != row.digest:
+            raise TaskError(f"{path}: the task {row.name!r} in {directory} does not have the digest {row.digest}")
+        found.append(Origin(directory, dataset.dataset.name, origin.git_url, origin.git_commit))
+    return found
