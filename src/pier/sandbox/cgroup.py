@@ -1,0 +1,227 @@
+"""Control groups for sandboxes: limits on memory, processes and cpu that hold for all of a sandbox together.
+
+`find` says where groups can be made: a delegated or root-owned cgroup v2 tree that has the controllers, else writable
+v1 hierarchies, else nowhere (None). A `Group` is a few directories called `pier/<id>`; everything is done by plain
+file operations, so a process that can import nothing more can still join one with `join`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pier.sandbox.contract import Limits
+
+_CONTROLLERS = ("memory", "pids", "cpu")
+_PERIOD = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchies:
+    """Where groups can be made: for each controller the directory that new ones go into."""
+
+    version: int
+    parents: Mapping[str, Path]
+
+    @property
+    def limits(self) -> frozenset[str]:
+        """The fields of `Limits` that groups made here enforce."""
+        names = {"memory": "memory", "pids": "processes", "cpu": "cpus"}
+        return frozenset(names[controller] for controller in self.parents)
+
+    def place(self, id: str) -> tuple[Path, ...]:
+        """The directories of the group `id`, whether or not they exist."""
+        return tuple(sorted({parent / id for parent in self.parents.values()}))
+
+    def make(self, id: str, limits: Limits, *, own_processes: int = 1) -> Group:
+        """Make a group with these limits. `own_processes` are pier's own inside, which the limit does not count."""
+        group = Group(self.place(id))
+        try:
+            for path in group.paths:
+                path.mkdir(exist_ok=True)
+            for controller, parent in self.parents.items():
+                _limit(self.version, controller, parent / id, limits, own_processes)
+        except OSError:
+            group.remove()
+            raise
+        return group
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The directories of one group. They can be written down and made into a `Group` again by a sweeper."""
+
+    paths: tuple[Path, ...]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that `join` writes to."""
+        return tuple(str(path / "cgroup.procs") for path in self.paths)
+
+    def attach(self, pid: int) -> None:
+        """Move a process into the group; those that it forks later are in it too."""
+        join(self.files, pid)
+
+    def members(self) -> set[int]:
+        """The processes in the group now."""
+        found: set[int] = set()
+        for name in self.files:
+            found.update(int(row) for row in _read(name).split())
+        return found
+
+    def oom_kills(self) -> int:
+        """How many processes the kernel killed because the group was out of memory."""
+        for path in self.paths:
+            for name in ("memory.events", "memory.oom_control"):
+                for row in _read(str(path / name)).splitlines():
+                    if row.startswith("oom_kill "):
+                        return int(row.split()[1])
+        return 0
+
+    def kill(self) -> None:
+        """Kill all members once. v2 does it at one stroke; on v1 a forking member may escape: call until empty."""
+        for path in self.paths:
+            try:
+                _write(path / "cgroup.kill", "1")
+            except OSError:
+                continue
+            return
+        for pid in self.members():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def remove(self, seconds: float = 10.0) -> bool:
+        """Kill what is inside and remove the directories; False if they could not be removed in time."""
+        deadline = time.monotonic() + seconds
+        left = [path for path in self.paths if not _rmdir(path)]
+        while left and time.monotonic() < deadline:
+            self.kill()
+            time.sleep(0.005)
+            left = [path for path in left if not _rmdir(path)]
+        return not left
+
+
+def join(files: Iterable[str], pid: int = 0) -> None:
+    """Write a process (this one, if 0) into each `cgroup.procs` file. Needs no import that a forked child lacks."""
+    for name in files:
+        fd = os.open(name, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(fd, b"%d" % pid)
+        finally:
+            os.close(fd)
+
+
+def find(mountinfo: str | None = None) -> Hierarchies | None:
+    """Where this process can make groups with limits, or None."""
+    mounts = list(_mounts(mountinfo if mountinfo is not None else Path("/proc/self/mountinfo").read_text()))
+    unified = [where for kind, where, _ in mounts if kind == "cgroup2"]
+    for mount in unified:
+        for base in _ancestors(mount):
+            if (parent := _enable(base)) is not None:
+                return Hierarchies(2, {name: parent for name in _CONTROLLERS if name in _words(parent)})
+    parents = {}
+    for kind, where, options in mounts:
+        for controller in _CONTROLLERS:
+            if kind == "cgroup" and controller in options and (parent := _open_v1(where)):
+                parents[controller] = parent
+    return Hierarchies(1, parents) if parents else None
+
+
+def _mounts(text: str) -> Iterable[tuple[str, Path, list[str]]]:
+    for row in text.splitlines():
+        left, _, right = row.partition(" - ")
+        kind, _, options = right.split(" ", 2)
+        if kind in ("cgroup", "cgroup2"):
+            yield kind, Path(left.split()[4]), options.split(",")
+
+
+def _ancestors(mount: Path) -> Iterable[Path]:
+    """The directories above this process in a v2 tree, nearest first; only those can hold a group for it."""
+    own = next((row[3:] for row in _read("/proc/self/cgroup").splitlines() if row.startswith("0::")), "/")
+    path = mount / own.lstrip("/")
+    while path != mount and mount in path.parents:
+        yield path
+        path = path.parent
+    yield mount
+
+
+def _words(path: Path) -> list[str]:
+    return _read(str(path / "cgroup.subtree_control")).split()
+
+
+def _enable(base: Path) -> Path | None:
+    """`base/pier` with the controllers handed down to its children, or None if that is not possible here."""
+    offered = _read(str(base / "cgroup.controllers")).split()
+    if "memory" not in offered or "pids" not in offered:
+        return None
+    wanted = " ".join(f"+{name}" for name in _CONTROLLERS if name in offered)
+    parent = base / "pier"
+    try:
+        _write(base / "cgroup.subtree_control", wanted)
+        parent.mkdir(exist_ok=True)
+        _write(parent / "cgroup.subtree_control", wanted)
+    except OSError:
+        return None
+    return parent if os.access(parent, os.W_OK) and os.access(base / "cgroup.procs", os.W_OK) else None
+
+
+def _open_v1(mount: Path) -> Path | None:
+    parent = mount / "pier"
+    try:
+        parent.mkdir(exist_ok=True)
+    except OSError:
+        return None
+    return parent if os.access(parent, os.W_OK) else None
+
+
+def _limit(version: int, controller: str, path: Path, limits: Limits, own: int) -> None:
+    if controller == "pids" and limits.processes is not None:
+        _write(path / "pids.max", str(limits.processes + own))
+    if controller == "memory" and limits.memory is not None:
+        size = str(limits.memory)
+        _write(path / ("memory.max" if version == 2 else "memory.limit_in_bytes"), size)
+        swap = path / ("memory.swap.max" if version == 2 else "memory.memsw.limit_in_bytes")
+        if swap.exists():
+            _write(swap, "0" if version == 2 else size)
+    if controller == "cpu" and limits.cpus is not None:
+        quota = max(1000, round(limits.cpus * _PERIOD))
+        if version == 2:
+            _write(path / "cpu.max", f"{quota} {_PERIOD}")
+        else:
+            _write(path / "cpu.cfs_period_us", str(_PERIOD))
+            _write(path / "cpu.cfs_quota_us", str(quota))
+
+
+def _write(path: Path, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def _read(name: str) -> str:
+    try:
+        with open(name, encoding="utf-8") as stream:
+            return stream.read()
+    except OSError:
+        return ""
+
+
+def _rmdir(path: Path) -> bool:
+    try:
+        path.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno in (errno.EBUSY, errno.ENOTEMPTY):
+            return False
+        raise
+    return True

@@ -1,0 +1,110 @@
+"""Real groups where this machine lets us make them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pier.sandbox import cgroup
+from pier.sandbox.contract import Limits
+
+pytestmark = pytest.mark.plain
+
+
+@pytest.fixture
+def made() -> Iterator[list[cgroup.Group]]:
+    groups: list[cgroup.Group] = []
+    yield groups
+    for group in groups:
+        assert group.remove(60)
+        assert not any(path.exists() for path in group.paths)
+
+
+def make(made: list[cgroup.Group], **limits: float) -> cgroup.Group:
+    hierarchies = cgroup.find()
+    if hierarchies is None:
+        pytest.skip("no writable control groups here")
+    if missing := set(limits) - hierarchies.limits:
+        pytest.skip(f"control groups here do not limit {missing}")
+    group = hierarchies.make(f"test-{secrets.token_hex(4)}", Limits(**limits), own_processes=0)  # type: ignore[arg-type]
+    made.append(group)
+    return group
+
+
+def run(group: cgroup.Group, code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-I", "-c", code]
+    return subprocess.run(
+        command, preexec_fn=lambda: cgroup.join(group.files), capture_output=True, text=True, timeout=120
+    )
+
+
+def test_memory_beyond_the_limit_is_killed_and_counted(made: list[cgroup.Group]) -> None:
+    group = make(made, memory=64 * 1024 * 1024)
+    assert group.oom_kills() == 0
+    assert run(group, "x = b'x' * (256 * 1024 * 1024)").returncode == -9
+    assert group.oom_kills() >= 1
+
+
+def test_processes_beyond_the_limit_are_refused(made: list[cgroup.Group]) -> None:
+    group = make(made, processes=5)
+    code = """
+import os, time
+forked = []
+try:
+    for _ in range(20):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(120)
+        forked.append(pid)
+except BlockingIOError:
+    pass
+for pid in forked:
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+print(len(forked))
+"""
+    assert int(run(group, code).stdout) == 4
+
+
+def test_cpu_limit_is_written(made: list[cgroup.Group]) -> None:
+    group = make(made, cpus=0.5)
+    texts = [path / name for path in group.paths for name in ("cpu.max", "cpu.cfs_quota_us")]
+    assert any(path.exists() and path.read_text().split()[0] == "50000" for path in texts)
+
+
+def test_kill_and_remove_end_all_members(made: list[cgroup.Group]) -> None:
+    group = make(made, processes=50)
+    child = subprocess.Popen(["/bin/sh", "-c", "sleep 300 & setsid sleep 300 & wait"])
+    group.attach(child.pid)
+    assert child.pid in group.members()
+    assert group.remove(60)
+    assert child.wait(60) == -9
+
+
+def test_nowhere_to_make_one() -> None:
+    assert cgroup.find("") is None
+    assert cgroup.find("30 20 0:25 / /nonexistent/cg rw - cgroup2 cgroup2 rw\n") is None
+
+
+def test_removing_what_never_was(tmp_path: Path) -> None:
+    assert cgroup.Group((tmp_path / "a", tmp_path / "b")).remove(0)
+    assert cgroup.Group((tmp_path / "a",)).oom_kills() == 0
+
+
+def test_v2_tree_is_prepared_from_the_nearest_ancestor(tmp_path: Path) -> None:
+    """A tree of plain files stands in for a delegated cgroup v2; only what is written there is looked at."""
+    for directory in (tmp_path, tmp_path / "pier"):
+        directory.mkdir(exist_ok=True)
+        for name in ("cgroup.subtree_control", "cgroup.procs"):
+            (directory / name).touch()
+    (tmp_path / "cgroup.controllers").write_text("cpu io memory pids\n")
+    os.truncate(tmp_path / "cgroup.subtree_control", 0)
+    parent = cgroup._enable(tmp_path)
+    assert parent == tmp_path / "pier"
+    assert (tmp_path / "pier" / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
