@@ -9,6 +9,9 @@ from typing import Any
 HOST = "host"
 """The reference of the built-in image that is this machine's own root, copy-on-write."""
 
+SCRATCH = "scratch"
+"""The reference of the empty image, which only a Dockerfile can start from."""
+
 
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
@@ -32,16 +35,18 @@ class Image:
     """What a sandbox's root is made from.
 
     `layers` are directories in overlay format (whiteouts as 0:0 character devices, opaque directories marked with
-    `user.overlay.opaque`), lowest first, immutable and shared by all sandboxes. The image `host` has no layers of its
-    own: each backend makes it from the machine's root. Backends that have their own image store (Docker) use
-    `reference` and ignore `layers`.
+    `user.overlay.opaque`), lowest first, immutable and shared by all sandboxes. With `on_host` the machine's own root
+    lies below them; the image `host` is that root with no layers of its own, made by each backend. Backends that have
+    their own image store (Docker) use `reference` and ignore `layers`.
     """
 
     reference: str
     digest: str
     layers: tuple[Path, ...] = ()
     config: ImageConfig = field(default_factory=ImageConfig)
+    on_host: bool = False
 
     @property
     def is_host(self) -> bool:
-        return self.reference == HOST
+        """Whether the machine's own root lies below the layers."""
+        return self.on_host or self.reference == HOST

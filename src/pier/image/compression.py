@@ -1,0 +1,93 @@
+"""Opens archives whatever they are compressed with, told by their first bytes and not by their names.
+
+zstd is read by the `zstd` program, since Python reads it only from version 3.14 on.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import lzma
+import shutil
+import subprocess
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import BinaryIO, cast
+
+from pier.errors import ImageError
+
+_MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2"}
+_CHUNK = 1 << 20
+
+
+def compression_of(head: bytes) -> str:
+    """`gzip`, `xz`, `zstd`, `bzip2` or, for anything else, the empty string."""
+    return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), "")
+
+
+@contextmanager
+def decompressed(path: str) -> Iterator[BinaryIO]:
+    """The file's content without its compression. Damage is an `ImageError` with code `broken_archive`."""
+    with ExitStack() as stack:
+        file = stack.enter_context(open(path, "rb"))
+        kind = compression_of(file.read(6))
+        file.seek(0)
+        try:
+            if kind == "zstd":
+                yield stack.enter_context(_zstd(file, path))
+            elif kind == "gzip":
+                yield cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=file)))
+            elif kind == "xz":
+                yield cast(BinaryIO, stack.enter_context(lzma.LZMAFile(file)))
+            elif kind == "bzip2":
+                yield cast(BinaryIO, stack.enter_context(bz2.BZ2File(file)))
+            else:
+                yield file
+        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+            raise ImageError(f"the {kind} data of {path} is broken: {error}", code="broken_archive") from None
+
+
+@contextmanager
+def _zstd(file: BinaryIO, path: str) -> Iterator[BinaryIO]:
+    if shutil.which("zstd") is None:
+        raise ImageError(f"{path} is compressed with zstd, and there is no zstd program", hint="apt-get install zstd")
+    process = subprocess.Popen(["zstd", "-dcq"], stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        yield cast(BinaryIO, process.stdout)
+        drain(cast(BinaryIO, process.stdout))
+        problem = process.stderr.read().decode(errors="replace").strip()
+        if process.wait() != 0:
+            raise ImageError(f"the zstd data of {path} is broken: {problem}", code="broken_archive")
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+class HashingReader:
+    """A stream that knows the sha256 of what was read through it."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._hash = hashlib.sha256()
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._stream.read(size)
+        self._hash.update(data)
+        return data
+
+    def digest(self) -> str:
+        """The digest of the whole stream: what is left of it is read first."""
+        drain(cast(BinaryIO, self))
+        return f"sha256:{self._hash.hexdigest()}"
+
+
+def drain(stream: BinaryIO) -> None:
+    """Read a stream to its end."""
+    while stream.read(_CHUNK):
+        pass

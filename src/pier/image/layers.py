@@ -1,0 +1,146 @@
+"""Content-addressed layers on disk, safe under concurrent processes.
+
+    <store>/layers/<hex>/fs           the files, in overlay format; never changed once visible
+    <store>/layers/<hex>/layer.json   how the layer came
+    <store>/tmp/<name>/               what is being made, locked through <name>.lock while its maker lives
+
+A layer is made in `tmp` and renamed into place when it is whole, so it is never half visible. What a killed process
+left in `tmp` is known by its free lock and swept by `gc`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from pier.files import write_json
+from pier.image import owner
+from pier.image.records import LayerRecord, Origin
+from pier.image.users import Users
+
+
+def hex_of(layer_id: str) -> str:
+    return layer_id.removeprefix("sha256:")
+
+
+class Draft:
+    """A layer that is being made in `path`."""
+
+    def __init__(self, layers: Layers, directory: Path) -> None:
+        self._layers = layers
+        self._directory = directory
+        self.path = directory / "fs"
+
+    async def keep(self, layer_id: str, *, size: int, origin: Origin, source: str = "") -> Path:
+        """Make the layer visible as `layer_id`; if it is there already this one is dropped. Its directory."""
+        record = LayerRecord(id=layer_id, size=size, origin=origin, source=source)
+        write_json(self._directory / "layer.json", record.model_dump(), durable=False)
+        final = self._layers.root / "layers" / hex_of(layer_id)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with self._layers.users.using():
+            self._layers.users.note([layer_id])
+            try:
+                self._directory.rename(final)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+        return final / "fs"
+
+
+class Layers:
+    """The layers below one directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.users = Users(root)
+
+    def path(self, layer_id: str) -> Path | None:
+        """The directory of a layer, None if the store does not have it."""
+        directory = self.root / "layers" / hex_of(layer_id)
+        return directory / "fs" if (directory / "layer.json").is_file() else None
+
+    def record(self, layer_id: str) -> LayerRecord | None:
+        try:
+            text = (self.root / "layers" / hex_of(layer_id) / "layer.json").read_text()
+        except FileNotFoundError:
+            return None
+        return LayerRecord.model_validate_json(text)
+
+    def ids(self) -> Iterator[str]:
+        """The ids of all layers."""
+        with contextlib.suppress(FileNotFoundError):
+            for entry in sorted((self.root / "layers").iterdir()):
+                if (entry / "layer.json").is_file():
+                    yield f"sha256:{entry.name}"
+
+    def last_used(self, layer_id: str) -> float:
+        try:
+            return (self.root / "layers" / hex_of(layer_id) / "layer.json").stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def touch(self, layer_id: str) -> None:
+        """Note that a layer was used now."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self.root / "layers" / hex_of(layer_id) / "layer.json")
+
+    @asynccontextmanager
+    async def scratch(self) -> AsyncIterator[Path]:
+        """A private directory on the store's file system, gone at the end; what was renamed away stays."""
+        name = f"{os.getpid()}-{secrets.token_hex(6)}"
+        place = self.root / "tmp"
+        place.mkdir(parents=True, exist_ok=True)
+        lock = place / f"{name}.lock"
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            directory = place / name
+            directory.mkdir()
+            try:
+                yield directory
+            finally:
+                await asyncio.shield(owner.run("remove_tree", path=str(directory)))
+                lock.unlink(missing_ok=True)
+        finally:
+            os.close(fd)
+
+    @asynccontextmanager
+    async def draft(self) -> AsyncIterator[Draft]:
+        """A new layer to fill; it is dropped unless it was kept."""
+        async with self.scratch() as directory:
+            inner = directory / "layer"
+            inner.mkdir(mode=0o755)
+            (inner / "fs").mkdir(mode=0o755)
+            yield Draft(self, inner)
+
+    def hide(self, layer_id: str, directory: Path) -> None:
+        """Take a layer out of sight, into `directory`. Call it inside `users.collecting`."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.root / "layers" / hex_of(layer_id)).rename(directory / hex_of(layer_id))
+
+    async def sweep(self, *, dry_run: bool = False) -> list[Path]:
+        """Remove what dead processes left in `tmp`."""
+        left: list[Path] = []
+        place = self.root / "tmp"
+        for lock in sorted(place.glob("*.lock")) if place.is_dir() else []:
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            else:
+                directory = lock.with_suffix("")
+                left.append(directory)
+                if not dry_run:
+                    await owner.run("remove_tree", path=str(directory))
+                    lock.unlink(missing_ok=True)
+            finally:
+                os.close(fd)
+        return left

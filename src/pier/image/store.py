@@ -1,0 +1,182 @@
+"""The store of images: what was imported, pulled or built, by reference.
+
+    <store>/refs/<hex>.json    one image each; its modification time is when it was last used
+    <store>/layers, tmp        see `pier.image.layers`
+    <store>/users, locks       who uses what, see `pier.image.users` and `pier.image.locks`
+
+The store is private to its user: images hold set-user-id programs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import platform
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from pier.errors import ImageError
+from pier.files import write_json
+from pier.home import pier_home
+from pier.image.layers import Layers
+from pier.image.locks import only_one
+from pier.image.model import HOST, SCRATCH, Image, ImageConfig
+from pier.image.records import ConfigRecord, ImageRecord, Origin, image_digest
+from pier.image.reference import Reference, is_digest, parse
+
+
+class ImageStore:
+    """Images below `root` (`$PIER_HOME/images`). Several processes may use one store at once."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = root or pier_home() / "images"
+        self.layers = Layers(self.root)
+        self.users = self.layers.users
+
+    async def resolve(self, reference: str, *, pull: bool = True) -> Image:
+        """The image called `reference`: `host`, one of this store, one of a Docker engine, or one of a registry.
+
+        What is not in the store is taken into it. `ImageError` with code `not_found` says all that was tried.
+        """
+        if reference == HOST:
+            return host_image()
+        if (found := self.find(reference)) is not None:
+            return found
+        from pier.image.fetch import fetch
+
+        async with self.only_one(f"fetch {reference}"):
+            return self.find(reference) or await fetch(self, reference, pull=pull)
+
+    def find(self, reference: str) -> Image | None:
+        """The image called `reference` if this store has it whole."""
+        if reference == HOST:
+            return host_image()
+        path = self._record_path(canonical(reference))
+        try:
+            record = ImageRecord.model_validate_json(path.read_text())
+        except FileNotFoundError:
+            return None
+        with self.users.using():
+            if any(self.layers.path(layer) is None for layer in record.layers):
+                return None
+            self.users.note(record.layers)
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path)
+        return self.image(record)
+
+    def image(self, record: ImageRecord) -> Image:
+        """A record as a value."""
+        paths = tuple(self.layers.path(layer) or self.root / "missing" for layer in record.layers)
+        return Image(familiar(record.reference), record.digest, paths, record.config.value(), record.on_host)
+
+    def list(self) -> list[ImageRecord]:
+        """All images, by reference."""
+        found: list[ImageRecord] = []
+        for path in sorted((self.root / "refs").glob("*.json")) if (self.root / "refs").is_dir() else []:
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                found.append(ImageRecord.model_validate_json(path.read_text()))
+        return sorted(found, key=lambda record: record.reference)
+
+    def record(self, reference: str) -> ImageRecord:
+        """What is written down about an image; `ImageError` with code `not_found` if it is not in this store."""
+        try:
+            return ImageRecord.model_validate_json(self._record_path(canonical(reference)).read_text())
+        except FileNotFoundError:
+            raise ImageError(
+                f"there is no image {reference!r} in the store", code="not_found", blame="user", hint="pier image list"
+            ) from None
+
+    def last_used(self, reference: str) -> float:
+        try:
+            return self._record_path(canonical(reference)).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def put(
+        self,
+        reference: str | None,
+        layers: Sequence[str],
+        config: ImageConfig,
+        *,
+        origin: Origin,
+        source: str = "",
+        digest: str = "",
+        base: str = "",
+    ) -> Image:
+        """Write an image down under `reference`, or under its digest. All its layers must be in the store."""
+        stored = ConfigRecord.of(config)
+        digest = digest or image_digest(list(layers), stored, base=base)
+        record = ImageRecord(
+            reference=canonical(reference) if reference else digest,
+            digest=digest,
+            layers=list(layers),
+            config=stored,
+            on_host=bool(base),
+            origin=origin,
+            source=source,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )
+        self.prepare("refs")
+        write_json(self._record_path(record.reference), record.model_dump(mode="json"))
+        return self.image(record)
+
+    async def remove(self, reference: str) -> None:
+        """Remove an image, and those of its layers that nothing else needs and that are not a build's cache."""
+        from pier.image.collect import collect
+
+        self.record(reference)
+        self.forget(reference)
+        await collect(self)
+
+    def forget(self, reference: str) -> None:
+        """Take an image out of the list; its layers stay until they are collected."""
+        self._record_path(canonical(reference)).unlink(missing_ok=True)
+
+    def only_one(self, key: str) -> contextlib.AbstractAsyncContextManager[None]:
+        """Hold `key` among all tasks and processes that use this store."""
+        return self._only_one(key)
+
+    @asynccontextmanager
+    async def _only_one(self, key: str) -> AsyncIterator[None]:
+        self.prepare("locks")
+        async with only_one(self.root / "locks", key):
+            yield
+
+    def prepare(self, part: str) -> None:
+        """Make a directory of the store."""
+        if not self.root.is_dir():
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.root.chmod(0o700)
+        (self.root / part).mkdir(exist_ok=True)
+
+    def _record_path(self, name: str) -> Path:
+        return self.root / "refs" / f"{hashlib.sha256(name.encode()).hexdigest()[:40]}.json"
+
+
+def canonical(reference: str) -> str:
+    """The one name under which a store keeps a reference."""
+    if reference in (HOST, SCRATCH):
+        raise ImageError(f"{reference!r} is a built-in image", code="reference", blame="user")
+    return reference if is_digest(reference) else str(parse(reference))
+
+
+def familiar(name: str) -> str:
+    """The short form of a canonical name."""
+    return name if is_digest(name) else parse(name).familiar
+
+
+def host_image() -> Image:
+    """This machine's own root as an image; its digest tells machines and releases of their system apart."""
+    facts = [platform.machine()]
+    for path in ("/etc/machine-id", "/etc/os-release"):
+        with contextlib.suppress(OSError):
+            facts.append(Path(path).read_text())
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return Image(HOST, f"sha256:{digest}", on_host=True)
+
+
+__all__ = ["ImageStore", "Reference", "canonical", "familiar", "host_image"]

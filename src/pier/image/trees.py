@@ -1,0 +1,131 @@
+"""What is done to directories of a store by whoever owns their files.
+
+Each function takes and gives plain values only, so that `pier.image.owner` can run it here (as root) or in a process
+inside the user namespace that owns the files (as a plain user).
+"""
+
+# ruff: noqa: PTH - whole trees are walked here, and strings are several times faster than Path objects
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from typing import Any, BinaryIO, cast
+
+from pier.errors import ImageError
+from pier.image.compression import HashingReader, decompressed
+from pier.image.unpack import is_kept_xattr, unpack
+
+
+def unpack_archive(archive: str, target: str, *, owners: bool = True) -> dict[str, Any]:
+    """Unpack a layer's (compressed) tar into `target`; its diff id and the size of its files."""
+    with decompressed(archive) as stream:
+        reader = HashingReader(stream)
+        size = unpack(cast(BinaryIO, reader), target, owners=owners)
+        return {"digest": reader.digest(), "size": size}
+
+
+def copy_tree(source: str, target: str, *, owners: bool = True) -> dict[str, Any]:
+    """Copy what is in the directory `source` into `target`; a digest of names, metadata and content, and the size."""
+    copier = TreeCopier(owners)
+    copier.copy_directory(source, target)
+    return {"digest": f"sha256:{copier.hash.hexdigest()}", "size": copier.size}
+
+
+def remove_tree(path: str) -> dict[str, Any]:
+    """Remove a directory, whatever the modes inside are. Missing is fine."""
+
+    def retry(function: Callable[..., Any], name: str, _: object) -> None:
+        if not os.path.lexists(name):
+            return
+        os.chmod(os.path.dirname(name), 0o700)
+        if not os.path.islink(name) and os.path.isdir(name):
+            os.chmod(name, 0o700)
+            shutil.rmtree(name)
+        else:
+            os.unlink(name)
+
+    shutil.rmtree(path, onerror=retry)
+    return {}
+
+
+class TreeCopier:
+    """Copies files as they are: owners, modes, times, links, kept attributes. Devices and sockets are left out."""
+
+    def __init__(self, owners: bool) -> None:
+        self.hash = hashlib.sha256()
+        self.size = 0
+        self._owners = owners
+        self._links: dict[tuple[int, int], str] = {}
+
+    def copy_directory(self, source: str, target: str, name: str = "") -> None:
+        """Copy the contents of a directory, and its own metadata, onto an existing directory."""
+        for entry in sorted(os.listdir(source)):
+            self._copy(f"{source}/{entry}", f"{target}/{entry}", f"{name}/{entry}")
+        self.set_metadata(source, target, os.lstat(source))
+
+    def _copy(self, source: str, target: str, name: str) -> None:
+        status = os.lstat(source)
+        kind = stat.S_IFMT(status.st_mode)
+        if kind not in (stat.S_IFDIR, stat.S_IFREG, stat.S_IFLNK, stat.S_IFIFO):
+            return
+        content = b""
+        if kind == stat.S_IFDIR:
+            os.mkdir(target, 0o700)
+            self.copy_directory(source, target, name)
+        elif (first := self._links.get((status.st_dev, status.st_ino))) and kind == stat.S_IFREG:
+            os.link(first, target)
+        elif kind == stat.S_IFREG:
+            content = self._copy_file(source, target)
+            if status.st_nlink > 1:
+                self._links[status.st_dev, status.st_ino] = target
+        elif kind == stat.S_IFLNK:
+            content = os.readlink(source).encode("utf-8", "surrogateescape")
+            os.symlink(os.readlink(source), target)
+        else:
+            os.mkfifo(target)
+        if kind != stat.S_IFDIR:
+            self.set_metadata(source, target, status)
+        row = (name, status.st_mode, status.st_uid, status.st_gid, status.st_mtime_ns)
+        self.hash.update(repr(row).encode("utf-8", "surrogateescape") + content)
+
+    def _copy_file(self, source: str, target: str) -> bytes:
+        digest = hashlib.sha256()
+        with open(source, "rb", buffering=0) as reader, open(target, "xb", buffering=0) as writer:
+            while data := reader.read(1 << 20):
+                digest.update(data)
+                writer.write(data)
+                self.size += len(data)
+        return digest.digest()
+
+    def set_metadata(self, source: str, target: str, status: os.stat_result) -> None:
+        """Give `target` the owner, mode, attributes and times of `source`."""
+        if self._owners:
+            os.chown(target, status.st_uid, status.st_gid, follow_symlinks=False)
+        if not stat.S_ISLNK(status.st_mode):
+            os.chmod(target, stat.S_IMODE(status.st_mode))
+            for name in filter(is_kept_xattr, os.listxattr(source)):
+                os.setxattr(target, name, os.getxattr(source, name))
+        os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
+
+
+OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "unpack_archive": unpack_archive,
+    "copy_tree": copy_tree,
+    "remove_tree": remove_tree,
+}
+
+
+def perform(operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run an operation by name; a full disk is an `ImageError` with code `disk_full`."""
+    try:
+        return OPERATIONS[operation](**arguments)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ImageError(
+                f"the disk is full: {error}", code="disk_full", hint="pier image gc --max-size 10G", retryable=True
+            ) from error
+        raise ImageError(f"{operation} failed: {error}", code="files") from error

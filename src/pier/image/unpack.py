@@ -1,0 +1,249 @@
+"""Turns a layer's tar stream into a directory in overlay format.
+
+Promises: nothing is written outside the target, whatever the archive holds: names are taken below the target,
+symlinks in a name's parents are followed inside the target only, `..` is refused. Devices are left out (a sandbox has
+its own `/dev`, and a device node in a store would open the machine's). Of the extended attributes only file
+capabilities and plain `user.` ones come in, so that an archive cannot steer overlayfs.
+"""
+
+# ruff: noqa: PTH - whole trees are walked here, and strings are several times faster than Path objects
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import tarfile
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from pier.errors import ImageError
+
+OPAQUE = "user.overlay.opaque"
+WHITEOUT = ".wh."
+OPAQUE_MARK = ".wh..wh..opq"
+LAST_ID = 65535
+NOBODY = 65534
+_XATTR = "SCHILY.xattr."
+_CHUNK = 1 << 20
+
+
+class _StrictHeader(tarfile.TarInfo):
+    """A header whose damage is an error: tarfile itself takes a broken header in the middle for the end."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> _StrictHeader:
+        try:
+            return super().fromtarfile(tarfile)  # pyright: ignore[reportReturnType]
+        except (_EMPTY, _INVALID, _TRUNCATED) as error:
+            raise ImageError(f"the archive is broken: {error}", code="broken_archive") from None
+
+
+_EMPTY: type[Exception] = tarfile.EmptyHeaderError  # pyright: ignore[reportAttributeAccessIssue]
+_INVALID: type[Exception] = tarfile.InvalidHeaderError  # pyright: ignore[reportAttributeAccessIssue]
+_TRUNCATED: type[Exception] = tarfile.TruncatedHeaderError  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def unpack(stream: BinaryIO, target: str, *, owners: bool = True) -> int:
+    """Unpack `stream` into the existing directory `target`; how many bytes the files hold. Reads only to the end
+    of the archive. Without `owners` everything belongs to whoever runs this."""
+    return _Unpacking(target, owners).run(stream)
+
+
+def entries(stream: BinaryIO) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    """The members of an archive in order, read as a stream; damage is an `ImageError` (code `broken_archive`)."""
+    try:
+        with tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictHeader, bufsize=_CHUNK) as archive:
+            while (member := archive.next()) is not None:
+                archive.members.clear()  # pyright: ignore[reportAttributeAccessIssue]
+                yield archive, member
+    except (tarfile.TarError, EOFError) as error:
+        raise ImageError(f"the archive is broken: {error}", code="broken_archive") from None
+
+
+class _Unpacking:
+    def __init__(self, target: str, owners: bool) -> None:
+        self._root = target
+        self._owners = owners
+        self._size = 0
+        self._known = {"": target}
+        self._directory_times: dict[str, float] = {}
+
+    def run(self, stream: BinaryIO) -> int:
+        for archive, member in entries(stream):
+            self._take(archive, member)
+        for path, time in self._directory_times.items():
+            if os.path.lexists(path):
+                os.utime(path, (time, time), follow_symlinks=False)
+        return self._size
+
+    def _take(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        parts = _parts(member.name)
+        if not parts:
+            if member.isdir():
+                self._set_metadata(self._root, member)
+            return
+        parent, name = self._parent(parts), parts[-1]
+        path = f"{parent}/{name}"
+        if name == OPAQUE_MARK:
+            os.setxattr(parent, OPAQUE, b"y")
+        elif name.startswith(WHITEOUT * 2):
+            return
+        elif name.startswith(WHITEOUT):
+            self._white_out(f"{parent}/{name.removeprefix(WHITEOUT)}", name)
+        elif member.isdir():
+            self._make_directory(path, member)
+        elif member.islnk():
+            self._link(path, member)
+        elif member.issym():
+            self._clear(path)
+            os.symlink(member.linkname, path)
+            self._set_metadata(path, member)
+        elif member.isfifo():
+            self._clear(path)
+            os.mkfifo(path, 0o600)
+            self._set_metadata(path, member)
+        elif member.isreg():
+            self._write(archive, path, member)
+
+    def _parent(self, parts: list[str]) -> str:
+        """The real directory of a name's parents; missing ones are made, symlinks are followed below the root."""
+        key = "/".join(parts[:-1])
+        if (known := self._known.get(key)) is not None:
+            return known
+        here, left, links = "", list(parts[:-1]), 0
+        while left:
+            part = left.pop(0)
+            if part in ("", "."):
+                continue
+            if part == "..":
+                here = here.rpartition("/")[0]
+                continue
+            path = f"{self._root}{here}/{part}"
+            try:
+                mode = os.lstat(path).st_mode
+            except FileNotFoundError:
+                os.mkdir(path, 0o755)
+                mode = stat.S_IFDIR
+            if stat.S_ISLNK(mode):
+                links += 1
+                if links > 40:
+                    raise _unsafe("/".join(parts), "too many symbolic links")
+                to = os.readlink(path)
+                here = "" if to.startswith("/") else here
+                left = [*to.split("/"), *left]
+            elif stat.S_ISDIR(mode):
+                here = f"{here}/{part}"
+            elif is_whiteout(path):
+                os.unlink(path)
+                os.mkdir(path, 0o755)
+                os.setxattr(path, OPAQUE, b"y")
+                here = f"{here}/{part}"
+            else:
+                raise _unsafe("/".join(parts), f"{part!r} is not a directory")
+        found = f"{self._root}{here}"
+        self._known[key] = found
+        return found
+
+    def _clear(self, path: str) -> bool:
+        """Make way for a new entry; whether what lay there was a whiteout."""
+        try:
+            mode = os.lstat(path).st_mode
+        except FileNotFoundError:
+            return False
+        if stat.S_ISDIR(mode):
+            shutil.rmtree(path)
+        else:
+            was_whiteout = is_whiteout(path)
+            os.unlink(path)
+            self._known = {"": self._root}
+            return was_whiteout
+        self._known = {"": self._root}
+        return False
+
+    def _white_out(self, path: str, name: str) -> None:
+        if not path.rpartition("/")[2] or path.endswith(("/.", "/..")):
+            raise _unsafe(name, "it hides no name")
+        if os.path.isdir(path) and not os.path.islink(path):
+            os.setxattr(path, OPAQUE, b"y")
+        elif not os.path.lexists(path):
+            make_whiteout(path)
+
+    def _make_directory(self, path: str, member: tarfile.TarInfo) -> None:
+        if not os.path.isdir(path) or os.path.islink(path):
+            hidden = self._clear(path)
+            os.mkdir(path, 0o700)
+            if hidden:
+                os.setxattr(path, OPAQUE, b"y")
+        self._set_metadata(path, member)
+        self._directory_times[path] = member.mtime
+
+    def _link(self, path: str, member: tarfile.TarInfo) -> None:
+        parts = _parts(member.linkname)
+        if not parts:
+            raise _unsafe(member.name, "it is a hard link to nothing")
+        source = f"{self._parent(parts)}/{parts[-1]}"
+        if source == path:
+            return
+        if not os.path.lexists(source) or (os.path.isdir(source) and not os.path.islink(source)):
+            raise _unsafe(member.name, f"it is a hard link to {member.linkname!r}, which is no file of this archive")
+        self._clear(path)
+        os.link(source, path, follow_symlinks=False)
+
+    def _write(self, archive: tarfile.TarFile, path: str, member: tarfile.TarInfo) -> None:
+        self._clear(path)
+        source = archive.extractfile(member)
+        with open(path, "xb", buffering=0) as sink:
+            if source is not None:
+                shutil.copyfileobj(source, sink, _CHUNK)
+        self._size += member.size
+        self._set_metadata(path, member)
+
+    def _set_metadata(self, path: str, member: tarfile.TarInfo) -> None:
+        """The owner first: changing it clears set-user-id bits and file capabilities."""
+        if self._owners:
+            os.chown(path, _mapped(member.uid), _mapped(member.gid), follow_symlinks=False)
+        if not member.issym():
+            os.chmod(path, member.mode & 0o7777)
+            self._set_xattrs(path, member)
+        os.utime(path, (member.mtime, member.mtime), follow_symlinks=False)
+
+    def _set_xattrs(self, path: str, member: tarfile.TarInfo) -> None:
+        for key, value in member.pax_headers.items():
+            name = key.removeprefix(_XATTR)
+            if name == key or not is_kept_xattr(name):
+                continue
+            try:
+                os.setxattr(path, name, value.encode("utf-8", "surrogateescape"), follow_symlinks=False)
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EINVAL):
+                    raise
+
+
+def is_kept_xattr(name: str) -> bool:
+    """Whether an extended attribute belongs to a file's content: overlayfs' own never do."""
+    return name == "security.capability" or (name.startswith("user.") and not name.startswith("user.overlay."))
+
+
+def make_whiteout(path: str) -> None:
+    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(0, 0))
+
+
+def is_whiteout(path: str) -> bool:
+    status = os.lstat(path)
+    return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
+
+
+def _parts(name: str) -> list[str]:
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if ".." in parts or "\0" in name:
+        raise _unsafe(name, "it points upward")
+    return parts
+
+
+def _mapped(id: int) -> int:
+    return id if 0 <= id <= LAST_ID else NOBODY
+
+
+def _unsafe(name: str, why: str) -> ImageError:
+    return ImageError(f"the archive holds an unsafe entry {name!r}: {why}", code="unsafe_archive")
