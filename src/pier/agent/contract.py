@@ -74,6 +74,11 @@ class PackSpec:
     package: str
     version: str | None = None
     extras: tuple[str, ...] = ()
+    """Packages to install beside it."""
+    program: str = ""
+    """npm: the one native file below `node_modules` that is the whole agent, with `{arch}` for npm's architecture."""
+    pythons: tuple[str, ...] = ("3.12", "3.13", "3.11")
+    """pypi: versions of Python that it runs on, the preferred one first."""
 
 
 class Agent(ABC):

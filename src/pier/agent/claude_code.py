@@ -1,0 +1,92 @@
+"""Claude Code, as one native program. Speaks Anthropic Messages; keeps its sessions below the agent's logs."""
+
+from __future__ import annotations
+
+import json
+
+from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
+from pier.agent.options import Flag, flags, words
+from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, mcp_servers, model_of
+
+CONFIG = f"{AGENT_LOGS}/sessions"
+MCP = f"{AGENT_LOGS}/mcp.json"
+
+FLAGS = (
+    Flag("max_turns", "--max-turns"),
+    Flag("reasoning_effort", "--effort", ("low", "medium", "high", "xhigh", "max")),
+    Flag("thinking", "--thinking", ("enabled", "adaptive", "disabled")),
+    Flag("thinking_display", "--thinking-display", ("summarized", "omitted")),
+    Flag("max_budget_usd", "--max-budget-usd"),
+    Flag("fallback_model", "--fallback-model"),
+    Flag("append_system_prompt", "--append-system-prompt"),
+)
+
+QUIET = {
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "DISABLE_TELEMETRY": "1",
+    "DISABLE_ERROR_REPORTING": "1",
+    "DISABLE_AUTOUPDATER": "1",
+}
+
+
+class ClaudeCode(PackedAgent):
+    """Plan mode is off unless `disallowed_tools` says otherwise: nobody is there to approve a plan."""
+
+    name = "claude-code"
+    dialect = "anthropic"
+    hosts = ()
+    pack = PackSpec(
+        "npm", "@anthropic-ai/claude-code", "2.1.325", program="@anthropic-ai/claude-code-linux-{arch}/claude"
+    )
+    options = (
+        *(row.option for row in FLAGS),
+        "allowed_tools",
+        "disallowed_tools",
+        "disable_web_search",
+        "permission_mode",
+        "max_thinking_tokens",
+        "model",
+    )
+
+    def launch(self, run: AgentRun) -> Launch:
+        model = model_of(run)
+        argv = [f"{PACK_PATH}/bin/claude", "--print", "--verbose", "--output-format", "stream-json"]
+        argv += ["--permission-mode", str(run.options.get("permission_mode") or "bypassPermissions")]
+        argv += ["--model", model] if model else []
+        argv += flags(self.name, run.options, FLAGS)
+        argv += self._tools(run)
+        files = ()
+        if run.mcp_servers:
+            files = (AgentFile(MCP, json.dumps({"mcpServers": mcp_servers(run)}).encode()),)
+            argv += ["--mcp-config", MCP]
+        return Launch(argv, self._env(run, model), files, stdin=run.instruction.encode())
+
+    def _tools(self, run: AgentRun) -> list[str]:
+        denied = words(run.options, "disallowed_tools", ["EnterPlanMode"])
+        if run.options.get("disable_web_search"):
+            denied += ["WebSearch", "WebFetch"]
+        allowed = words(run.options, "allowed_tools")
+        return (["--allowedTools", ",".join(allowed)] if allowed else []) + (
+            ["--disallowedTools", ",".join(denied)] if denied else []
+        )
+
+    def _env(self, run: AgentRun, model: str) -> dict[str, str]:
+        env = {
+            "CLAUDE_CONFIG_DIR": CONFIG,
+            "IS_SANDBOX": "1",
+            "ENABLE_BACKGROUND_TASKS": "1",
+            "FORCE_AUTO_BACKGROUND_TASKS": "1",
+            "API_TIMEOUT_MS": str(CLIENT_TIMEOUT * 1000),
+            **QUIET,
+        }
+        if run.endpoint:
+            env |= {"ANTHROPIC_BASE_URL": run.endpoint.url, "ANTHROPIC_API_KEY": run.endpoint.key}
+        if model:
+            kinds = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
+            env |= dict.fromkeys(kinds, model)
+        if run.options.get("max_thinking_tokens") is not None:
+            env["MAX_THINKING_TOKENS"] = str(run.options["max_thinking_tokens"])
+        return env
+
+    def skills_into(self, run: AgentRun) -> str | None:
+        return f"{CONFIG}/skills"

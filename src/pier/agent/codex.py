@@ -1,0 +1,78 @@
+"""OpenAI Codex, as one static program. Speaks the Responses API; its home is below the agent's logs."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, McpServer, PackSpec
+from pier.agent.options import EFFORTS, choice, merged, toml
+from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, model_of
+from pier.errors import UsageError
+
+HOME = f"{AGENT_LOGS}/codex"
+PROVIDER = "pier"
+
+
+class Codex(PackedAgent):
+    """`config_toml` is merged over pier's own settings, so what the user sets there wins."""
+
+    name = "codex"
+    dialect = "responses"
+    pack = PackSpec("npm", "@openai/codex", "0.166.0", program="@openai/codex-linux-{arch}/vendor/*/bin/codex")
+    options = (
+        "reasoning_effort",
+        "reasoning_summary",
+        "config_toml",
+        "command_model_name",
+        "web_search",
+        "disable_web_search",
+        "model",
+    )
+
+    def launch(self, run: AgentRun) -> Launch:
+        model = str(run.options.get("command_model_name") or model_of(run))
+        argv = [f"{PACK_PATH}/bin/codex", "exec", "--dangerously-bypass-approvals-and-sandbox"]
+        argv += ["--skip-git-repo-check", "--json", *(["--model", model] if model else []), "-"]
+        env = {"CODEX_HOME": HOME}
+        if run.endpoint:
+            env["PIER_MODEL_KEY"] = run.endpoint.key
+        config = AgentFile(f"{HOME}/config.toml", toml(self._config(run)).encode())
+        return Launch(argv, env, (config,), stdin=run.instruction.encode())
+
+    def _config(self, run: AgentRun) -> dict[str, Any]:
+        effort = choice(self.name, run.options, "reasoning_effort", EFFORTS, default="high")
+        summary = choice(self.name, run.options, "reasoning_summary", ("auto", "concise", "detailed", "none"), "auto")
+        web = "live" if run.options.get("web_search") and not run.options.get("disable_web_search") else "disabled"
+        config: dict[str, Any] = {
+            "check_for_update_on_startup": False,
+            "model_reasoning_effort": effort,
+            "model_reasoning_summary": summary,
+            "web_search": web,
+            "analytics": {"enabled": False},
+            "features": {"plugins": False, "apps": False},
+            "mcp_servers": {server.name: _mcp(server) for server in run.mcp_servers},
+        }
+        if run.endpoint:
+            provider = {
+                "name": PROVIDER,
+                "base_url": f"{run.endpoint.url}/v1",
+                "env_key": "PIER_MODEL_KEY",
+                "wire_api": "responses",
+                "stream_idle_timeout_ms": CLIENT_TIMEOUT * 1000,
+            }
+            config |= {"model_provider": PROVIDER, "model_providers": {PROVIDER: provider}}
+            if run.endpoint.context_window:
+                config["model_context_window"] = run.endpoint.context_window
+        try:
+            own = tomllib.loads(str(run.options.get("config_toml") or ""))
+        except tomllib.TOMLDecodeError as error:
+            raise UsageError(f"codex: config_toml is not TOML: {error}") from error
+        return merged(config, own)
+
+    def skills_into(self, run: AgentRun) -> str | None:
+        return f"{HOME}/skills"
+
+
+def _mcp(server: McpServer) -> dict[str, Any]:
+    return {"command": server.command, "args": list(server.args)} if server.command else {"url": server.url}

@@ -1,0 +1,112 @@
+"""The options that a user sets on an agent (`--ak name=value`, `kwargs` in a job file), turned into flags.
+
+Options are checked by name and by value before anything starts; a wrong one is the user's error, told with what is
+allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pier.errors import UsageError
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """An option that becomes a flag of the agent's own command line."""
+
+    option: str
+    flag: str
+    choices: tuple[str, ...] = ()
+
+
+def check_names(agent: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse options that the agent does not have."""
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise UsageError(
+                f"{agent} has no option {name!r}; it has: {', '.join(sorted(known)) or 'none'}",
+                hint=f"use {near[0]!r}" if near else f"pier agent show {agent}",
+            )
+
+
+def flags(agent: str, options: Mapping[str, Any], table: Sequence[Flag]) -> list[str]:
+    """The command line of those options of the table that are set. True is a bare flag; None and False are none."""
+    found: list[str] = []
+    for row in table:
+        value = options.get(row.option)
+        if value is None or value is False:
+            continue
+        text = "" if value is True else choice(agent, options, row.option, row.choices)
+        found += [row.flag] if value is True else [row.flag, text]
+    return found
+
+
+def choice(agent: str, options: Mapping[str, Any], name: str, choices: Sequence[str] = (), default: str = "") -> str:
+    """The option as text, one of `choices` if there are any."""
+    value = options.get(name)
+    text = default if value is None else str(value)
+    if choices and text and text not in choices:
+        raise UsageError(
+            f"{agent}: {name} is {text!r}; it may be {', '.join(choices)}", hint=f"--ak {name}={choices[0]}"
+        )
+    return text
+
+
+def words(options: Mapping[str, Any], name: str, default: Sequence[str] = ()) -> list[str]:
+    """An option that is a list, or words split at commas and blanks."""
+    value = options.get(name)
+    if value is None:
+        return list(default)
+    return value.replace(",", " ").split() if isinstance(value, str) else [str(item) for item in value]
+
+
+def mapping(agent: str, options: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An option that is a mapping, or JSON text of one."""
+    value = options.get(name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise UsageError(f"{agent}: {name} is not JSON: {error}") from error
+    if value is not None and not isinstance(value, Mapping):
+        raise UsageError(f"{agent}: {name} must be a mapping")
+    return dict(value or {})
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Both mappings in one, deeply; `over` wins."""
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        result[key] = merged(old, value) if both else value  # pyright: ignore[reportArgumentType]
+    return result
+
+
+def toml(value: Mapping[str, Any], prefix: str = "") -> str:
+    """A mapping as TOML. JSON's strings, numbers, booleans and lists are TOML's too; empty tables are left out."""
+    plain = {key: item for key, item in value.items() if not isinstance(item, Mapping)}
+    lines = [f"{json.dumps(key)} = {_toml_value(item)}" for key, item in plain.items() if item is not None]
+    text = (f"[{prefix}]\n" if prefix and lines else "") + "".join(f"{line}\n" for line in lines)
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            text += toml(item, f"{prefix}.{json.dumps(key)}" if prefix else json.dumps(key))
+    return text
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, (str, bool, int)):
+        return json.dumps(value)
+    return str(value)

@@ -1,0 +1,148 @@
+"""What programs of a pack need beside themselves: a loader that looks only into the pack, libraries, a shell, CAs.
+
+The loader is this machine's own, with its built-in search path replaced by the pack's `lib` (same length, so nothing
+moves) and its cache and preload files pointed at nothing. Everything is copied from the machine that builds the
+pack, once, and nothing is ever taken from the image that the pack is mounted into.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pier.agent.contract import PACK_PATH
+from pier.agent.pack.elf import Elf, read_elf, set_loader
+from pier.errors import AgentError
+
+LOADER = f"{PACK_PATH}/ld.so"
+MACHINE_LOADER, MACHINE_CODE = {
+    "aarch64": ("/lib/ld-linux-aarch64.so.1", 183),
+}.get(platform.machine(), ("/lib64/ld-linux-x86-64.so.2", 62))
+LIBRARIES = f"{PACK_PATH}/lib"
+
+CA_BUNDLES = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+)
+ALWAYS = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libresolv.so.2", "libutil.so.1")
+"""Libraries that programs open by name at run time, so that no header tells of them."""
+NAME_SERVICE = ("libnss_files.so.2", "libnss_dns.so.2")
+TOOLS = ("bash", "ps")
+"""Programs that some agents cannot do without; found last on PATH, so an image's own go first."""
+
+_NOT_PROGRAMS = frozenset({".py", ".pyc", ".pyi", ".js", ".mjs", ".cjs", ".ts", ".map", ".json", ".md", ".txt"})
+
+
+def complete(root: Path) -> None:
+    """Make the programs below `root` run from the pack's mount: loader, libraries, tools and CA bundle."""
+    _add_tools(root)
+    _add_certificates(root)
+    found = list(_programs(root))
+    _add_loader(root / "ld.so")
+    machine = _machine_libraries()
+    wanted = {*ALWAYS, *NAME_SERVICE, *(name for _, elf in found for name in elf.needed)}
+    (root / "lib").mkdir(exist_ok=True)
+    _add_libraries(root / "lib", wanted, machine)
+    for path, elf in found:
+        if elf.loader == MACHINE_LOADER:
+            set_loader(path, LOADER)
+
+
+def _add_loader(target: Path) -> None:
+    source = Path(MACHINE_LOADER)
+    if not source.exists():
+        raise AgentError(
+            f"this machine has no {source}", code="pack", blame="infra", hint="build the pack on a glibc Linux"
+        )
+    data = source.read_bytes()
+    found = False
+    for directory in re.findall(rb"\0((?:/usr)?/lib/[a-z0-9_]+-linux-gnu/)\0", data):
+        room = len(directory) - len(LIBRARIES) - 1
+        if room >= 0:
+            data = data.replace(b"\0" + directory + b"\0", b"\0" + _padded(len(directory)) + b"\0")
+            found = True
+    if not found:
+        raise AgentError(
+            "the loader of this machine has no search path that a pack could use",
+            code="pack",
+            blame="infra",
+            hint="build the pack on Debian or Ubuntu",
+        )
+    data = data.replace(b"/etc/ld.so.cache\0", b"/dev/null/.cache\0").replace(
+        b"/etc/ld.so.preload\0", b"/dev/null/.preload\0"
+    )
+    target.write_bytes(data)
+    target.chmod(0o755)
+
+
+def _padded(length: int) -> bytes:
+    """The pack's library directory written with as many slashes as make it `length` bytes long."""
+    return (PACK_PATH + "/" * (length - len(LIBRARIES)) + "lib/").encode()
+
+
+def _add_libraries(library: Path, names: Iterable[str], machine: dict[str, Path]) -> None:
+    todo, done = list(names), set()
+    while todo:
+        name = todo.pop()
+        if name in done or name.startswith(("ld-linux", "linux-vdso")):
+            continue
+        done.add(name)
+        source = machine.get(name)
+        if source is None:
+            continue
+        if not (library / name).exists():
+            shutil.copyfile(source, library / name)
+            (library / name).chmod(0o755)
+        elf = read_elf(source) or Elf()
+        todo += [need for need in elf.needed if need not in done]
+
+
+def _machine_libraries() -> dict[str, Path]:
+    """Every library that this machine's loader knows, by name."""
+    ldconfig = shutil.which("ldconfig") or "/sbin/ldconfig"
+    try:
+        listed = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise AgentError(f"cannot list this machine's libraries: {error}", code="pack", blame="infra") from error
+    found: dict[str, Path] = {}
+    for line in listed.splitlines():
+        match = re.match(r"\s+(\S+) \(libc6,(?:x86-64|AArch64)[^)]*\) => (\S+)", line)
+        if match:
+            found.setdefault(match[1], Path(match[2]))
+    return found
+
+
+def _add_tools(root: Path) -> None:
+    """Copy a shell and `ps`, for images without them."""
+    tools = root / "tools"
+    tools.mkdir(exist_ok=True)
+    for name in TOOLS:
+        source = shutil.which(name, path=os.defpath + ":/usr/bin:/usr/local/bin")
+        if source and read_elf(Path(source).resolve()):
+            shutil.copyfile(Path(source).resolve(), tools / name)
+            (tools / name).chmod(0o755)
+
+
+def _add_certificates(root: Path) -> None:
+    source = next((path for path in CA_BUNDLES if Path(path).is_file()), None)
+    if source:
+        shutil.copyfile(source, root / "ca.pem")
+
+
+def _programs(root: Path) -> Iterator[tuple[Path, Elf]]:
+    """Programs and libraries for this processor below `root`; files that are plainly something else are not opened."""
+    for path in root.rglob("*"):
+        if path.is_symlink() or not path.is_file():
+            continue
+        if path.suffix in _NOT_PROGRAMS:
+            continue
+        elf = read_elf(path)
+        if elf is not None and elf.machine == MACHINE_CODE:
+            yield path, elf

@@ -1,0 +1,154 @@
+"""The base of agents that come in a pack: places their files, tells them their time, and stops them softly.
+
+A subclass says what to run (`launch`) and where it looks for skills; everything that all of them share is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import signal
+import tarfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Any, ClassVar
+
+from pier.agent.contract import AGENT_LOGS, PACK_PATH, Agent, AgentFile, AgentRun, Launch
+from pier.agent.options import check_names
+from pier.errors import AgentError
+from pier.sandbox.contract import OnOutput, Process, Result, Sandbox
+
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+GRACE = 10.0
+"""At most how many seconds before its deadline an agent is asked to end; a twentieth of its time if that is less."""
+CLIENT_TIMEOUT = 3600
+"""Seconds that an agent's own client waits for one answer: a slow model is the gateway's business, not the agent's."""
+
+
+class PackedAgent(Agent):
+    """An agent from a pack. `launch` stays pure; `run` does what it says."""
+
+    logs: ClassVar[tuple[str, ...]] = ()
+    """Paths below the home directory where it keeps session logs that no variable moves to `AGENT_LOGS`."""
+
+    def skills_into(self, run: AgentRun) -> str | None:
+        """The directory where it looks for skills; None if it has no notion of them."""
+        return None
+
+    async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
+        check_names(self.name, run.options, self.options)
+        launch = self.launch(run)
+        await place(sandbox, launch.files, (run.home, AGENT_LOGS))
+        target = self.skills_into(run)
+        if run.skills_dir and target:
+            await sandbox.put_tar(sandbox.get_tar(run.skills_dir), target)
+        try:
+            return await self._execute(sandbox, run, launch, on_output)
+        finally:
+            await self._keep_logs(sandbox, run)
+
+    async def _execute(self, sandbox: Sandbox, run: AgentRun, launch: Launch, on_output: OnOutput | None) -> Result:
+        env = {"PATH": _path(sandbox, run), **_clock(run.seconds), **launch.env, **run.env}
+        process = await sandbox.spawn(
+            list(launch.argv),
+            cwd=run.workdir,
+            env={**env, "PATH": f"{env['PATH']}:{PACK_PATH}/tools"},
+            user=run.user,
+            stdin=launch.stdin is not None,
+            on_output=on_output,
+        )
+        async with process:
+            if launch.stdin is not None:
+                await process.write(launch.stdin)
+                await process.close_stdin()
+            return await _until_deadline(process, run.seconds)
+
+    async def _keep_logs(self, sandbox: Sandbox, run: AgentRun) -> None:
+        for path in self.logs:
+            try:
+                await sandbox.put_tar(sandbox.get_tar(f"{run.home}/{path}"), f"{AGENT_LOGS}/{path.lstrip('./')}")
+            except (FileNotFoundError, AgentError):
+                continue
+
+
+def model_of(run: AgentRun, default: str = "") -> str:
+    """The model's name as the agent should ask for it: the gateway's, or the option `model` without a gateway."""
+    return run.endpoint.model if run.endpoint else str(run.options.get("model") or default)
+
+
+def bare(model: str) -> str:
+    """The model's name without its provider."""
+    return model.rpartition("/")[2]
+
+
+async def place(sandbox: Sandbox, files: Sequence[AgentFile], bases: Sequence[str]) -> None:
+    """Put files into the sandbox in one go. Directories below `bases` are made so that any user may write there."""
+    if not files:
+        return
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        made: set[str] = set()
+        for file in files:
+            for parent in reversed(PurePosixPath(file.path).parents):
+                name = str(parent)
+                if name not in made and any(name.startswith(f"{base.rstrip('/')}/") for base in bases):
+                    made.add(name)
+                    archive.addfile(_entry(name, 0o777, tarfile.DIRTYPE))
+            entry = _entry(file.path, file.mode | 0o222)
+            entry.size = len(file.data)
+            archive.addfile(entry, io.BytesIO(file.data))
+    await sandbox.put_tar(_chunks(buffer.getvalue()), "/")
+
+
+def _entry(path: str, mode: int, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(path.lstrip("/"))
+    entry.mode, entry.type, entry.mtime = mode, kind, int(time.time())
+    return entry
+
+
+async def _chunks(data: bytes) -> AsyncIterator[bytes]:
+    yield data
+
+
+def _path(sandbox: Sandbox, run: AgentRun) -> str:
+    spec = sandbox.spec
+    return run.env.get("PATH") or spec.env.get("PATH") or spec.image.config.env.get("PATH") or DEFAULT_PATH
+
+
+def _clock(seconds: float | None) -> dict[str, str]:
+    if seconds is None:
+        return {}
+    return {"PIER_SECONDS": str(int(seconds)), "PIER_DEADLINE": str(int(time.time() + seconds))}
+
+
+async def _until_deadline(process: Process, seconds: float | None) -> Result:
+    """Wait for the end; near the deadline interrupt, at the deadline kill."""
+    waiting = asyncio.ensure_future(process.wait())
+    try:
+        if seconds is None:
+            return await waiting
+        grace = min(GRACE, seconds / 20)
+        done, _ = await asyncio.wait({waiting}, timeout=seconds - grace)
+        if done:
+            return waiting.result()
+        await process.signal(signal.SIGINT)
+        done, _ = await asyncio.wait({waiting}, timeout=grace)
+        if not done:
+            await process.kill()
+        return replace(await waiting, timed_out=True)
+    finally:
+        waiting.cancel()
+
+
+def mcp_servers(run: AgentRun) -> dict[str, dict[str, Any]]:
+    """The task's MCP servers in the shape that most agents share."""
+    found: dict[str, dict[str, Any]] = {}
+    for server in run.mcp_servers:
+        if server.command:
+            found[server.name] = {"type": "stdio", "command": server.command, "args": list(server.args)}
+        else:
+            kind = "sse" if server.transport == "sse" else "http"
+            found[server.name] = {"type": kind, "url": server.url}
+    return found
