@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pier.endpoint import Endpoint
-from pier.sandbox.contract import OnOutput, Result, Sandbox
+from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
 
 PACK_PATH = "/opt/pier/agent"
 """Where an agent's pack is mounted, read-only, in every sandbox on every backend."""
@@ -92,6 +92,12 @@ class Agent(ABC):
     """Hosts that it needs beyond the gateway; usually none."""
     options: ClassVar[tuple[str, ...]] = ()
     """The names of the options it takes; others are refused by name."""
+    exit_code_counts: ClassVar[bool] = True
+    """Whether an exit code other than 0 is the agent's failure; the trial is graded either way."""
+
+    def mounts(self, options: Mapping[str, Any]) -> tuple[Mount, ...]:
+        """What must be mounted for these options, beside the pack."""
+        return ()
 
     @abstractmethod
     def launch(self, run: AgentRun) -> Launch:

@@ -1,0 +1,98 @@
+"""Any program as an agent: one that is in the image, a script from this machine, or a directory mounted read-only.
+
+Options:
+    command   a line for the shell, or a list that is an argv; `{instruction}`, `{model}` and `{workdir}` are filled in
+              in an argv
+    script    a file on this machine, put into the sandbox and run; `command` then is its arguments
+    mount     a directory on this machine, mounted at /opt/pier/agent, whose `bin` goes before the PATH
+
+The program finds the instruction on its standard input and in the file `$PIER_INSTRUCTION_FILE`. With a model it is
+told `$PIER_MODEL`, and where to call and with which key in the variables that the common clients read.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pier.agent.contract import AGENT_LOGS, PACK_PATH, Agent, AgentFile, AgentRun, Launch
+from pier.endpoint import Endpoint
+from pier.errors import UsageError
+from pier.sandbox.contract import Mount
+
+INSTRUCTION = f"{AGENT_LOGS}/instruction.md"
+SCRIPT = "/opt/pier/command"
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+class CommandAgent(Agent):
+    name = "command"
+    options = ("command", "script", "mount")
+
+    def mounts(self, options: Mapping[str, Any]) -> tuple[Mount, ...]:
+        if not (mount := options.get("mount")):
+            return ()
+        source = Path(str(mount)).expanduser().resolve()
+        if not source.is_dir():
+            raise UsageError(f"{source}: the option mount of the agent command must be a directory")
+        return (Mount(PACK_PATH, source),)
+
+    def launch(self, run: AgentRun) -> Launch:
+        files = [AgentFile(INSTRUCTION, run.instruction.encode())]
+        argv = self._argv(run, files)
+        env = {"PIER_INSTRUCTION_FILE": INSTRUCTION}
+        if run.options.get("mount"):
+            env["PATH"] = f"{PACK_PATH}/bin:{_PATH}"
+        if run.endpoint:
+            env.update(endpoint_variables(run.endpoint))
+        return Launch(argv, env=env, files=tuple(files), stdin=run.instruction.encode())
+
+    def _argv(self, run: AgentRun, files: list[AgentFile]) -> list[str]:
+        command = run.options.get("command")
+        if isinstance(command, (list, tuple)):
+            model = run.endpoint.model if run.endpoint else ""
+            words = {"{instruction}": run.instruction, "{model}": model, "{workdir}": run.workdir}
+            argv = [_fill(str(word), words) for word in command]
+        elif command is None or isinstance(command, str):
+            argv = ["/bin/sh", "-c", command] if command else []
+        else:
+            raise UsageError("the option command of the agent command must be a text or a list")
+        if script := run.options.get("script"):
+            files.append(AgentFile(SCRIPT, _read(Path(str(script)).expanduser()), 0o755))
+            return [SCRIPT, *(shlex.split(command) if isinstance(command, str) else argv)]
+        if not argv:
+            raise UsageError(
+                "the agent command needs to be told what to run", hint="--ak command='...' or --ak script=FILE"
+            )
+        return argv
+
+
+def endpoint_variables(endpoint: Endpoint) -> dict[str, str]:
+    """The model's address and key under the names that clients of the four dialects read."""
+    return {
+        "PIER_MODEL": endpoint.model,
+        "PIER_BASE_URL": endpoint.url,
+        "PIER_API_KEY": endpoint.key,
+        "OPENAI_BASE_URL": f"{endpoint.url}/v1",
+        "OPENAI_API_KEY": endpoint.key,
+        "ANTHROPIC_BASE_URL": endpoint.url,
+        "ANTHROPIC_API_KEY": endpoint.key,
+        "GOOGLE_GEMINI_BASE_URL": endpoint.url,
+        "GEMINI_API_KEY": endpoint.key,
+    }
+
+
+def _fill(word: str, words: Mapping[str, str]) -> str:
+    for name, value in words.items():
+        if name in word:
+            return word.replace(name, value)
+    return word
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: the script of the agent command cannot be read: {error}") from error

@@ -1,0 +1,43 @@
+"""The agent that knows the answer: it runs the task's own solution.
+
+How the solution's script ends is not judged, the tests do that; its exit code is kept in `exit-code.txt`.
+"""
+
+from __future__ import annotations
+
+from pier.agent.contract import AGENT_LOGS, Agent, AgentRun, Launch
+from pier.errors import TaskError
+from pier.sandbox.contract import OnOutput, Result, Sandbox
+
+SOLUTION_PATH = "/solution"
+SCRIPT = "solve.sh"
+
+
+class OracleAgent(Agent):
+    name = "oracle"
+    exit_code_counts = False
+
+    def launch(self, run: AgentRun) -> Launch:
+        script = run.solution / SCRIPT if run.solution else None
+        if script is None or not script.is_file():
+            raise TaskError("this task has no solution/solve.sh, so the oracle cannot run", code="no_solution")
+        has_shebang = script.read_bytes()[:2] == b"#!"
+        path = f"{SOLUTION_PATH}/{SCRIPT}"
+        return Launch((path,) if has_shebang else ("/bin/bash", path), env={"DEBIAN_FRONTEND": "noninteractive"})
+
+    async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
+        launch = self.launch(run)
+        assert run.solution is not None
+        await sandbox.upload(run.solution, SOLUTION_PATH)
+        await sandbox.exec(["chmod", "+x", f"{SOLUTION_PATH}/{SCRIPT}"], user="0:0", cwd="/")
+        result = await sandbox.exec(
+            list(launch.argv),
+            cwd=run.workdir,
+            env={**launch.env, **run.env},
+            user=run.user,
+            timeout=run.seconds,
+            on_output=on_output,
+        )
+        if result.exit_code:
+            await sandbox.write_file(f"{AGENT_LOGS}/exit-code.txt", f"{result.exit_code}\n".encode())
+        return result

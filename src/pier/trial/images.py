@@ -1,0 +1,72 @@
+"""The images that trials start from: looked up or built, the same one once, however many trials ask at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pier.errors import ImageError
+from pier.image.model import HOST, Image
+from pier.task.digest import tree_digest
+
+
+@dataclass(frozen=True, slots=True)
+class ImageWish:
+    """An image by reference, or by the directory that holds its Dockerfile."""
+
+    reference: str | None = None
+    context: Path | None = None
+
+    @property
+    def is_build(self) -> bool:
+        return self.reference is None
+
+
+Resolve = Callable[[str], Awaitable[Image]]
+Build = Callable[[Path, str], Awaitable[Image]]
+
+
+class TrialImages:
+    """Gives images to trials. At most `builds` are built at once; a build that failed is tried again when asked for."""
+
+    def __init__(self, resolve: Resolve, build: Build | None = None, *, builds: int = 2) -> None:
+        self._resolve = resolve
+        self._build = build
+        self._limit = asyncio.Semaphore(builds)
+        self._waiting: dict[str, asyncio.Task[Image]] = {}
+
+    async def get(self, wish: ImageWish) -> Image:
+        """The image that `wish` asks for."""
+        key = wish.reference or await asyncio.to_thread(_context_key, wish.context)
+        task = self._waiting.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = asyncio.create_task(self._make(wish, key))
+            self._waiting[key] = task
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Stop what is still being fetched or built."""
+        tasks = list(self._waiting.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._waiting.clear()
+
+    async def _make(self, wish: ImageWish, key: str) -> Image:
+        if wish.reference is not None:
+            return await self._resolve(wish.reference)
+        if self._build is None or wish.context is None:
+            raise ImageError(
+                "this task brings a Dockerfile, and nothing here can build it",
+                hint=f"run it with --image {HOST} or with an image that was built elsewhere",
+                code="no_builder",
+                blame="user",
+            )
+        async with self._limit:
+            return await self._build(wish.context, key)
+
+
+def _context_key(context: Path | None) -> str:
+    return tree_digest(context) if context else ""

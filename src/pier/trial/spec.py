@@ -1,0 +1,112 @@
+"""What a trial is asked to do (`TrialSpec`) and what it is lent to do it with (`TrialServices`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pier.network.policy import NetworkPolicy
+from pier.sandbox.contract import Backend, Limits, Mount
+from pier.task import Task
+from pier.task.config import Artifact, McpServerTable
+
+if TYPE_CHECKING:
+    from pier.trial.images import TrialImages
+    from pier.trial.sessions import SessionSource
+
+Phase = Literal["prepare", "start", "health", "setup", "agent", "collect", "verify", "seal"]
+"""The phases of a trial, in order. In a task with steps, `health` to `verify` come once for each step."""
+
+OnPhase = Callable[[Phase], None]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentChoice:
+    """Which agent runs, on which model, with which options. `env` may hold `${NAME}` templates; they are filled right
+    before use and stay templates on disk. `name` is a name of the registry or `module:Class`."""
+
+    name: str = "oracle"
+    model: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    timeout: float | None = None
+    setup_timeout: float | None = None
+    max_timeout: float | None = None
+    hosts: tuple[str, ...] = ()
+    mcp_servers: tuple[McpServerTable, ...] = ()
+    skills_dir: str | None = None
+    budget: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierChoice:
+    """How the result is graded; `enabled` False leaves it ungraded."""
+
+    enabled: bool = True
+    env: Mapping[str, str] = field(default_factory=dict)
+    timeout: float | None = None
+    max_timeout: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxChoice:
+    """Where the trial runs. `image` replaces the task's own image; `limits` replace those of the task that they name;
+    `network` replaces the baseline policy; `hosts` are added to it."""
+
+    backend: str = "local"
+    image: str | None = None
+    force_build: bool = False
+    network: NetworkPolicy | None = None
+    hosts: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+    mounts: tuple[Mount, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Factors for the clocks of the phases; one that is None is `all`."""
+
+    all: float = 1.0
+    agent: float | None = None
+    verifier: float | None = None
+    agent_setup: float | None = None
+    environment_build: float | None = None
+
+    def of(self, phase: Literal["agent", "verifier", "agent_setup", "environment_build"]) -> float:
+        own = getattr(self, phase)
+        return self.all if own is None else own
+
+
+@dataclass(frozen=True, slots=True)
+class TrialSpec:
+    """One trial: one agent, one task, one attempt. `directory` is the trial's own; it is made if missing and must be
+    empty. `config` is what Harbor's `config.json` of the trial says beyond what this spec can tell (job id, ...)."""
+
+    name: str
+    task: Task
+    directory: Path
+    agent: AgentChoice = field(default_factory=AgentChoice)
+    verifier: VerifierChoice = field(default_factory=VerifierChoice)
+    sandbox: SandboxChoice = field(default_factory=SandboxChoice)
+    multipliers: Multipliers = field(default_factory=Multipliers)
+    attempt: int = 1
+    job_id: str | None = None
+    artifacts: tuple[Artifact, ...] = ()
+    extra_instructions: tuple[str, ...] = ()
+    keep_sandbox: bool = False
+    secrets: tuple[str, ...] = ()
+    """Values that may stand in no file, beside those of variables whose name looks secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialServices:
+    """What trials share: a backend, the images, and the gateway if agents need a model."""
+
+    backend: Backend
+    images: TrialImages
+    gateway: SessionSource | None = None
+    environ: Mapping[str, str] | None = None
+    """The variables that templates are filled from; the process's own if None."""
