@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 import stat
 import struct
 from collections.abc import Sequence
@@ -92,12 +91,12 @@ _PRETENDED = (
 
 def supported(machine: str | None = None) -> bool:
     """Whether there is a table for this kind of machine."""
-    return (machine or platform.machine()) in _NUMBERS
+    return (machine or os.uname().machine) in _NUMBERS
 
 
 def program(*, single_id: bool = False, packet_sockets: bool = False, machine: str | None = None) -> bytes:
     """The filter as BPF instructions, 8 bytes each."""
-    kind = machine or platform.machine()
+    kind = machine or os.uname().machine
     numbers = _NUMBERS[kind]
     families = (*_FAMILIES, _PACKET) if packet_sockets else _FAMILIES
     code = [_load(_AT_MACHINE), *_unless(_JEQ, _AUDIT[kind], errno.ENOSYS), _load(_AT_NUMBER)]

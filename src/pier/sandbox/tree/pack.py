@@ -1,0 +1,134 @@
+"""A tree as a tar stream, read without following a link and without waiting at a fifo."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import stat
+import tarfile
+from collections.abc import Sequence
+from typing import Any
+
+from pier.sandbox.tree.beneath import DIRECTORY, IN_ROOT, NO_MAGICLINKS, TreeError, open_in, write_all
+
+CHUNK = 1 << 20
+DEPTH = 400
+"""How deep a tree may be; what is deeper is left out and reported. Each level holds a file descriptor open."""
+
+
+def pack(root: int, source: str, out: int, *, exclude: Sequence[str] = (), max_bytes: int | None = None) -> list[str]:
+    """Write `source` as a tar stream: a directory as `.` and what is below, anything else as one entry called `.`.
+    Answers what was left out: devices, fifos, sockets, and what could not be read."""
+    parent, _, name = source.rstrip("/").rpartition("/")
+    if name in ("", ".", ".."):
+        parent, name = source, "."
+    fd = open_in(root, parent or ".", DIRECTORY, IN_ROOT | NO_MAGICLINKS)
+    try:
+        stream: Any = _Whole(out)
+        with tarfile.open(fileobj=stream, mode="w|", bufsize=CHUNK, format=tarfile.PAX_FORMAT) as archive:
+            packer = _Packer(archive, exclude, max_bytes)
+            packer.add(fd, name, ".")
+        return packer.skipped
+    finally:
+        os.close(fd)
+
+
+class _Packer:
+    def __init__(self, archive: tarfile.TarFile, exclude: Sequence[str], max_bytes: int | None) -> None:
+        self._archive = archive
+        self._exclude = [pattern.rstrip("/") for pattern in exclude]
+        self._left = max_bytes
+        self._inodes: dict[tuple[int, int], str] = {}
+        self.skipped: list[str] = []
+
+    def add(self, parent: int, name: str, path: str, depth: int = 0) -> None:
+        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        entry = tarfile.TarInfo(path)
+        entry.mode, entry.uid, entry.gid = stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
+        entry.mtime = status.st_mtime
+        if stat.S_ISDIR(status.st_mode):
+            self._add_directory(parent, name, entry, depth)
+        elif stat.S_ISREG(status.st_mode):
+            self._add_file(parent, name, entry)
+        elif stat.S_ISLNK(status.st_mode):
+            entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=parent)
+            self._write(entry)
+        else:
+            self.skipped.append(path)
+
+    def _write(self, entry: tarfile.TarInfo, content: Any = None) -> None:
+        self._archive.addfile(entry, content)
+        forget_members(self._archive)
+
+    def _add_directory(self, parent: int, name: str, entry: tarfile.TarInfo, depth: int) -> None:
+        if depth >= DEPTH:
+            self.skipped.append(entry.name)
+            return
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        try:
+            entry.type = tarfile.DIRTYPE
+            self._write(entry)
+            for child in sorted(os.listdir(fd)):  # noqa: PTH208 - a Path has no descriptor
+                path = child if entry.name == "." else f"{entry.name}/{child}"
+                if any(fnmatch.fnmatchcase(path, rule) or fnmatch.fnmatchcase(child, rule) for rule in self._exclude):
+                    continue
+                try:
+                    self.add(fd, child, path, depth + 1)
+                except (FileNotFoundError, NotADirectoryError):
+                    continue  # it went away or changed its kind since it was listed
+                except PermissionError:
+                    self.skipped.append(path)
+        finally:
+            os.close(fd)
+
+    def _add_file(self, parent: int, name: str, entry: tarfile.TarInfo) -> None:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=parent)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                self.skipped.append(entry.name)
+                return
+            identity = (status.st_dev, status.st_ino)
+            if status.st_nlink > 1 and identity in self._inodes:
+                entry.type, entry.linkname = tarfile.LNKTYPE, self._inodes[identity]
+                self._write(entry)
+                return
+            if self._left is not None:
+                self._left -= status.st_size
+                if self._left < 0:
+                    raise TreeError("too_large", f"the tree is larger than allowed (at {entry.name})")
+            entry.size = status.st_size
+            self._write(entry, _Exactly(fd))
+            if status.st_nlink > 1:
+                self._inodes[identity] = entry.name
+        finally:
+            os.close(fd)
+
+
+class _Exactly:
+    """A file read as if it never shrank: what is missing comes as zeros, since the size was already told."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size and (part := os.read(self._fd, size - len(data))):
+            data += part
+        return bytes(data) + bytes(size - len(data))
+
+
+class _Whole:
+    """A descriptor as a file whose `write` writes everything."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def write(self, data: bytes) -> int:
+        write_all(self._fd, data)
+        return len(data)
+
+
+def forget_members(archive: tarfile.TarFile) -> None:
+    """Drop the list of entries that `tarfile` keeps, which would grow with the tree."""
+    archive.members = []  # type: ignore[attr-defined]

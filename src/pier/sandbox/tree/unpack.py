@@ -1,0 +1,226 @@
+"""A tar stream as a tree, which stays below one directory whatever the stream says."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from pier.sandbox.tree.beneath import (
+    BENEATH,
+    DIRECTORY,
+    NO_MAGICLINKS,
+    NO_SYMLINKS,
+    TreeError,
+    make_directory,
+    open_in,
+    write_all,
+)
+from pier.sandbox.tree.pack import CHUNK, forget_members
+
+ENTRIES = 5_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """What was left out, and whether the archive was of one file instead of a directory."""
+
+    skipped: list[str]
+    alone: bool
+
+
+def unpack(
+    stream: IO[bytes],
+    root: int,
+    *,
+    resolve: int = NO_SYMLINKS | NO_MAGICLINKS | BENEATH,
+    owner: tuple[int, int] | None = None,
+    keep: bool = False,
+    max_bytes: int | None = None,
+    single: str | None = None,
+) -> Unpacked:
+    """Unpack a tar stream below the directory `root` and answer what was left out. An archive of one file called `.`
+    is refused unless `single` names it.
+
+    Without `keep` (the host's side) files belong to the caller, set-id bits are dropped, the caller can always read
+    what came and fifos are left out. With it owners and modes are as in the stream, or the owner is `owner`.
+    """
+    unpacker = _Unpacker(root, resolve, owner, keep, max_bytes)
+    unpacker.single = single
+    try:
+        with tarfile.open(fileobj=stream, mode="r|", bufsize=CHUNK) as archive:
+            for count, entry in enumerate(_entries(archive)):
+                if count >= ENTRIES:
+                    raise TreeError("too_large", f"the archive has more than {ENTRIES} entries")
+                unpacker.add(archive, entry)
+        unpacker.finish()
+    except (tarfile.TarError, EOFError, UnicodeError) as error:
+        raise TreeError("broken_archive", f"not a whole tar archive: {error}") from error
+    finally:
+        unpacker.close()
+    return Unpacked(unpacker.skipped, unpacker.alone)
+
+
+class _Unpacker:
+    def __init__(self, root: int, resolve: int, owner: tuple[int, int] | None, keep: bool, left: int | None) -> None:
+        self._root = root
+        self._resolve = resolve
+        self._owner = owner
+        self._keep = keep
+        self._left = left
+        self._directories: list[tuple[str, tarfile.TarInfo]] = []
+        self._parent: tuple[str, int] | None = None
+        self.single: str | None = None
+        self.alone = False
+        self.skipped: list[str] = []
+
+    def add(self, archive: tarfile.TarFile, entry: tarfile.TarInfo) -> None:
+        parts = split(entry.name)
+        if not parts and entry.isdir():
+            return
+        if not parts and self.single is None:
+            raise TreeError("unsafe_archive", "the archive has a file where its directory should be")
+        if not parts:
+            parts, self.alone = [self.single or ""], True
+        parent, name = self._open_parent(parts), parts[-1]
+        if entry.isdir():
+            self._add_directory(parent, name, "/".join(parts), entry)
+        elif entry.isreg():
+            self._add_file(archive, parent, name, entry)
+        elif entry.issym():
+            _remove(parent, name)
+            os.symlink(entry.linkname, name, dir_fd=parent)
+            if (owner := self._owner_of(entry)) is not None:
+                os.chown(name, *owner, dir_fd=parent, follow_symlinks=False)
+            _set_time(name, entry, dir_fd=parent, follow_symlinks=False)
+        elif entry.islnk():
+            self._add_link(parent, name, entry)
+        elif entry.isfifo() and self._keep:
+            _remove(parent, name)
+            os.mkfifo(name, 0o600, dir_fd=parent)
+            self._dress(parent, name, entry)
+        else:
+            self.skipped.append("/".join(parts))
+
+    def finish(self) -> None:
+        """Dress directories last, deepest first: a read-only one must still take what is in it."""
+        for path, entry in reversed(self._directories):
+            parts = split(path)
+            self._dress(self._open_parent(parts), parts[-1], entry)
+        self.close()
+
+    def close(self) -> None:
+        if self._parent is not None:
+            os.close(self._parent[1])
+            self._parent = None
+
+    def _open_parent(self, parts: Sequence[str]) -> int:
+        path = "/".join(parts[:-1]) or "."
+        if self._parent is None or self._parent[0] != path:
+            self.close()
+            try:
+                fd, _ = make_directory(self._root, path, self._resolve)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.EXDEV, errno.ENOTDIR, errno.EEXIST):
+                    raise TreeError("unsafe_archive", f"{'/'.join(parts)!r} lies behind a link or a file") from None
+                raise
+            self._parent = (path, fd)
+        return self._parent[1]
+
+    def _add_directory(self, parent: int, name: str, path: str, entry: tarfile.TarInfo) -> None:
+        try:
+            os.mkdir(name, 0o700, dir_fd=parent)
+        except FileExistsError:
+            try:
+                os.close(open_in(self._root, path, DIRECTORY, self._resolve))
+            except OSError:
+                _remove(parent, name)
+                os.mkdir(name, 0o700, dir_fd=parent)
+        self._directories.append((path, entry))
+
+    def _add_file(self, archive: tarfile.TarFile, parent: int, name: str, entry: tarfile.TarInfo) -> None:
+        if self._left is not None:
+            self._left -= entry.size
+            if self._left < 0:
+                raise TreeError("too_large", f"the archive is larger than allowed (at {entry.name})")
+        _remove(parent, name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags, 0o600, dir_fd=parent)
+        try:
+            content = archive.extractfile(entry)
+            while content and (data := content.read(CHUNK)):
+                write_all(fd, data)
+            self._dress_open(fd, entry)
+        finally:
+            os.close(fd)
+
+    def _add_link(self, parent: int, name: str, entry: tarfile.TarInfo) -> None:
+        parts = split(entry.linkname)
+        if not parts:
+            raise TreeError("unsafe_archive", f"{entry.name!r} is a hard link to a directory")
+        try:
+            above = open_in(self._root, "/".join(parts[:-1]) or ".", DIRECTORY, self._resolve)
+        except OSError as error:
+            raise TreeError("unsafe_archive", f"{entry.name!r} is a hard link to nothing in the archive") from error
+        try:
+            _remove(parent, name)
+            os.link(parts[-1], name, src_dir_fd=above, dst_dir_fd=parent, follow_symlinks=False)
+        except FileNotFoundError:
+            raise TreeError("unsafe_archive", f"{entry.name!r} is a hard link to nothing in the archive") from None
+        finally:
+            os.close(above)
+
+    def _dress(self, parent: int, name: str, entry: tarfile.TarInfo) -> None:
+        fd = open_in(parent, name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, NO_SYMLINKS | BENEATH)
+        try:
+            self._dress_open(fd, entry)
+        finally:
+            os.close(fd)
+
+    def _dress_open(self, fd: int, entry: tarfile.TarInfo) -> None:
+        """Owner first, because a change of owner clears the set-id bits."""
+        if (owner := self._owner_of(entry)) is not None:
+            os.fchown(fd, *owner)
+        kept = entry.mode & 0o7777 if self._keep else entry.mode & 0o777 | (0o700 if entry.isdir() else 0o400)
+        os.fchmod(fd, kept)
+        _set_time(fd, entry)
+
+    def _owner_of(self, entry: tarfile.TarInfo) -> tuple[int, int] | None:
+        return self._owner or ((entry.uid, entry.gid) if self._keep else None)
+
+
+def _set_time(target: int | str, entry: tarfile.TarInfo, **options: Any) -> None:
+    try:
+        os.utime(target, (entry.mtime, entry.mtime), **options)
+    except (OverflowError, OSError):
+        return  # a time that this file system cannot hold
+
+
+def _entries(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    while (entry := archive.next()) is not None:
+        yield entry
+        forget_members(archive)
+
+
+def split(name: str) -> list[str]:
+    """The parts of an entry's name. Absolute names and `..` are refused."""
+    parts = name.split("/")
+    if name.startswith("/") or ".." in parts or "\0" in name:
+        raise TreeError("unsafe_archive", f"{name!r} would lie outside of the target")
+    return [part for part in parts if part not in ("", ".")]
+
+
+def _remove(parent: int, name: str) -> None:
+    try:
+        os.unlink(name, dir_fd=parent)
+    except FileNotFoundError:
+        return
+    except (IsADirectoryError, PermissionError):
+        if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+            os.rmdir(name, dir_fd=parent)
+        else:
+            raise
