@@ -121,6 +121,16 @@ class Finding:
     fix: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One path whose content, owner or mode differs from the image. `mark` is opaque and differs whenever the file was
+    written again, so that two looks tell what happened between them. Directories count only when removed."""
+
+    path: str
+    kind: Literal["added", "changed", "removed"]
+    mark: str = ""
+
+
 class Process(ABC):
     """A running command with its streams. Leaving the context kills the whole tree that it started."""
 
@@ -241,6 +251,16 @@ class Sandbox(ABC):
     @abstractmethod
     def get_tar(self, source: str) -> AsyncIterator[bytes]:
         """The directory or file `source` as a tar stream with owners, modes and links."""
+
+    async def remove(self, target: str) -> None:
+        """Remove a file, a link or a tree; a missing one is fine. No link is followed. Backends that can do it without
+        running one of the sandbox's own programs, do."""
+        await self.exec(["rm", "-rf", "--", target], cwd="/", user="0:0")
+
+    async def changes(self) -> list[Change] | None:
+        """What differs from the image now, seen from outside, so that nothing inside can hide it; None if this backend
+        cannot tell. Mounts are left out."""
+        return None
 
     @abstractmethod
     async def set_network(self, policy: NetworkPolicy) -> None:
