@@ -1,12 +1,10 @@
 """The options that a user sets on an agent (`--ak name=value`, `kwargs` in a job file), turned into flags.
 
-Options are checked by name and by value before anything starts; a wrong one is the user's error, told with what is
-allowed.
+A wrong value is the user's error, told with what is allowed; wrong names are refused by the registry.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,17 +22,6 @@ class Flag:
     option: str
     flag: str
     choices: tuple[str, ...] = ()
-
-
-def check_names(agent: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse options that the agent does not have."""
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise UsageError(
-                f"{agent} has no option {name!r}; it has: {', '.join(sorted(known)) or 'none'}",
-                hint=f"use {near[0]!r}" if near else f"pier agent show {agent}",
-            )
 
 
 def flags(agent: str, options: Mapping[str, Any], table: Sequence[Flag]) -> list[str]:

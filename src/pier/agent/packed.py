@@ -16,7 +16,6 @@ from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, Agent, AgentFile, AgentRun, Launch
-from pier.agent.options import check_names
 from pier.errors import AgentError
 from pier.sandbox.contract import OnOutput, Process, Result, Sandbox
 
@@ -38,7 +37,6 @@ class PackedAgent(Agent):
         return None
 
     async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
-        check_names(self.name, run.options, self.options)
         launch = self.launch(run)
         await place(sandbox, launch.files, (run.home, AGENT_LOGS))
         target = self.skills_into(run)

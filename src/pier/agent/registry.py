@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from pier.agent.contract import Agent
+from pier.agent.contract import Agent, PackSpec
 from pier.errors import UsageError
 from pier.plugin import find, names
 
@@ -14,16 +15,29 @@ AGENTS: dict[str, str] = {
     "oracle": "pier.agent.oracle:OracleAgent",
     "nop": "pier.agent.nop:NopAgent",
     "command": "pier.agent.command:CommandAgent",
+    "claude-code": "pier.agent.claude_code:ClaudeCode",
+    "codex": "pier.agent.codex:Codex",
+    "gemini-cli": "pier.agent.gemini_cli:GeminiCli",
+    "opencode": "pier.agent.opencode:OpenCode",
+    "mini-swe-agent": "pier.agent.mini_swe_agent:MiniSweAgent",
 }
 """The built-in agents as `module:Class`."""
 
 
 def find_agent(name: str) -> type[Agent]:
-    """The class of the agent called `name`: built in, by entry point (`pier.agents`) or `module:Class`."""
-    found = find("agent", name, AGENTS)
+    """The class of the agent called `name`: built in, by entry point (`pier.agents`) or `module:Class`. A version
+    (`name@version`) says which pack it comes in, not which class it is."""
+    found = find("agent", name.partition("@")[0], AGENTS)
     if not (isinstance(found, type) and issubclass(found, Agent)):
         raise UsageError(f"{name!r} is no agent: it must be a subclass of pier.agent.contract.Agent", code="plugin")
     return found
+
+
+def pack_spec(name: str) -> PackSpec | None:
+    """What the pack of `name` or `name@version` is built from; None for agents without a pack."""
+    spec = find_agent(name).pack
+    version = name.partition("@")[2]
+    return replace(spec, version=version) if spec is not None and version else spec
 
 
 def agent_names() -> list[str]:

@@ -1,0 +1,66 @@
+"""Gemini CLI on the pack's node. Speaks the Gemini API; its home is below the agent's logs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
+from pier.agent.options import choice, mapping, merged
+from pier.agent.packed import PackedAgent, bare, mcp_servers, model_of
+
+HOME = f"{AGENT_LOGS}/gemini"
+ENTRY = f"{PACK_PATH}/node_modules/@google/gemini-cli/bundle/gemini.js"
+
+
+class GeminiCli(PackedAgent):
+    """The model is always named on the command line, so its router never asks another model which one to take."""
+
+    name = "gemini-cli"
+    dialect = "gemini"
+    pack = PackSpec("npm", "@google/gemini-cli", "0.61.0")
+    options = ("reasoning_effort", "max_turns", "settings", "disable_web_search", "model")
+
+    def launch(self, run: AgentRun) -> Launch:
+        model = bare(model_of(run))
+        argv = [f"{PACK_PATH}/bin/node", ENTRY, "--yolo", "--output-format", "stream-json"]
+        argv += ["--model", model] if model else []
+        env = {
+            "GEMINI_CLI_HOME": HOME,
+            "GEMINI_CLI_NO_RELAUNCH": "true",
+            "GEMINI_CLI_TRUST_WORKSPACE": "true",
+        }
+        if run.endpoint:
+            env |= {"GEMINI_API_KEY": run.endpoint.key, "GOOGLE_GEMINI_BASE_URL": run.endpoint.url}
+        settings = json.dumps(self._settings(run, model), indent=2).encode()
+        return Launch(
+            [*argv, "--prompt", run.instruction], env, (AgentFile(f"{HOME}/.gemini/settings.json", settings),)
+        )
+
+    def _settings(self, run: AgentRun, model: str) -> dict[str, Any]:
+        settings: dict[str, Any] = {
+            "security": {"auth": {"selectedType": "gemini-api-key"}, "folderTrust": {"enabled": False}},
+            "privacy": {"usageStatisticsEnabled": False},
+            "telemetry": {"enabled": False},
+            "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
+            "mcpServers": {name: _mcp(server) for name, server in mcp_servers(run).items()},
+        }
+        if turns := run.options.get("max_turns"):
+            settings["model"] = {"maxSessionTurns": int(turns)}
+        if run.options.get("disable_web_search"):
+            settings["tools"] = {"exclude": ["google_web_search", "web_fetch"]}
+        effort = choice(self.name, run.options, "reasoning_effort", ("minimal", "low", "medium", "high"))
+        if effort:
+            thinking = {"thinkingLevel": effort.upper(), "includeThoughts": True}
+            config = {"generateContentConfig": {"thinkingConfig": thinking}}
+            settings["modelConfigs"] = {"customOverrides": [{"match": {"model": model}, "modelConfig": config}]}
+        return merged(settings, mapping(self.name, run.options, "settings"))
+
+    def skills_into(self, run: AgentRun) -> str | None:
+        return f"{HOME}/.gemini/skills"
+
+
+def _mcp(server: dict[str, Any]) -> dict[str, Any]:
+    if server["type"] == "stdio":
+        return {"command": server["command"], "args": server["args"], "trust": True}
+    return {"url" if server["type"] == "sse" else "httpUrl": server["url"], "trust": True}

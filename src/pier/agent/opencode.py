@@ -1,0 +1,75 @@
+"""OpenCode, as one native program. Speaks any of the four dialects; Chat Completions unless the user picks another."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pier.agent.contract import PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
+from pier.agent.options import Flag, choice, flags, mapping, merged
+from pier.agent.packed import PackedAgent, mcp_servers, model_of
+
+PROVIDER = "pier"
+SDKS = {
+    "chat": ("@ai-sdk/openai-compatible", "/v1"),
+    "anthropic": ("@ai-sdk/anthropic", "/v1"),
+    "responses": ("@ai-sdk/openai", "/v1"),
+    "gemini": ("@ai-sdk/google", "/v1beta"),
+}
+"""For each dialect the client that OpenCode has built in, and the path that it wants in a base URL."""
+
+
+class OpenCode(PackedAgent):
+    """`opencode_config` is merged over pier's own configuration, so what the user sets there wins."""
+
+    name = "opencode"
+    dialect = "chat"
+    pack = PackSpec("npm", "opencode-ai", "1.18.33", program="opencode-linux-{arch}/bin/opencode")
+    options = ("opencode_config", "variant", "dialect", "disable_web_search", "model")
+    logs = (".local/share/opencode/opencode.db", ".local/share/opencode/opencode.db-wal")
+
+    def launch(self, run: AgentRun) -> Launch:
+        model = f"{PROVIDER}/{model_of(run)}" if run.endpoint else model_of(run)
+        argv = [f"{PACK_PATH}/bin/opencode", "run", "--format", "json", "--thinking"]
+        argv += ["--model", model] if model else []
+        argv += flags(self.name, run.options, (Flag("variant", "--variant"),))
+        env = {
+            "OPENCODE_DISABLE_MODELS_FETCH": "1",
+            "OPENCODE_DISABLE_AUTOUPDATE": "1",
+            "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+            "OPENCODE_FAKE_VCS": "git",
+        }
+        config = json.dumps(self._config(run, model), indent=2).encode()
+        path = f"{run.home}/.config/opencode/opencode.json"
+        return Launch(argv, env, (AgentFile(path, config),), stdin=run.instruction.encode())
+
+    def _config(self, run: AgentRun, model: str) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "autoupdate": False,
+            "share": "disabled",
+            "permission": "allow",
+            "mcp": {name: _mcp(server) for name, server in mcp_servers(run).items()},
+        }
+        if run.options.get("disable_web_search"):
+            config["tools"] = {"webfetch": False, "websearch": False}
+        if run.endpoint:
+            sdk, path = SDKS[choice(self.name, run.options, "dialect", tuple(SDKS), default="chat")]
+            entry: dict[str, Any] = {"name": run.endpoint.model, "tool_call": True}
+            if run.endpoint.context_window:
+                output = run.endpoint.max_output_tokens or 32_000
+                entry["limit"] = {"context": run.endpoint.context_window, "output": output}
+            options = {"baseURL": run.endpoint.url + path, "apiKey": run.endpoint.key, "timeout": False}
+            config["provider"] = {
+                PROVIDER: {"npm": sdk, "name": PROVIDER, "options": options, "models": {run.endpoint.model: entry}}
+            }
+            config |= {"model": model, "small_model": model}
+        return merged(config, mapping(self.name, run.options, "opencode_config"))
+
+    def skills_into(self, run: AgentRun) -> str | None:
+        return f"{run.home}/.config/opencode/skills"
+
+
+def _mcp(server: dict[str, Any]) -> dict[str, Any]:
+    if server["type"] == "stdio":
+        return {"type": "local", "command": [server["command"], *server["args"]], "enabled": True}
+    return {"type": "remote", "url": server["url"], "enabled": True}

@@ -1,0 +1,130 @@
+"""`pier agent`: the agents that pier knows, and the packs that bring them into sandboxes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+
+@click.group()
+def agent() -> None:
+    """Build and look at agent packs."""
+
+
+def _echo(value: Any, as_json: bool, lines: list[str]) -> None:
+    click.echo(json.dumps(value, indent=2) if as_json else "\n".join(lines))
+
+
+def _described(name: str) -> dict[str, Any]:
+    """What there is to say of one agent and its pack."""
+    from pier.agent.pack import PackStore
+    from pier.agent.registry import find_agent
+
+    kind = find_agent(name)
+    row: dict[str, Any] = {"name": name, "dialect": kind.dialect, "options": list(kind.options)}
+    if kind.pack is None:
+        return {**row, "pack": None}
+    found = PackStore().find(kind.pack)
+    row["pack"] = {
+        "source": kind.pack.source,
+        "package": kind.pack.package,
+        "version": kind.pack.version,
+        "built": found is not None,
+        "path": str(found.path) if found else None,
+        "digest": found.digest if found else None,
+        "bytes": found.bytes if found else None,
+    }
+    return row
+
+
+@agent.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_(as_json: bool) -> None:
+    """List the agents and whether their packs are built."""
+    from pier.agent.registry import agent_names
+
+    rows = [_described(name) for name in agent_names()]
+    lines = [f"{'AGENT':18} {'DIALECT':10} {'VERSION':12} PACK"]
+    for row in rows:
+        pack = row["pack"]
+        state = (
+            "-"
+            if pack is None
+            else f"built, {pack['bytes'] // 1_000_000} MB"
+            if pack["built"]
+            else "built on first use"
+        )
+        version = (pack or {}).get("version") or "-"
+        lines.append(f"{row['name']:18} {row['dialect'] or '-':10} {version:12} {state}")
+    _echo(rows, as_json, lines)
+
+
+@agent.command()
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show(name: str, as_json: bool) -> None:
+    """Show one agent: its dialect, its options and its pack."""
+    row = _described(name.partition("@")[0])
+    pack = row["pack"] or {}
+    lines = [f"{row['name']}", f"  dialect   {row['dialect'] or 'none: it calls no model'}"]
+    lines += [f"  options   {', '.join(row['options']) or 'none'}"]
+    lines += [f"  {key:9} {value}" for key, value in pack.items() if value is not None]
+    _echo(row, as_json, lines)
+
+
+@agent.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME[@VERSION]...")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def pack(names: tuple[str, ...], as_json: bool) -> None:
+    """Build the packs of agents, so that the first run need not; what is built already is left as it is."""
+    import asyncio
+
+    from pier.agent.pack import ensure_pack
+    from pier.agent.registry import pack_spec
+
+    rows = []
+    for name in names:
+        spec = pack_spec(name)
+        if spec is None:
+            rows.append({"agent": name, "path": None})
+            continue
+        built = asyncio.run(ensure_pack(spec, lambda line, name=name: click.echo(f"{name}: {line}", err=True)))
+        rows.append({"agent": name, "version": built.version, "digest": built.digest, "path": str(built.path)})
+    _echo(rows, as_json, [f"{row['agent']}  {row['path'] or 'needs no pack'}" for row in rows])
+
+
+@agent.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME[@VERSION]...")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def rm(names: tuple[str, ...], as_json: bool) -> None:
+    """Delete the packs of agents; without a version all versions of them."""
+    from pier.agent.pack import PackStore
+    from pier.agent.registry import pack_spec
+
+    store, removed = PackStore(), []
+    for name in names:
+        spec = pack_spec(name)
+        for found in store.all():
+            pinned = "@" in name and spec is not None and spec.version != found.version
+            if spec is not None and found.package == spec.package and not pinned:
+                store.remove(found)
+                removed.append({"agent": name, "version": found.version, "digest": found.digest})
+    _echo(removed, as_json, [f"removed {row['agent']} {row['version']}" for row in removed] or ["nothing to remove"])
+
+
+@agent.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
+    """Say whether packs can be built here, and whether the built ones are whole."""
+    from pier.agent.pack.doctor import examine
+
+    findings = examine()
+    rows = [{"subject": f.subject, "ok": f.ok, "detail": f.detail, "fix": f.fix} for f in findings]
+    lines = [
+        f"{'ok ' if f.ok else 'BAD'}  {f.subject}: {f.detail}{f'  (try: {f.fix})' if f.fix else ''}" for f in findings
+    ]
+    _echo(rows, as_json, lines)
+    if not all(f.ok for f in findings):
+        raise SystemExit(1)
