@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
-from pier.agent.options import choice, mapping, merged
+from pier.agent.options import choice, mapping, merged, words
 from pier.agent.packed import PackedAgent, bare, mcp_servers, model_of
 
 HOME = f"{AGENT_LOGS}/gemini"
@@ -14,12 +14,13 @@ ENTRY = f"{PACK_PATH}/node_modules/@google/gemini-cli/bundle/gemini.js"
 
 
 class GeminiCli(PackedAgent):
-    """The model is always named on the command line, so its router never asks another model which one to take."""
+    """The model is always named on the command line, so its router never asks another model which one to take. Plan
+    mode is off unless `disallowed_tools` says otherwise."""
 
     name = "gemini-cli"
     dialect = "gemini"
     pack = PackSpec("npm", "@google/gemini-cli", "0.61.0")
-    options = ("reasoning_effort", "max_turns", "settings", "disable_web_search", "model")
+    options = ("reasoning_effort", "max_turns", "settings", "disallowed_tools", "disable_web_search", "model")
 
     def launch(self, run: AgentRun) -> Launch:
         model = bare(model_of(run))
@@ -47,8 +48,9 @@ class GeminiCli(PackedAgent):
         }
         if turns := run.options.get("max_turns"):
             settings["model"] = {"maxSessionTurns": int(turns)}
-        if run.options.get("disable_web_search"):
-            settings["tools"] = {"exclude": ["google_web_search", "web_fetch"]}
+        denied = words(run.options, "disallowed_tools", ["enter_plan_mode"])
+        denied += ["google_web_search", "web_fetch"] if run.options.get("disable_web_search") else []
+        settings["tools"] = {"exclude": denied}
         effort = choice(self.name, run.options, "reasoning_effort", ("minimal", "low", "medium", "high"))
         if effort:
             thinking = {"thinkingLevel": effort.upper(), "includeThoughts": True}

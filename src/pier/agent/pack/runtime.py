@@ -31,6 +31,7 @@ CA_BUNDLES = (
     "/etc/ssl/ca-bundle.pem",
     "/etc/ssl/cert.pem",
 )
+LOCALES = "/usr/lib/locale"
 ALWAYS = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libresolv.so.2", "libutil.so.1")
 """Libraries that programs open by name at run time, so that no header tells of them."""
 NAME_SERVICE = ("libnss_files.so.2", "libnss_dns.so.2")
@@ -50,6 +51,7 @@ def complete(root: Path) -> None:
     wanted = {*ALWAYS, *NAME_SERVICE, *(name for _, elf in found for name in elf.needed)}
     (root / "lib").mkdir(exist_ok=True)
     _add_libraries(root / "lib", wanted, machine)
+    _add_locale(root)
     for path, elf in found:
         if elf.loader == MACHINE_LOADER:
             set_loader(path, LOADER)
@@ -102,6 +104,16 @@ def _add_libraries(library: Path, names: Iterable[str], machine: dict[str, Path]
             (library / name).chmod(0o755)
         elf = read_elf(source) or Elf()
         todo += [need for need in elf.needed if need not in done]
+
+
+def _add_locale(root: Path) -> None:
+    """Bring the locale C.UTF-8, which images without glibc lack; its programs would warn into every output."""
+    source, libc = Path(LOCALES) / "C.utf8", root / "lib" / "libc.so.6"
+    if not source.is_dir() or not libc.exists() or len(LOCALES) < len(PACK_PATH):
+        return
+    shutil.copytree(source, root / "C.utf8")
+    old, new = LOCALES.encode() + b"\0", PACK_PATH.encode().ljust(len(LOCALES), b"\0") + b"\0"
+    libc.write_bytes(libc.read_bytes().replace(old, new))
 
 
 def _machine_libraries() -> dict[str, Path]:

@@ -26,7 +26,7 @@ from pier.errors import AgentError
 from pier.files import locked, write_json
 from pier.home import pier_home
 
-RECIPE = 1
+RECIPE = 2
 """Raised when packs are built differently, so that older ones are built again."""
 
 OnProgress = Callable[[str], None]
