@@ -48,7 +48,7 @@ def fresh_id(prefix: str) -> str:
 
 
 class SseReader:
-    """Splits a stream into (event, data) whatever the cuts. Takes `\\n`, `\\r\\n` and `\\r`; comments give (None, None)."""
+    """Splits a stream into (event, data), wherever it is cut and whatever ends its lines; a comment is (None, None)."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -118,7 +118,7 @@ class EventParser:
         raise NotImplementedError
 
     def on_close(self) -> Iterable[Delta]:
-        """Deltas still owed at the end, before it is judged."""
+        """Deltas still owed at `[DONE]` or at the close, whichever comes first; a second call owes none."""
         return ()
 
     def feed(self, data: bytes) -> list[Delta]:
@@ -145,13 +145,13 @@ class EventParser:
         if text is None:
             return [Ping()]
         if text.strip() == "[DONE]":
-            return []
+            return list(self.on_close())
         try:
             data = json.loads(text)
             if not isinstance(data, dict):
                 raise ValueError("not an object")
             deltas = list(self.on_event(event, data))
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, BadRequest) as error:
             return [self._fail(f"the provider sent a broken event ({error}): {text[:120]!r}")]
         if any(isinstance(delta, StreamError) for delta in deltas):
             self._failed = True
