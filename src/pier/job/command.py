@@ -1,0 +1,84 @@
+"""Running a job for a person or a program: progress while it runs, a report at the end, and the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from pier.job.config import JobConfig
+from pier.job.directory import Job, open_existing, open_for, plan_job
+from pier.job.layout import result_of, to_disk
+from pier.job.ledger import Ledger
+from pier.job.progress import LiveProgress, PlainProgress, Progress
+from pier.job.report import exit_code, print_report
+from pier.job.runner import run_job
+
+
+class Show(Enum):
+    """How much is shown: progress and a report, nothing, or JSON at the end."""
+
+    FULL = "full"
+    QUIET = "quiet"
+    JSON = "json"
+
+
+def run_and_report(config: JobConfig, env: Mapping[str, str], show: Show) -> int:
+    """Run the job that `config` asks for, or continue it; the answer is the exit code."""
+    with open_for(config, env) as job:
+        return _run(job, env, show)
+
+
+def resume_and_report(directory: Path, env: Mapping[str, str], show: Show) -> int:
+    """Go on with the job in `directory`."""
+    with open_existing(directory) as job:
+        return _run(job, env, show)
+
+
+def _run(job: Job, env: Mapping[str, str], show: Show) -> int:
+    progress = _progress(job, show)
+    if show is Show.FULL and job.continued:
+        done, total = progress.done, len(job.ledger.plan.trials)
+        click.echo(f"continuing {job.directory}: {done} of {total} trials are done", err=True)
+    interrupted = asyncio.run(run_job(job, env, progress))
+    if show is Show.JSON:
+        click.echo(json.dumps({**result_of(job.ledger, job.config), "directory": str(job.directory)}))
+    elif show is Show.FULL:
+        print_report(job.directory, job.ledger, seconds=progress.seconds, interrupted=interrupted)
+    return exit_code(job.ledger, interrupted=interrupted)
+
+
+def _progress(job: Job, show: Show) -> Progress:
+    total = len(job.ledger.plan.trials)
+    finished = [job.ledger.outcomes[id] for id in job.ledger.plan.by_id if id in job.ledger.outcomes]
+    if show is not Show.FULL:
+        return Progress(total, finished)
+    if sys.stderr.isatty():
+        return LiveProgress(total, Console(stderr=True), finished)
+    return PlainProgress(total, finished)
+
+
+def print_config(config: JobConfig, env: Mapping[str, str]) -> None:
+    """Print the configuration as it would stand on disk."""
+    click.echo(json.dumps(to_disk(config, env), indent=2))
+
+
+def print_plan(config: JobConfig, env: Mapping[str, str]) -> None:
+    """Print what would be run, without running it."""
+    plan, _ = plan_job(config, env)
+    for task in plan.tasks:
+        click.echo(f"{task.name}  {task.digest}  {task.path}")
+    click.echo(
+        f"{len(plan.trials)} trials: {len(plan.tasks)} tasks, {len(plan.agents)} agents, {config.n_attempts} attempts"
+    )
+
+
+def read_job(directory: Path) -> Ledger:
+    """What is known of a job, for looking only."""
+    return Ledger.read(directory)

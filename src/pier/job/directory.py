@@ -1,0 +1,217 @@
+"""A job as a directory: made, found again, opened by its one owner, and mended after a crash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pier.errors import JobError
+from pier.files import read_journal
+from pier.job.config import DatasetConfig, JobConfig, TaskConfig
+from pier.job.layout import CONFIG, RETRIES, to_disk, write_config, write_lock
+from pier.job.ledger import JOURNAL, Ledger
+from pier.job.load import parse, read_file
+from pier.job.outcome import read_outcome
+from pier.job.owner import OWNER, current_owner, owning
+from pier.job.plan import Plan, PlannedTask, PlannedTrial, make_plan
+from pier.task.sources import Selection, resolve_sources
+
+_NOT_ASKED = ("job_name", "jobs_dir", "debug", "quiet", "n_concurrent_trials", "n_concurrent_builds", "retry")
+"""What may differ between two commands that ask for the same job."""
+
+_OUTSIDE_TRIALS = (*_NOT_ASKED, "agents", "datasets", "tasks", "metrics", "n_attempts", "keep_state", "strict")
+"""What does not change the result of a single trial, or is in its identity already."""
+
+
+@dataclass(slots=True)
+class Job:
+    """An open job. `disk` is the configuration as it stands on disk; `continued` says that it was there before."""
+
+    directory: Path
+    config: JobConfig
+    disk: dict[str, Any]
+    ledger: Ledger
+    continued: bool = False
+
+    def trial_path(self, trial: PlannedTrial) -> Path:
+        return self.directory / trial.name
+
+    def set_aside(self, trial: PlannedTrial, number: int) -> str | None:
+        """Move a try that does not count out of the way, and say where it is; None if it left nothing."""
+        place = self.directory / RETRIES
+        kept = place / f"{trial.name}.{number}"
+        try:
+            place.mkdir(exist_ok=True)
+            while kept.exists():
+                number += 1
+                kept = place / f"{trial.name}.{number}"
+            self.trial_path(trial).rename(kept)
+        except FileNotFoundError:
+            return None
+        return f"{RETRIES}/{kept.name}"
+
+
+def plan_job(config: JobConfig, env: Mapping[str, str]) -> tuple[Plan, dict[str, Any]]:
+    """The plan that a configuration asks for, and the configuration as it may stand on disk."""
+    disk = to_disk(config, env)
+    found = [task for source in (*config.datasets, *config.tasks) for task in _tasks_of(source, config)]
+    settings = {key: value for key, value in disk.items() if key not in _OUTSIDE_TRIALS}
+    return make_plan(found, disk["agents"], settings, config.n_attempts), disk
+
+
+def _tasks_of(source: DatasetConfig | TaskConfig, config: JobConfig) -> list[PlannedTask]:
+    selection = None
+    if isinstance(source, TaskConfig):
+        commit = f"@{source.git_commit_id}" if source.git_commit_id else ""
+        place = f"{source.git_url}{commit}#{source.path}" if source.git_url else source.path
+    else:
+        version = f"@{source.version}" if source.version else ""
+        place = source.path or f"{source.registry_path or 'registry.json'}#{source.name}{version}"
+        selection = Selection(
+            source.task_names or (), source.exclude_task_names or (), source.n_tasks, source.sample_seed
+        )
+    tasks = resolve_sources([place], selection, strict=config.strict, verify=not config.verifier.disable)
+    return [
+        PlannedTask(
+            name=task.name,
+            digest=task.digest,
+            path=str(task.path),
+            source=task.origin.source or (source.source if isinstance(source, TaskConfig) else None),
+            git_url=task.origin.git_url,
+            git_commit_id=task.origin.git_commit,
+        )
+        for task in tasks
+    ]
+
+
+@contextmanager
+def open_for(config: JobConfig, env: Mapping[str, str]) -> Iterator[Job]:
+    """The job that `config` asks for: continued if it is there already, else made."""
+    plan, disk = plan_job(config, env)
+    asked = _asked(disk)
+    directory = _find_directory(config, asked, plan)
+    with owning(directory):
+        continued = _is_job(directory)
+        ledger = Ledger.read(directory) if continued else Ledger.create(directory, asked)
+        _refuse_foreign(directory, ledger, plan)
+        try:
+            if not continued or ledger.plan != plan:
+                write_config(directory, disk)
+                write_lock(directory, disk, plan)
+                ledger.adopt_plan(plan)
+            job = Job(directory, config, disk, ledger, continued)
+            mend(job)
+            yield job
+        finally:
+            ledger.close()
+
+
+@contextmanager
+def open_existing(directory: Path) -> Iterator[Job]:
+    """The job in `directory`, with the plan that it has."""
+    ledger = Ledger.read(directory)
+    config, disk = read_config(directory)
+    with owning(directory):
+        ledger = Ledger.read(directory)
+        try:
+            job = Job(directory, config, disk, ledger, True)
+            mend(job)
+            yield job
+        finally:
+            ledger.close()
+
+
+def read_config(directory: Path) -> tuple[JobConfig, dict[str, Any]]:
+    """The configuration of the job in `directory`, and the same as it stands on disk."""
+    disk = read_file(directory / CONFIG)
+    return parse(disk, str(directory / CONFIG)), disk
+
+
+def mend(job: Job) -> None:
+    """Bring the ledger and the trial directories together again after a runner that died, or a file that was lost.
+
+    A try whose result was sealed counts though its end was never written down; one without a result is set aside and
+    owed again; so is a finished one whose result is gone or torn.
+    """
+    ledger = job.ledger
+    for trial in job.ledger.plan.trials:
+        if trial.id in ledger.open:
+            outcome = read_outcome(job.trial_path(trial))
+            if outcome is not None and not outcome.cancelled:
+                ledger.end(trial.id, outcome)
+            else:
+                ledger.again(trial.id, "interrupted", job.set_aside(trial, ledger.tries.get(trial.id, 1)))
+        elif (known := ledger.outcomes.get(trial.id)) is not None:
+            if not _is_whole(job.trial_path(trial), known.size):
+                ledger.again(trial.id, "lost", job.set_aside(trial, ledger.tries.get(trial.id, 1)))
+        elif trial.id in ledger.tries and (job.directory / trial.name).exists():
+            ledger.again(trial.id, "interrupted", job.set_aside(trial, ledger.tries[trial.id]))
+
+
+def _is_whole(trial: Path, size: int) -> bool:
+    """Whether a trial's result is there and, if its size is not the one that was written down, can be read."""
+    try:
+        found = (trial / "result.json").stat().st_size
+    except OSError:
+        return False
+    return (found == size and size > 0) or read_outcome(trial) is not None
+
+
+def _asked(disk: dict[str, Any]) -> str:
+    asked = {key: value for key, value in disk.items() if key not in _NOT_ASKED}
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _find_directory(config: JobConfig, asked: str, plan: Plan) -> Path:
+    """The directory of the job, made if it is new: by name, else an unfinished one of the same command."""
+    base = Path(config.jobs_dir)
+    base.mkdir(parents=True, exist_ok=True)
+    if config.job_name:
+        (base / config.job_name).mkdir(exist_ok=True)
+        return base / config.job_name
+    for directory in sorted(base.iterdir(), reverse=True):
+        head = next(read_journal(directory / JOURNAL), None)
+        if not isinstance(head, dict) or head.get("asked") != asked or current_owner(directory):
+            continue
+        ledger = Ledger.read(directory)
+        if ledger.finished_at is None and ledger.outcomes.keys() <= plan.by_id.keys():
+            return directory
+    stamp = datetime.now().strftime("%Y-%m-%d__%H-%M-%S")
+    for name in (stamp, *(f"{stamp}-{number}" for number in range(2, 1000))):
+        try:
+            (base / name).mkdir()
+        except FileExistsError:
+            continue
+        return base / name
+    raise JobError(f"{base}: a thousand jobs began within this second")
+
+
+def _is_job(directory: Path) -> bool:
+    """Whether a job was begun in `directory`. Something else that is there is not written over."""
+    if next(read_journal(directory / JOURNAL), None) is not None:
+        return True
+    others = [path.name for path in directory.iterdir() if path.name not in (OWNER, JOURNAL)]
+    if others:
+        raise JobError(
+            f"{directory} exists and is not a job of pier's: it holds {others[0]} and no {JOURNAL}",
+            hint="choose another --job-name",
+            code="not-a-job",
+        )
+    return False
+
+
+def _refuse_foreign(directory: Path, ledger: Ledger, plan: Plan) -> None:
+    foreign = [id for id in ledger.outcomes if id not in plan.by_id]
+    if foreign:
+        name = ledger.plan.by_id[foreign[0]].name if foreign[0] in ledger.plan.by_id else foreign[0]
+        raise JobError(
+            f"{directory} holds {len(foreign)} finished trials that this command does not ask for, such as {name}",
+            hint=f"choose another --job-name, or continue the job as it is: pier job resume {directory}",
+            code="job-differs",
+        )

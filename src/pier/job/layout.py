@@ -1,0 +1,213 @@
+"""The files of a job's directory that other programs read: `config.json`, `lock.json`, `result.json`.
+
+Their shapes are Harbor's. They are derived from the ledger, so losing one loses nothing.
+
+    <job>/config.json      what was asked for, without secrets
+    <job>/lock.json        the plan: every trial with the digest of its task
+    <job>/result.json      counts, metrics and which trial got what
+    <job>/job.log          what happened, in words
+    <job>/journal.jsonl    the truth (`pier.job.ledger`)
+    <job>/.retries/        tries that no longer count, as they were
+    <job>/<trial>/         one directory per trial
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pier import __version__
+from pier.files import write, write_json
+from pier.job.config import JobConfig
+from pier.job.ledger import Ledger, Outcome, now
+from pier.job.metrics import Graded, Summary, summarise
+from pier.job.plan import Plan, PlannedTask
+from pier.job.templates import hide
+from pier.sandbox import BACKENDS
+
+CONFIG, LOCK, RESULT, LOG, RETRIES = "config.json", "lock.json", "result.json", "job.log", ".retries"
+_ELSEWHERE_KNOWN = ("docker",)
+"""Backends that other programs know by the same name."""
+
+
+def to_disk(config: JobConfig, env: Mapping[str, str]) -> dict[str, Any]:
+    """A configuration as it may stand on disk, in a shape that Harbor reads too."""
+    data = config.model_dump(mode="json")
+    backend = config.environment.backend
+    known = backend in _ELSEWHERE_KNOWN
+    data["environment"]["type"] = backend if known else None
+    data["environment"]["import_path"] = None if known else BACKENDS.get(backend, backend)
+    return hide(data, env)
+
+
+def write_config(directory: Path, data: dict[str, Any]) -> None:
+    write_json(directory / CONFIG, data)
+
+
+def write_lock(directory: Path, config: dict[str, Any], plan: Plan) -> None:
+    """Write the plan as a Harbor lock. One trial's text is made once per task and agent, whatever the attempts."""
+    texts: dict[tuple[int, int], str] = {}
+    rows: list[str] = []
+    for trial in plan.trials:
+        place = (trial.task, trial.agent)
+        if place not in texts:
+            texts[place] = json.dumps(_trial_lock(plan.tasks[trial.task], plan.agents[trial.agent], config))
+        rows.append(texts[place])
+    head = {
+        "schema_version": 3,
+        "created_at": now(),
+        "pier": {"version": __version__},
+        "harbor": {"version": None},
+        "n_concurrent_trials": config["n_concurrent_trials"],
+        "retry": config["retry"],
+    }
+    body = json.dumps(head)[:-1] + ', "trials": [\n' + ",\n".join(rows) + "\n]}\n"
+    write(directory / LOCK, body)
+
+
+_SHARED_SETTINGS = (
+    "timeout_multiplier",
+    "agent_timeout_multiplier",
+    "verifier_timeout_multiplier",
+    "agent_setup_timeout_multiplier",
+    "environment_build_timeout_multiplier",
+)
+
+
+def _trial_lock(task: PlannedTask, agent: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "schema_version": 2,
+        "task": {
+            "name": task.name,
+            "type": "git" if task.git_url else "local",
+            "digest": task.digest,
+            "source": task.source,
+            "path": task.git_path or task.path,
+            "git_url": task.git_url,
+            "git_commit_id": task.git_commit_id,
+        },
+        **{key: config[key] for key in _SHARED_SETTINGS},
+        "agent": agent,
+        "environment": config["environment"],
+        "verifier": config["verifier"],
+    }
+
+
+def write_result(ledger: Ledger, config: JobConfig, running: int = 0, *, durable: bool = False) -> None:
+    """Write where the job stands, as Harbor's `result.json`."""
+    text = json.dumps(result_of(ledger, config, running), indent=2)
+    write(ledger.directory / RESULT, text + "\n", durable=durable)
+
+
+def result_of(ledger: Ledger, config: JobConfig, running: int = 0) -> dict[str, Any]:
+    """Where the job stands, as Harbor's `JobResult`; `pier` holds what Harbor has no place for."""
+    planned = {trial.id for trial in ledger.plan.trials}
+    counted = {id: outcome for id, outcome in ledger.outcomes.items() if id in planned}
+    stats = {
+        "n_completed_trials": len(counted),
+        "n_errored_trials": sum(outcome.fault is not None for outcome in counted.values()),
+        "n_running_trials": running,
+        "n_pending_trials": max(len(planned) - len(counted) - running, 0),
+        "n_cancelled_trials": 0,
+        "n_retries": ledger.n_retries,
+        **usage(counted.values()),
+        "evals": {group.key: _eval_stats(group, config) for group in groups_of(ledger)},
+    }
+    return {
+        "id": ledger.id,
+        "started_at": ledger.created_at,
+        "updated_at": now(),
+        "finished_at": ledger.finished_at,
+        "n_total_trials": len(planned),
+        "stats": stats,
+    }
+
+
+def usage(outcomes: Any) -> dict[str, float | int | None]:
+    """Tokens and cost summed up; None where nothing is known."""
+    totals: dict[str, float | int | None] = dict.fromkeys(
+        ("n_input_tokens", "n_cache_tokens", "n_output_tokens", "cost_usd")
+    )
+    for outcome in outcomes:
+        for key, value in zip(totals, (*outcome.tokens, outcome.cost), strict=True):
+            if value is not None:
+                totals[key] = (totals[key] or 0) + value
+    return totals
+
+
+class Group:
+    """The trials of one agent and model on one dataset, which are reported together."""
+
+    def __init__(self, agent: str, model: str | None, dataset: str) -> None:
+        self.agent, self.model, self.dataset = agent, model, dataset
+        self.trials: list[tuple[str, str, Outcome | None]] = []
+        """Each trial's name, its task's name and how it ended (None if it has not)."""
+
+    @property
+    def key(self) -> str:
+        model = self.model.partition("/")[2] or self.model if self.model else None
+        return "__".join(part for part in (self.agent, model, self.dataset) if part)
+
+    def summary(self) -> Summary:
+        return summarise(Graded(task, outcome.rewards if outcome else None) for _, task, outcome in self.trials)
+
+
+def groups_of(ledger: Ledger) -> list[Group]:
+    """All planned trials by agent, model and dataset, in the order of the plan."""
+    groups: dict[tuple[str, str | None, str], Group] = {}
+    plan = ledger.plan
+    for trial in plan.trials:
+        agent, task = plan.agents[trial.agent], plan.tasks[trial.task]
+        key = (agent.get("name") or agent["import_path"], agent.get("model_name"), task.source or "adhoc")
+        group = groups.get(key) or groups.setdefault(key, Group(*key))
+        group.trials.append((trial.name, task.name, ledger.outcomes.get(trial.id)))
+    return list(groups.values())
+
+
+def _eval_stats(group: Group, config: JobConfig) -> dict[str, Any]:
+    rewards: dict[str, dict[float, list[str]]] = defaultdict(lambda: defaultdict(list))
+    faults: dict[str, list[str]] = defaultdict(list)
+    for name, _, outcome in group.trials:
+        if outcome is None:
+            continue
+        for key, value in (outcome.rewards or {}).items():
+            rewards[key][value].append(name)
+        if outcome.fault is not None:
+            faults[outcome.fault.type].append(name)
+    summary = group.summary()
+    return {
+        "n_trials": summary.n_verdicts,
+        "n_errors": sum(len(names) for names in faults.values()),
+        "metrics": [_metric(summary, metric.type) for metric in config.metrics] or [_metric(summary, "mean")],
+        "pass_at_k": summary.pass_at_k,
+        "reward_stats": rewards,
+        "exception_stats": faults,
+        "pier": describe(summary),
+    }
+
+
+_METRICS = {"mean": "mean", "sum": "total", "min": "low", "max": "high"}
+
+
+def _metric(summary: Summary, name: str) -> dict[str, float]:
+    values: dict[str, float] = getattr(summary, _METRICS[name])
+    return {name: next(iter(values.values()))} if len(values) == 1 else dict(values)
+
+
+def describe(summary: Summary) -> dict[str, Any]:
+    """A summary as plain data."""
+    return {
+        "n_trials": summary.n_trials,
+        "n_verdicts": summary.n_verdicts,
+        "n_tasks": summary.n_tasks,
+        "coverage": summary.coverage,
+        "mean": summary.mean,
+        "confidence": {
+            key: {"low": found.low, "high": found.high, "level": 0.95, "method": found.method}
+            for key, found in summary.interval.items()
+        },
+        "pass_at_k": {str(k): value for k, value in summary.pass_at_k.items()},
+    }

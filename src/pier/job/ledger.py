@@ -1,0 +1,207 @@
+"""A job's journal: the truth about what was planned, started and finished.
+
+One JSON line per event in `journal.jsonl`, only ever appended. Opening a job reads this one file, however many trials
+it has; result files are looked at only for trials that were begun and whose end is missing here.
+
+    {"e": "job", "id": ..., "at": ...}                              the job was made
+    {"e": "plan", "tasks": [...], "agents": [...], "trials": [...]} what is to be done; a later plan replaces it
+    {"e": "run", "pid": ..., "at": ...}                             a runner began
+    {"e": "start", "trial": ID, "try": N, "at": ...}                a try of a trial began
+    {"e": "end", "trial": ID, "try": N, ...}                        it ended, with everything that a summary needs
+    {"e": "again", "trial": ID, "why": ..., "kept": DIR}            its result no longer counts; evidence is in DIR
+    {"e": "done", "at": ...}                                        no trial was left to do
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from pier.errors import JobError
+from pier.files import Journal, read_journal
+from pier.job.plan import Plan
+
+JOURNAL = "journal.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a try has an error: its kind (`type`, the class name; `code`), whose fault, and whether to try again."""
+
+    type: str
+    code: str
+    blame: str
+    retryable: bool
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one try of a trial ended. `rewards` is None without a verdict; unknown usage and cost are None."""
+
+    rewards: dict[str, float] | None = None
+    fault: Fault | None = None
+    cancelled: bool = False
+    tokens: tuple[int | None, int | None, int | None] = (None, None, None)
+    cost: float | None = None
+    seconds: float = 0.0
+    size: int = 0
+    """The size of the result file, by which a torn one is told without reading it."""
+
+    def to_line(self) -> dict[str, Any]:
+        line: dict[str, Any] = {"rewards": self.rewards, "seconds": round(self.seconds, 4), "size": self.size}
+        if self.fault is not None:
+            f = self.fault
+            line["fault"] = [f.type, f.code, f.blame, f.retryable, f.message[:500]]
+        if self.cancelled:
+            line["cancelled"] = True
+        if any(count is not None for count in self.tokens):
+            line["tokens"] = list(self.tokens)
+        if self.cost is not None:
+            line["cost"] = self.cost
+        return line
+
+    @classmethod
+    def from_line(cls, line: dict[str, Any]) -> Outcome:
+        fault = line.get("fault")
+        tokens = line.get("tokens")
+        return cls(
+            rewards=line["rewards"],
+            fault=Fault(*fault) if fault else None,
+            cancelled=line.get("cancelled", False),
+            tokens=(tokens[0], tokens[1], tokens[2]) if tokens else (None, None, None),
+            cost=line.get("cost"),
+            seconds=line.get("seconds", 0.0),
+            size=line.get("size", 0),
+        )
+
+
+def now() -> str:
+    """The time as it stands in every file of a job."""
+    return datetime.now(UTC).isoformat()
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What is known of a job, in memory and on disk. Only the job's owner calls the methods that write."""
+
+    directory: Path
+    id: str
+    created_at: str
+    plan: Plan = field(default_factory=Plan)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    """By trial id, only where the outcome counts (neither cancelled nor voided)."""
+    tries: dict[str, int] = field(default_factory=dict)
+    """By trial id, the number of the last try that began."""
+    open: set[str] = field(default_factory=set)
+    """Trials that began and whose end is not written down."""
+    n_retries: int = 0
+    finished_at: str | None = None
+    lost_lines: int = 0
+    _journal: Journal | None = None
+    _dirty: bool = False
+
+    @classmethod
+    def create(cls, directory: Path, asked: str = "") -> Ledger:
+        """A new job's ledger. `asked` is the digest of what was asked for, by which the same command finds it."""
+        ledger = cls(directory, str(uuid4()), now())
+        ledger.write({"e": "job", "v": 1, "id": ledger.id, "at": ledger.created_at, "asked": asked})
+        return ledger
+
+    @classmethod
+    def read(cls, directory: Path) -> Ledger:
+        """The ledger of a job that exists."""
+        ledger = cls(directory, "", "")
+        for line in read_journal(directory / JOURNAL):
+            try:
+                ledger._apply(line)
+            except (KeyError, TypeError, IndexError, ValueError):
+                ledger.lost_lines += 1
+        if not ledger.id:
+            raise JobError(f"{directory} is not a job: it has no readable {JOURNAL}", code="not-a-job")
+        return ledger
+
+    def _apply(self, line: dict[str, Any]) -> None:
+        event = line["e"]
+        if event == "end":
+            self.open.discard(line["trial"])
+            outcome = Outcome.from_line(line)
+            if not outcome.cancelled:
+                self.outcomes[line["trial"]] = outcome
+        elif event == "start":
+            self.tries[line["trial"]] = line["try"]
+            self.open.add(line["trial"])
+            self.finished_at = None
+        elif event == "again":
+            self.outcomes.pop(line["trial"], None)
+            self.open.discard(line["trial"])
+            self.n_retries += line.get("why") == "retry"
+        elif event == "plan":
+            self.plan = Plan.from_line(line)
+        elif event == "job":
+            self.id, self.created_at = line["id"], line["at"]
+        elif event == "done":
+            self.finished_at = line["at"]
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append one event. Call `sync` now and then to have it on disk for good."""
+        if self._journal is None:
+            self._journal = Journal(self.directory / JOURNAL)
+        self._journal.append(line)
+        self._dirty = True
+
+    def adopt_plan(self, plan: Plan) -> None:
+        """Make `plan` the job's plan; outcomes of trials that are in it still count."""
+        self.plan = plan
+        self.write(plan.to_line())
+
+    def begin(self, trial: str) -> int:
+        """Write down that a new try of a trial begins, and give its number."""
+        number = self.tries.get(trial, 0) + 1
+        self.write({"e": "start", "trial": trial, "try": number, "at": now()})
+        self.tries[trial] = number
+        self.open.add(trial)
+        return number
+
+    def end(self, trial: str, outcome: Outcome) -> None:
+        """Write down how the last try of a trial ended."""
+        self.write({"e": "end", "trial": trial, "try": self.tries.get(trial, 1), "at": now(), **outcome.to_line()})
+        self.open.discard(trial)
+        if not outcome.cancelled:
+            self.outcomes[trial] = outcome
+
+    def again(self, trial: str, why: str, kept: str | None) -> None:
+        """Write down that the last try does not count. `why` is `retry`, `interrupted`, `asked` or `lost`."""
+        self.write({"e": "again", "trial": trial, "why": why, "kept": kept, "at": now()})
+        self.open.discard(trial)
+        self.outcomes.pop(trial, None)
+        self.n_retries += why == "retry"
+
+    def finish(self) -> None:
+        """Write down that nothing is left to do."""
+        self.finished_at = now()
+        self.write({"e": "done", "at": self.finished_at})
+
+    def sync(self) -> None:
+        """Have everything that was written on disk, so that it outlives a power cut. Blocks."""
+        if self._dirty:
+            self._dirty = False
+            fd = os.open(self.directory / JOURNAL, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def owed(self) -> Iterable[str]:
+        """The ids of planned trials without an outcome, in order."""
+        return (trial.id for trial in self.plan.trials if trial.id not in self.outcomes)

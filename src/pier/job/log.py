@@ -1,0 +1,40 @@
+"""`job.log`: what happened in a job, in words, one line each, without secrets. Only ever appended to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pier.job.ledger import Outcome, now
+from pier.job.plan import PlannedTrial
+from pier.job.progress import tell
+
+REDACTED = "[REDACTED]"
+
+
+class JobLog:
+    """An open `job.log`. A `Watcher` of the schedule."""
+
+    def __init__(self, path: Path, secrets: Sequence[str] = ()) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._secrets = secrets
+
+    def say(self, text: str) -> None:
+        """Add a line."""
+        for secret in self._secrets:
+            text = text.replace(secret, REDACTED)
+        os.write(self._fd, f"{now()} {text}\n".encode(errors="replace"))
+
+    def started(self, trial: PlannedTrial, number: int) -> None:
+        if number > 1:
+            self.say(f"{trial.name}: try {number} starts")
+
+    def ended(self, trial: PlannedTrial, outcome: Outcome) -> None:
+        self.say(f"{trial.name}: {tell(outcome)}")
+
+    def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None:
+        self.say(f"{trial.name}: {tell(outcome)}; again in {wait:.1f} s")
+
+    def close(self) -> None:
+        os.close(self._fd)

@@ -1,0 +1,140 @@
+"""Numbers over many trials: mean, pass@k, coverage and how sure one can be of them.
+
+A trial without a verdict counts in coverage and nowhere else: an infrastructure fault is never a zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Z95 = 1.959963984540054
+"""Standard errors to each side of a 95% interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """What metrics need to know of one trial: which task it was, and its rewards (None without a verdict)."""
+
+    task: str
+    rewards: Mapping[str, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A 95% confidence interval; `method` is `wilson` for independent 0/1 values, `clustered` otherwise."""
+
+    low: float
+    high: float
+    method: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a set of trials says. The mappings go from reward key to value; `pass_at_k` from k to value."""
+
+    n_trials: int
+    n_verdicts: int
+    n_tasks: int
+    mean: dict[str, float] = field(default_factory=dict)
+    total: dict[str, float] = field(default_factory=dict)
+    low: dict[str, float] = field(default_factory=dict)
+    high: dict[str, float] = field(default_factory=dict)
+    interval: dict[str, Interval] = field(default_factory=dict)
+    pass_at_k: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def coverage(self) -> float:
+        """The share of trials that have a verdict."""
+        return self.n_verdicts / self.n_trials if self.n_trials else 0.0
+
+
+def summarise(trials: Iterable[Graded]) -> Summary:
+    """All metrics of a set of trials."""
+    by_key: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    tasks: set[str] = set()
+    n_trials = n_verdicts = 0
+    for trial in trials:
+        n_trials += 1
+        tasks.add(trial.task)
+        if trial.rewards is None:
+            continue
+        n_verdicts += 1
+        for key, value in trial.rewards.items():
+            by_key[key][trial.task].append(value)
+    flat = {key: [v for values in groups.values() for v in values] for key, groups in by_key.items()}
+    intervals = {key: confidence(list(groups.values())) for key, groups in by_key.items()}
+    return Summary(
+        n_trials=n_trials,
+        n_verdicts=n_verdicts,
+        n_tasks=len(tasks),
+        mean={key: math.fsum(values) / len(values) for key, values in flat.items()},
+        total={key: math.fsum(values) for key, values in flat.items()},
+        low={key: min(values) for key, values in flat.items()},
+        high={key: max(values) for key, values in flat.items()},
+        interval={key: found for key, found in intervals.items() if found is not None},
+        pass_at_k=_pass_table(by_key),
+    )
+
+
+def pass_at_k(n: int, successes: int, k: int) -> float:
+    """The unbiased estimate that at least one of k attempts succeeds, from `successes` out of `n`."""
+    if not 1 <= k <= n or not 0 <= successes <= n:
+        raise ValueError(f"pass@{k} cannot be estimated from {successes} successes of {n}")
+    if n - successes < k:
+        return 1.0
+    return 1.0 - math.comb(n - successes, k) / math.comb(n, k)
+
+
+def _pass_table(by_key: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[int, float]:
+    """pass@k where it means something: one reward key, values 0 or 1; k up to the fewest verdicts of any task."""
+    if len(by_key) != 1:
+        return {}
+    groups = list(next(iter(by_key.values())).values())
+    if any(value not in (0, 1) for values in groups for value in values):
+        return {}
+    fewest = min(len(values) for values in groups)
+    counts: dict[tuple[int, int], int] = defaultdict(int)
+    for values in groups:
+        counts[len(values), sum(value == 1 for value in values)] += 1
+    return {
+        k: math.fsum(pass_at_k(n, good, k) * many for (n, good), many in counts.items()) / len(groups)
+        for k in _ks(fewest)
+    }
+
+
+def _ks(most: int) -> list[int]:
+    powers = {2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most}
+    return sorted(powers | set(range(5, min(most, 100) + 1, 5)))
+
+
+def confidence(groups: Sequence[Sequence[float]]) -> Interval | None:
+    """The 95% interval of the mean of values that come in groups (attempts of one task are alike)."""
+    values = [value for group in groups for value in group]
+    if not values:
+        return None
+    binary = all(value in (0, 1) for value in values)
+    if binary and (len(groups) == 1 or all(len(group) == 1 for group in groups)):
+        return _wilson(sum(value == 1 for value in values), len(values))
+    clusters = groups if len(groups) > 1 else [[value] for value in values]
+    if len(clusters) < 2:
+        return None
+    mean = math.fsum(values) / len(values)
+    spread = math.fsum(math.fsum(value - mean for value in cluster) ** 2 for cluster in clusters)
+    half = Z95 * math.sqrt(spread * len(clusters) / (len(clusters) - 1)) / len(values)
+    low, high = mean - half, mean + half
+    if all(0 <= value <= 1 for value in values):
+        low, high = max(low, 0.0), min(high, 1.0)
+    return Interval(low, high, "clustered")
+
+
+def _wilson(successes: int, n: int) -> Interval:
+    share = successes / n
+    scale = 1 + Z95**2 / n
+    centre = (share + Z95**2 / (2 * n)) / scale
+    half = Z95 * math.sqrt(share * (1 - share) / n + Z95**2 / (4 * n * n)) / scale
+    low = 0.0 if successes == 0 else max(centre - half, 0.0)
+    high = 1.0 if successes == n else min(centre + half, 1.0)
+    return Interval(low, high, "wilson")

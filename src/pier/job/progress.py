@@ -1,0 +1,197 @@
+"""What a person sees while a job runs: a live view on a terminal, plain lines elsewhere, nothing with `-q`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pier.job.ledger import Outcome
+from pier.job.plan import PlannedTrial
+
+ROWS = 12
+"""How many running trials the live view names."""
+
+PLAIN_PAUSE = 5.0
+"""Without a terminal, at most one line in so many seconds once a job has many trials."""
+
+
+class Progress:
+    """Counts what happens and shows it. A `Watcher` of the schedule, and of the phases of each trial."""
+
+    def __init__(self, total: int, finished: Iterable[Outcome] | None = None) -> None:
+        self.total = total
+        self.done = self.faults = self.verdicts = self.retries = 0
+        self.rewards = 0.0
+        self.cost: float | None = None
+        self.before = 0
+        self.began = time.monotonic()
+        self.stopping = False
+        self.running: dict[str, tuple[str, float]] = {}
+        """By trial name: its phase and when it began."""
+        for outcome in finished or ():
+            self._count(outcome)
+        self.before = self.done
+
+    def _count(self, outcome: Outcome) -> None:
+        self.done += 1
+        self.faults += outcome.fault is not None
+        if outcome.rewards:
+            self.verdicts += 1
+            self.rewards += _main_reward(outcome.rewards)
+        if outcome.cost is not None:
+            self.cost = (self.cost or 0.0) + outcome.cost
+
+    def started(self, trial: PlannedTrial, number: int) -> None:
+        self.running[trial.name] = ("prepare", time.monotonic())
+
+    def phase(self, name: str, phase: str) -> None:
+        """A trial came to a new phase."""
+        if name in self.running:
+            self.running[name] = (phase, self.running[name][1])
+
+    def ended(self, trial: PlannedTrial, outcome: Outcome) -> None:
+        self.running.pop(trial.name, None)
+        if not outcome.cancelled:
+            self._count(outcome)
+
+    def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None:
+        self.running.pop(trial.name, None)
+        self.retries += 1
+
+    def stop_noticed(self) -> None:
+        """The user asked for an end."""
+        self.stopping = True
+
+    @property
+    def seconds(self) -> float:
+        """How long this run has taken so far."""
+        return time.monotonic() - self.began
+
+    @property
+    def per_minute(self) -> float:
+        return (self.done - self.before) * 60 / max(self.seconds, 1e-3)
+
+    @property
+    def seconds_left(self) -> float | None:
+        rate = self.per_minute
+        return (self.total - self.done) * 60 / rate if rate else None
+
+    def line(self) -> str:
+        """Where the job stands, in one line."""
+        parts = [f"{self.done}/{self.total} trials"]
+        if self.verdicts:
+            parts.append(f"mean reward {self.rewards / self.verdicts:.3f}")
+        if self.faults:
+            parts.append(f"{self.faults} with errors")
+        if self.retries:
+            parts.append(f"{self.retries} retries")
+        if self.cost is not None:
+            parts.append(f"${self.cost:.4f}")
+        if self.done > self.before:
+            parts.append(f"{self.per_minute:.0f}/min")
+        left = self.seconds_left
+        if left is not None and self.done < self.total:
+            parts.append(f"{_duration(left)} left")
+        return " · ".join(parts)
+
+    @contextmanager
+    def show(self) -> Iterator[None]:
+        """Show it while the context lasts. This one shows nothing."""
+        yield
+
+
+class PlainProgress(Progress):
+    """One line per finished trial; many quick ones are summed up in one line every few seconds."""
+
+    def __init__(self, total: int, finished: Iterable[Outcome] | None = None, stream: TextIO | None = None) -> None:
+        super().__init__(total, finished)
+        self._stream = stream or sys.stderr
+        self._last = 0.0
+        self._chatty = total <= 50
+
+    def ended(self, trial: PlannedTrial, outcome: Outcome) -> None:
+        super().ended(trial, outcome)
+        if self._chatty:
+            self._print(f"[{self.done}/{self.total}] {trial.name}: {tell(outcome)}")
+        elif time.monotonic() - self._last > PLAIN_PAUSE or self.done == self.total:
+            self._last = time.monotonic()
+            self._print(self.line())
+
+    def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None:
+        super().retrying(trial, outcome, wait)
+        self._print(f"{trial.name}: {tell(outcome)}; again in {wait:.1f} s")
+
+    def stop_noticed(self) -> None:
+        super().stop_noticed()
+        self._print(STOPPING)
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+class LiveProgress(Progress):
+    """A bar, the running trials with their phases, and the line of numbers, redrawn a few times a second."""
+
+    def __init__(self, total: int, console: Console, finished: Iterable[Outcome] | None = None) -> None:
+        super().__init__(total, finished)
+        self._console = console
+
+    @contextmanager
+    def show(self) -> Iterator[None]:
+        with Live(get_renderable=self._draw, console=self._console, refresh_per_second=4, transient=True):
+            yield
+
+    def _draw(self) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        now = time.monotonic()
+        running = list(self.running.items())
+        for name, (phase, since) in running[:ROWS]:
+            table.add_row(Text(name), Text(phase, style="cyan"), Text(_duration(now - since), style="dim"))
+        rows: list[RenderableType] = [ProgressBar(total=max(self.total, 1), completed=self.done, width=60), table]
+        if len(running) > ROWS:
+            phases = Counter(phase for _, (phase, _) in running[ROWS:])
+            rest = ", ".join(f"{count} in {phase}" for phase, count in phases.most_common())
+            rows.append(Text(f"and {len(running) - ROWS} more: {rest}", style="dim"))
+        rows.append(Text(STOPPING if self.stopping else self.line(), style="yellow" if self.stopping else "bold"))
+        return Group(*rows)
+
+
+STOPPING = "stopping: no new trials, cleaning up those that run; press Ctrl-C again to hurry"
+
+
+def tell(outcome: Outcome) -> str:
+    """How a try ended, in a few words."""
+    words: list[str] = []
+    if outcome.rewards is not None:
+        words.append(", ".join(f"{key} {value:g}" for key, value in outcome.rewards.items()) or "no rewards")
+    if outcome.fault is not None:
+        words.append(f"{outcome.fault.type} ({outcome.fault.blame}): {_first_line(outcome.fault.message)}")
+    return "; ".join(words) or ("cancelled" if outcome.cancelled else "no verdict")
+
+
+def _first_line(text: str) -> str:
+    line = "".join(each if each.isprintable() else "?" for each in text.strip().partition("\n")[0])
+    return line if len(line) <= 160 else line[:157] + "..."
+
+
+def _main_reward(rewards: dict[str, float]) -> float:
+    return rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))
+
+
+def _duration(seconds: float) -> str:
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"

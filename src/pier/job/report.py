@@ -1,0 +1,100 @@
+"""What is said when a job has ended: a table, the cost, where the files are, and what to type next."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pier.job.layout import groups_of, usage
+from pier.job.ledger import Ledger
+from pier.job.metrics import Summary
+
+
+def exit_code(ledger: Ledger, *, interrupted: bool = False) -> int:
+    """0 if every trial has a verdict, 1 if not, 130 when interrupted."""
+    if interrupted:
+        return 130
+    missing = any(
+        (outcome := ledger.outcomes.get(trial.id)) is None or outcome.rewards is None for trial in ledger.plan.trials
+    )
+    return 1 if missing else 0
+
+
+def print_report(
+    directory: Path,
+    ledger: Ledger,
+    *,
+    seconds: float | None = None,
+    interrupted: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Print the report of a job to standard output."""
+    out = console or Console(soft_wrap=True)
+    out.print(_table(ledger))
+    _print_faults(ledger, out)
+    done = [ledger.outcomes[id] for id in ledger.plan.by_id if id in ledger.outcomes]
+    cost = usage(done)["cost_usd"]
+    words = [f"{len(done)} of {len(ledger.plan.trials)} trials done"]
+    if seconds is not None:
+        words.append(f"in {seconds:.1f} s")
+    words.append(f"cost ${cost:.4f}" if cost is not None else "no model cost known")
+    out.print(", ".join(words), highlight=False)
+    out.print(f"files: {directory}", highlight=False, markup=False)
+    out.print(f"next:  {next_command(directory, ledger, interrupted=interrupted)}", highlight=False, markup=False)
+
+
+def _table(ledger: Ledger) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("agent", "model", "dataset", "verdicts", "mean reward (95% interval)", "pass@k"):
+        table.add_column(heading)
+    for group in groups_of(ledger):
+        summary = group.summary()
+        verdicts = f"{summary.n_verdicts}/{summary.n_trials}"
+        cells = (group.agent, group.model or "-", group.dataset, verdicts, _means(summary), _passes(summary))
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def _means(summary: Summary) -> str:
+    rows: list[str] = []
+    for key, mean in summary.mean.items():
+        found = summary.interval.get(key)
+        sure = f" ({found.low:.3f}–{found.high:.3f})" if found else ""
+        rows.append(f"{'' if len(summary.mean) == 1 else key + ' '}{mean:.3f}{sure}")
+    return "\n".join(rows) or "-"
+
+
+def _passes(summary: Summary) -> str:
+    return "  ".join(f"{k}: {value:.3f}" for k, value in summary.pass_at_k.items()) or "-"
+
+
+def _print_faults(ledger: Ledger, out: Console) -> None:
+    faults: Counter[tuple[str, str]] = Counter()
+    example: dict[tuple[str, str], str] = {}
+    for trial in ledger.plan.trials:
+        outcome = ledger.outcomes.get(trial.id)
+        if outcome is not None and outcome.fault is not None:
+            key = (outcome.fault.type, outcome.fault.blame)
+            faults[key] += 1
+            example.setdefault(key, trial.name)
+    for (type, blame), count in faults.most_common():
+        trial = example[type, blame]
+        out.print(f"{count} × {type} (blame: {blame}), e.g. {trial}", style="red", highlight=False, markup=False)
+
+
+def next_command(directory: Path, ledger: Ledger, *, interrupted: bool = False) -> str:
+    """The one command that most likely comes next."""
+    if interrupted or any(True for _ in ledger.owed()):
+        return f"pier job resume {directory}"
+    outcomes = [ledger.outcomes[id] for id in ledger.plan.by_id]
+    if any(outcome.fault is not None and outcome.rewards is None for outcome in outcomes):
+        infra = any(o.fault and o.fault.blame in ("infra", "provider") and o.rewards is None for o in outcomes)
+        return f"pier job retry {directory} --only {'infra' if infra else 'errored'}"
+    failed = next((t for t in ledger.plan.trials if not any((ledger.outcomes[t.id].rewards or {}).values())), None)
+    if failed is not None:
+        return f"pier trial show {directory / failed.name}"
+    return f"pier job show {directory}"

@@ -1,0 +1,185 @@
+"""Runs an open job: lends trials what they share, keeps the files up to date, and ends in good order when asked to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from pier.errors import JobError
+from pier.job.directory import Job
+from pier.job.layout import LOG, write_result
+from pier.job.ledger import Outcome, now
+from pier.job.log import JobLog
+from pier.job.outcome import outcome_of, outcome_of_error
+from pier.job.plan import PlannedTrial
+from pier.job.progress import Progress
+from pier.job.schedule import Schedule, Watcher
+from pier.job.specs import Specs
+from pier.lease import Lease, sweep
+from pier.sandbox import open_backend
+from pier.trial.run import run_trial
+from pier.trial.spec import TrialServices
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+HURRY_SECONDS = 5.0
+"""How long clean-up may still take after the second Ctrl-C."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Watchers:
+    """Several watchers as one."""
+
+    all: Sequence[Watcher]
+
+    def started(self, trial: PlannedTrial, number: int) -> None:
+        for watcher in self.all:
+            watcher.started(trial, number)
+
+    def ended(self, trial: PlannedTrial, outcome: Outcome) -> None:
+        for watcher in self.all:
+            watcher.ended(trial, outcome)
+
+    def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None:
+        for watcher in self.all:
+            watcher.retrying(trial, outcome, wait)
+
+
+async def run_job(job: Job, env: Mapping[str, str], progress: Progress) -> bool:
+    """Run all that is owed. Says whether the user interrupted it. Whatever ends it, the files tell where it stands."""
+    specs = Specs(job.config, job.ledger.plan, job.ledger.id, env)
+    log = JobLog(job.directory / LOG, specs.secrets)
+    owed = [job.ledger.plan.by_id[id] for id in job.ledger.owed()]
+    job.ledger.write({"e": "run", "pid": os.getpid(), "at": now(), "owed": len(owed)})
+    log.say(f"process {os.getpid()} runs {len(owed)} of {len(job.ledger.plan.trials)} trials")
+    try:
+        if owed:
+            interrupted = await _run_owed(job, owed, specs, log, progress, env)
+        else:
+            interrupted = False
+        if not interrupted and job.ledger.finished_at is None:
+            job.ledger.finish()
+        log.say("interrupted" if interrupted else "done")
+        return interrupted
+    except* OSError as group:
+        raise _explain(job, group) from group
+    finally:
+        log.close()
+        with contextlib.suppress(OSError):
+            write_result(job.ledger, job.config, durable=True)
+            job.ledger.sync()
+
+
+async def _run_owed(
+    job: Job, owed: list[PlannedTrial], specs: Specs, log: JobLog, progress: Progress, env: Mapping[str, str]
+) -> bool:
+    async with _services(job, env) as services:
+
+        async def run_try(trial: PlannedTrial, number: int) -> Outcome:
+            directory = job.trial_path(trial)
+            try:
+                spec = specs.spec(trial, directory)
+                result = await run_trial(spec, services, lambda phase: progress.phase(trial.name, phase))
+            except Exception as error:
+                # A trial's outcome is captured here: whatever broke it may not end its siblings, save a full disk.
+                if isinstance(error, OSError) and error.errno in FULL_DISK:
+                    raise
+                return outcome_of_error(error)
+            return outcome_of(result, directory)
+
+        schedule = Schedule(
+            job.ledger,
+            run_try,
+            job.set_aside,
+            limit=job.config.n_concurrent_trials,
+            retry=job.config.retry,
+            watcher=_Watchers((progress, log)),
+        )
+        with progress.show(), _signals(schedule, services, progress):
+            async with _kept_up(job, schedule):
+                await schedule.run(owed)
+    return schedule.stopping
+
+
+@asynccontextmanager
+async def _services(job: Job, env: Mapping[str, str]) -> AsyncIterator[TrialServices]:
+    from pier.image.store import ImageStore
+    from pier.trial.images import TrialImages
+
+    with Lease(label=f"job {job.directory.name}") as lease:
+        async with open_backend(job.config.environment.backend, lease) as backend:
+            await sweep(dict.fromkeys(backend.kinds, backend.destroy))
+            images = TrialImages(ImageStore().resolve, builds=job.config.n_concurrent_builds)
+            try:
+                yield TrialServices(backend=backend, images=images, environ=env)
+            finally:
+                await images.close()
+
+
+@asynccontextmanager
+async def _kept_up(job: Job, schedule: Schedule) -> AsyncIterator[None]:
+    """Keep `result.json` fresh and the journal on disk, seldom enough that it costs next to nothing."""
+
+    async def keep_up() -> None:
+        pause = 1.0
+        while True:
+            await asyncio.sleep(pause)
+            began = time.monotonic()
+            write_result(job.ledger, job.config, schedule.running)
+            pause = max(1.0, 30 * (time.monotonic() - began))
+            await asyncio.to_thread(job.ledger.sync)
+
+    task = asyncio.create_task(keep_up())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@contextmanager
+def _signals(schedule: Schedule, services: TrialServices, progress: Progress) -> Iterator[None]:
+    """The first Ctrl-C starts nothing more and cleans up, the second bounds the clean-up, the third leaves at once."""
+    loop = asyncio.get_running_loop()
+    count = 0
+
+    def interrupt() -> None:
+        nonlocal count
+        count += 1
+        if count == 1:
+            progress.stop_noticed()
+            schedule.stop()
+        elif count == 2:
+            schedule.stop()
+            loop.call_later(HURRY_SECONDS, os._exit, 130)
+        else:
+            os._exit(130)
+
+    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in caught:
+        loop.add_signal_handler(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in caught:
+            loop.remove_signal_handler(number)
+
+
+def _explain(job: Job, group: BaseExceptionGroup[OSError]) -> JobError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    full = isinstance(error, OSError) and error.errno in FULL_DISK
+    return JobError(
+        f"the disk that holds {job.directory} is full" if full else f"the job's files cannot be written: {error}",
+        hint=f"{'free some space, then' if full else 'mend that, then'}: pier job resume {job.directory}",
+        code="disk-full" if full else "job-files",
+        blame="infra",
+    )

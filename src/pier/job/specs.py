@@ -1,0 +1,163 @@
+"""From a place in the plan to a trial that can be run: the task is read again and must still be the planned one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from pier.errors import TaskError, UsageError
+from pier.job.config import AgentConfig, EnvironmentConfig, JobConfig
+from pier.job.plan import Plan, PlannedTask, PlannedTrial
+from pier.job.templates import fill, secrets_in
+from pier.sandbox.contract import Limits, Mount
+from pier.task import Task, load_task
+from pier.task.config import Artifact, McpServerTable
+from pier.task.git import check_out
+from pier.task.model import Origin
+from pier.trial.spec import AgentChoice, Multipliers, SandboxChoice, TrialSpec, VerifierChoice
+
+CACHED_TASKS = 64
+"""How many tasks are kept read; a plan goes through its tasks in order, so more would only cost memory."""
+
+
+class Specs:
+    """Makes the specs of one job's trials. Templates outside of `env` tables are filled here, in memory only; one that
+    cannot be filled, anywhere, is a `UsageError` at once."""
+
+    def __init__(self, config: JobConfig, plan: Plan, job_id: str, env: Mapping[str, str]) -> None:
+        dumped = config.model_dump(mode="json")
+        fill(dumped, env)
+        self._plan = plan
+        self._job_id = job_id
+        self._config = config
+        self._tasks: OrderedDict[int, Task] = OrderedDict()
+        self._agents = [_agent(agent, env) for agent in config.agents]
+        self._sandbox = _sandbox(config, env)
+        self._verifier = VerifierChoice(
+            enabled=not config.verifier.disable,
+            env=config.verifier.env,
+            timeout=config.verifier.override_timeout_sec,
+            max_timeout=config.verifier.max_timeout_sec,
+        )
+        self._multipliers = Multipliers(
+            all=config.timeout_multiplier,
+            agent=config.agent_timeout_multiplier,
+            verifier=config.verifier_timeout_multiplier,
+            agent_setup=config.agent_setup_timeout_multiplier,
+            environment_build=config.environment_build_timeout_multiplier,
+        )
+        self._artifacts = _read(tuple[Artifact, ...], config.artifacts, "artifacts")
+        self.secrets = tuple(sorted(set(secrets_in(dumped, env))))
+
+    def spec(self, trial: PlannedTrial, directory: Path) -> TrialSpec:
+        """What to run for `trial`, in `directory`. A task that changed since it was planned is a `TaskError`."""
+        return TrialSpec(
+            name=trial.name,
+            task=self._task(trial.task),
+            directory=directory,
+            agent=self._agents[trial.agent],
+            verifier=self._verifier,
+            sandbox=self._sandbox,
+            multipliers=self._multipliers,
+            attempt=trial.attempt,
+            job_id=self._job_id,
+            artifacts=self._artifacts,
+            extra_instructions=tuple(self._config.extra_instructions),
+            keep_sandbox=not self._config.environment.delete,
+            secrets=self.secrets,
+        )
+
+    def _task(self, place: int) -> Task:
+        if place in self._tasks:
+            self._tasks.move_to_end(place)
+            return self._tasks[place]
+        planned = self._plan.tasks[place]
+        task = load_task(
+            _where(planned),
+            strict=self._config.strict,
+            verify=not self._config.verifier.disable,
+            origin=Origin(Path(planned.path), planned.source, planned.git_url, planned.git_commit_id),
+        )
+        if task.digest != planned.digest:
+            raise TaskError(
+                f"the task {planned.name} in {planned.path} has changed since the job was planned",
+                hint="start a new job with the task as it is now",
+                code="task_changed",
+            )
+        self._tasks[place] = task
+        if len(self._tasks) > CACHED_TASKS:
+            self._tasks.popitem(last=False)
+        return task
+
+
+def _where(planned: PlannedTask) -> Path:
+    path = Path(planned.path)
+    if planned.git_url and not path.exists():
+        check_out(planned.git_url, planned.git_commit_id)
+    return path
+
+
+def _agent(agent: AgentConfig, env: Mapping[str, str]) -> AgentChoice:
+    return AgentChoice(
+        name=agent.import_path or agent.name or "oracle",
+        model=fill(agent.model_name, env, "agents.model_name"),
+        options=fill(agent.kwargs, env, "agents.kwargs"),
+        env=agent.env,
+        timeout=agent.override_timeout_sec,
+        setup_timeout=agent.override_setup_timeout_sec,
+        max_timeout=agent.max_timeout_sec,
+        hosts=tuple(agent.extra_allowed_hosts),
+        mcp_servers=_read(tuple[McpServerTable, ...], agent.mcp_servers, "agents.mcp_servers"),
+    )
+
+
+def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
+    environment = config.environment
+    for name in ("cpu_enforcement_policy", "memory_enforcement_policy"):
+        if getattr(environment, name) not in ("auto", "limit"):
+            raise UsageError(f"environment.{name}: pier knows only auto and limit, which are the same", code="not-done")
+    if environment.kwargs:
+        raise UsageError(f"environment.kwargs: the backend {environment.backend} takes no options", code="not-done")
+    return SandboxChoice(
+        backend=environment.backend,
+        image=fill(config.image, env, "image"),
+        force_build=environment.force_build,
+        hosts=tuple(environment.extra_allowed_hosts),
+        env=environment.env,
+        limits=Limits(
+            cpus=environment.override_cpus,
+            memory=environment.override_memory_mb << 20 if environment.override_memory_mb else None,
+            disk=environment.override_storage_mb << 20 if environment.override_storage_mb else None,
+        ),
+        mounts=_mounts(environment),
+    )
+
+
+def _mounts(environment: EnvironmentConfig) -> tuple[Mount, ...]:
+    found: list[Mount] = []
+    for index, row in enumerate(environment.mounts):
+        where = f"environment.mounts[{index}]"
+        unknown = row.keys() - {"type", "source", "target", "read_only"}
+        if unknown or row.get("type", "bind") not in ("bind", "tmpfs") or not isinstance(row.get("target"), str):
+            raise UsageError(f"{where}: wants type bind or tmpfs, source, target and read_only, not {sorted(row)}")
+        if row.get("type", "bind") == "tmpfs":
+            found.append(Mount(row["target"], read_only=False))
+            continue
+        source = Path(str(row.get("source", ""))).expanduser()
+        if not source.is_absolute() or not source.exists():
+            raise UsageError(f"{where}: the source {str(source)!r} is not an absolute path that exists")
+        found.append(Mount(row["target"], source, read_only=bool(row.get("read_only", False))))
+    return tuple(found)
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+        raise UsageError(f"{where}{key}: {first['msg'].removeprefix('Value error, ')}", code="job-config") from error
