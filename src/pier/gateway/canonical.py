@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from pier.errors import ProviderError
+
 Json = Mapping[str, Any]
 DialectName = Literal["chat", "responses", "anthropic", "gemini"]
 Role = Literal["system", "user", "assistant"]
@@ -396,3 +398,23 @@ def stream_turn(turn: Turn, chunk: int = 64) -> Iterator[Delta]:
     if turn.tokens:
         yield turn.tokens
     yield TurnEnd(turn.stop, turn.usage, turn.native_stop, turn.stop_sequence)
+
+
+class ModelFailed(ProviderError):
+    """A policy or script raises this to fail a call with a status, as a provider would."""
+
+    code = "model_failed"
+
+    def __init__(self, message: str, *, status: int = 500, kind: ErrorKind = "server") -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind: ErrorKind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Something the gateway left out of a request or changed in it: what was done, to what, and why."""
+
+    action: Literal["removed", "refused", "changed"]
+    what: str
+    why: str
