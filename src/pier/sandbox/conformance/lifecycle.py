@@ -1,0 +1,196 @@
+"""Sandboxes as a whole: apart from one another, many at once, stopped at any moment, frozen and forked."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from pier.errors import SandboxError
+from pier.sandbox.conformance.bench import PATIENCE, Bench, check, refuses, run
+from pier.sandbox.contract import Limits, Mount, Sandbox, SandboxSpec
+
+
+@check("the host name is the one that was asked for")
+async def host_name(bench: Bench) -> None:
+    async with bench.sandbox(hostname="harbour") as sandbox:
+        assert (await run(sandbox, "cat /proc/sys/kernel/hostname")).text == "harbour\n"
+        assert "harbour" in (await run(sandbox, "cat /etc/hosts")).text
+
+
+@check("/tmp, /dev/shm and the usual devices are there, and private")
+async def usual_places(bench: Bench) -> None:
+    async with bench.sandbox() as one, bench.sandbox() as two:
+        await run(
+            one, "echo x >/tmp/x; echo x >/dev/shm/x; echo x >/dev/null; head -c 1 /dev/urandom /dev/zero >/dev/null"
+        )
+        await run(one, "test -c /dev/tty && test -d /dev/pts && test -e /dev/fd/0 && test -L /dev/stdout")
+        assert (await run(two, "ls /tmp/x /dev/shm/x 2>/dev/null; true")).stdout == b""
+
+
+@check("what one sandbox writes no other sees, and the image stays as it was")
+async def sandboxes_are_apart(bench: Bench) -> None:
+    async with bench.sandbox() as one:
+        await run(one, "echo x >/srv/mark; mkdir -p /opt/new")
+        async with bench.sandbox() as two:
+            assert not (await two.exec("test -e /srv/mark || test -e /opt/new")).ok
+    async with bench.sandbox() as three:
+        assert not (await three.exec("test -e /srv/mark || test -e /opt/new")).ok
+
+
+@check("a host directory is seen read-only", needs="bind_mounts")
+async def read_only_mount(bench: Bench) -> None:
+    (bench.scratch / "file").write_text("host")
+    async with bench.sandbox(mounts=(Mount("/mnt/given", bench.scratch),)) as sandbox:
+        assert (await run(sandbox, "cat /mnt/given/file")).text == "host"
+        assert not (await sandbox.exec("echo x >/mnt/given/new")).ok
+        assert not (await sandbox.exec("mount -o remount,rw /mnt/given")).ok
+    assert [path.name for path in bench.scratch.iterdir()] == ["file"]
+
+
+@check("a host directory is shared read-write", needs="bind_mounts")
+async def shared_mount(bench: Bench) -> None:
+    shared = bench.scratch / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    async with bench.sandbox(mounts=(Mount("/mnt/shared", shared, read_only=False),)) as sandbox:
+        await run(sandbox, "echo inside >/mnt/shared/new")
+    assert (shared / "new").read_text() == "inside\n"
+
+
+@check("a tmpfs is private and no larger than asked for")
+async def tmpfs_mount(bench: Bench) -> None:
+    async with bench.sandbox(mounts=(Mount("/scratch", None, read_only=False, size=1 << 20),)) as sandbox:
+        await run(sandbox, "echo x >/scratch/x")
+        assert not (await sandbox.exec("head -c 3000000 /dev/zero >/scratch/big")).ok
+
+
+@check("64 sandboxes at once")
+async def sixty_four_at_once(bench: Bench) -> None:
+    async def one(number: int) -> str:
+        async with bench.sandbox() as sandbox:
+            await sandbox.write_file("/srv/number", b"%d" % number)
+            await asyncio.sleep(0)
+            return (await run(sandbox, "cat /srv/number")).text
+
+    assert await asyncio.gather(*(one(number) for number in range(64))) == [str(number) for number in range(64)]
+
+
+@check("stopping twice is fine, and a stopped sandbox says so at once")
+async def stop_twice(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        await sandbox.stop()
+        await sandbox.stop()
+        await asyncio.gather(sandbox.stop(), sandbox.stop())
+        await refuses(sandbox.exec("true"), SandboxError)
+        await refuses(sandbox.write_file("/x", b""), SandboxError)
+        await refuses(sandbox.read_file("/x"), SandboxError)
+        await refuses(sandbox.kill_all(), SandboxError)
+
+
+@check("stopping ends what is going on inside, with an error")
+async def stop_while_busy(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        tasks = [asyncio.ensure_future(sandbox.exec("sleep 600")) for _ in range(5)]
+        process = await sandbox.spawn("sleep 600")
+        tasks.append(asyncio.ensure_future(process.wait()))
+        await run(sandbox, "true")
+        await sandbox.stop()
+        done, pending = await asyncio.wait(tasks, timeout=PATIENCE)
+        assert not pending
+        for task in done:
+            error = task.exception()
+            assert isinstance(error, SandboxError) or (error is None and task.result().exit_code == 137), task
+
+
+@check("stopping at any moment of a transfer, a command or a listener")
+async def stop_at_any_moment(bench: Bench) -> None:
+    source = bench.scratch / "file"
+    source.write_bytes(bytes(4_000_000))
+    dice = random.Random(7)
+
+    async def work(sandbox: Sandbox) -> None:
+        await sandbox.upload(source, "/srv/file")
+        await sandbox.exec("cat /srv/file | wc -c")
+        await sandbox.listen(0, asyncio.Protocol)
+        await sandbox.read_file("/srv/file")
+        await sandbox.exec("sleep 600")
+
+    for _ in range(8):
+        async with bench.sandbox() as sandbox:
+            task = asyncio.ensure_future(work(sandbox))
+            await asyncio.sleep(dice.random() * 0.1)
+            await sandbox.stop()
+            await asyncio.wait([task], timeout=PATIENCE)
+            assert task.done() and not task.cancelled()
+            assert task.exception() is None or isinstance(task.exception(), SandboxError), task.exception()
+
+
+@check("a start that is cancelled at any moment leaves nothing behind")
+async def cancelled_start(bench: Bench) -> None:
+    dice = random.Random(11)
+    for _ in range(12):
+        task = asyncio.ensure_future(bench.backend.start(SandboxSpec(bench.image)))
+        await asyncio.sleep(dice.random() * 0.03)
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            await task.result().stop()
+    assert [held for held in bench.backend.lease.held() if held.kind in bench.backend.kinds] == []
+
+
+@check("a sandbox is written down while it lives and struck out after")
+async def written_down(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        assert [held for held in bench.backend.lease.held() if held.kind in bench.backend.kinds]
+        await sandbox.stop()
+    assert [held for held in bench.backend.lease.held() if held.kind in bench.backend.kinds] == []
+
+
+@check("a snapshot holds what was written, and the sandbox goes on", needs="snapshot")
+async def snapshot(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        await run(sandbox, "mkdir /srv/d; echo one >/srv/d/file; sleep 600 >/dev/null 2>&1 </dev/null &")
+        image = await sandbox.snapshot()
+        await run(sandbox, "cat /srv/d/file; echo two >/srv/d/file; echo x >/srv/later")
+        async with bench.sandbox(image=image) as fork:
+            assert (await run(fork, "cat /srv/d/file; ls /srv")).text.split() == ["one", "d"]
+        assert (await run(sandbox, "cat /srv/d/file")).text == "two\n"
+    await bench.backend.remove_snapshot(image)
+
+
+@check("what was removed stays removed in a snapshot", needs="snapshot")
+async def snapshot_of_removals(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        await run(sandbox, "mkdir /srv/d; echo a >/srv/d/a; echo b >/srv/d/b")
+        one = await sandbox.snapshot()
+        await run(sandbox, "rm /srv/d/a; rm -r /srv/d; mkdir /srv/d; echo c >/srv/d/c; rm /etc/hostname || true")
+        two = await sandbox.snapshot()
+        async with bench.sandbox(image=two) as fork:
+            assert (await run(fork, "ls /srv/d")).text == "c\n"
+        async with bench.sandbox(image=one) as fork:
+            assert (await run(fork, "ls /srv/d")).text == "a\nb\n"
+    await bench.backend.remove_snapshot(two)
+    await bench.backend.remove_snapshot(one)
+
+
+@check("n sandboxes start from one snapshot, each on its own", needs="snapshot")
+async def fork(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        await run(sandbox, "echo base >/srv/base")
+        image = await sandbox.snapshot()
+    forks = await bench.backend.fork(image, SandboxSpec(image), 4)
+    try:
+        await asyncio.gather(*(run(each, f"echo {number} >/srv/own") for number, each in enumerate(forks)))
+        seen = [(await run(each, "cat /srv/base /srv/own")).text for each in forks]
+        assert seen == [f"base\n{number}\n" for number in range(4)]
+    finally:
+        await asyncio.gather(*(each.stop() for each in forks))
+    await bench.backend.remove_snapshot(image)
+
+
+@check("asking for what the backend lacks is refused before anything starts")
+async def refused_before_start(bench: Bench) -> None:
+    if not bench.capabilities.gpus:
+        await refuses(bench.backend.start(SandboxSpec(bench.image, gpus=1)), SandboxError)
+    await refuses(bench.backend.start(SandboxSpec(bench.image, limits=Limits(memory=-1))), SandboxError)
+    assert [held for held in bench.backend.lease.held() if held.kind in bench.backend.kinds] == []

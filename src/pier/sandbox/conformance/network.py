@@ -1,0 +1,116 @@
+"""Networks: closed ones, and sockets inside that pier serves from outside."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pier.errors import SandboxError
+from pier.network.policy import NetworkPolicy
+from pier.sandbox.conformance.bench import Bench, check, refuses, run
+from pier.sandbox.contract import Sandbox
+
+_ASK = """
+if command -v python3 >/dev/null; then
+  python3 -c 'import socket; s = socket.create_connection(("127.0.0.1", PORT), 60); s.sendall(b"hello"); s.shutdown(1)
+while d := s.recv(4096): print(d.decode(), end="")'
+elif command -v bash >/dev/null; then bash -c 'exec 3<>/dev/tcp/127.0.0.1/PORT; printf hello >&3; head -c 11 <&3'
+else printf hello | busybox nc 127.0.0.1 PORT; fi
+"""
+
+
+class Greeter(asyncio.Protocol):
+    """Answers what it gets, with a word in front, and hangs up."""
+
+    def __init__(self, word: bytes = b"served") -> None:
+        self._word = word
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        assert isinstance(self._transport, asyncio.Transport)
+        self._transport.write(self._word + data)
+        self._transport.close()
+
+
+async def ask(sandbox: Sandbox, port: int) -> str:
+    """What a socket on the sandbox's loopback answers to `hello`; empty if nothing listens there."""
+    return (await sandbox.exec(_ASK.replace("PORT", str(port)), timeout=60)).text
+
+
+@check("with the network `none` there is loopback and nothing else")
+async def loopback_only(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        names = [row.split(":")[0].strip() for row in (await run(sandbox, "cat /proc/net/dev")).text.splitlines()[2:]]
+        assert names == ["lo"], names
+        routes = (await run(sandbox, "cat /proc/net/route")).text.splitlines()[1:]
+        assert routes == [], routes
+
+
+@check("a socket inside is served from outside", needs="listen")
+async def served_from_outside(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        listener = await sandbox.listen(8080, Greeter)
+        assert listener.port == 8080
+        for _ in range(3):
+            assert await ask(sandbox, 8080) == "servedhello"
+        await listener.close()
+
+
+@check("port 0 gives a free port", needs="listen")
+async def listen_on_free_port(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        one, two = await sandbox.listen(0, Greeter), await sandbox.listen(0, lambda: Greeter(b"second"))
+        assert one.port != two.port
+        assert (await ask(sandbox, one.port), await ask(sandbox, two.port)) == ("servedhello", "secondhello")
+
+
+@check("a closed listener answers no more and its port is free again", needs="listen")
+async def close_listener(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        listener = await sandbox.listen(8080, Greeter)
+        await listener.close()
+        assert await ask(sandbox, 8080) == ""
+        again = await sandbox.listen(8080, lambda: Greeter(b"again"))
+        assert await ask(sandbox, again.port) == "againhello"
+
+
+@check("a port that is taken is a SandboxError", needs="listen")
+async def port_is_taken(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        await sandbox.listen(8080, Greeter)
+        await refuses(sandbox.listen(8080, Greeter), SandboxError)
+
+
+@check("two sandboxes have the same port, each its own", needs="listen")
+async def ports_are_apart(bench: Bench) -> None:
+    async with bench.sandbox() as one, bench.sandbox() as two:
+        await one.listen(8080, lambda: Greeter(b"one"))
+        assert await ask(two, 8080) == ""
+        await two.listen(8080, lambda: Greeter(b"two"))
+        assert (await ask(one, 8080), await ask(two, 8080)) == ("onehello", "twohello")
+
+
+@check("listening works under an allowlist too", needs="network:allowlist")
+async def listen_under_allowlist(bench: Bench) -> None:
+    async with bench.sandbox(network=NetworkPolicy("allowlist", ("allowed.test",))) as sandbox:
+        listener = await sandbox.listen(0, Greeter)
+        assert await ask(sandbox, listener.port) == "servedhello"
+
+
+@check("listening works with a public network too", needs="network:public")
+async def listen_under_public(bench: Bench) -> None:
+    async with bench.sandbox(network=NetworkPolicy("public")) as sandbox:
+        listener = await sandbox.listen(0, Greeter)
+        assert await ask(sandbox, listener.port) == "servedhello"
+
+
+@check("a policy can be closed at run time", needs="switch_network")
+async def close_network(bench: Bench) -> None:
+    async with bench.sandbox(network=NetworkPolicy("allowlist", ("allowed.test",))) as sandbox:
+        await sandbox.set_network(NetworkPolicy("none"))
+        assert [
+            row.split(":")[0].strip() for row in (await run(sandbox, "cat /proc/net/dev")).text.splitlines()[2:]
+        ] == ["lo"]
+        listener = await sandbox.listen(0, Greeter)
+        assert await ask(sandbox, listener.port) == "servedhello"

@@ -1,0 +1,93 @@
+"""Processes: orphans are reaped, all can be killed, none sees or ends what is outside."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pier.sandbox.conformance.bench import PATIENCE, Bench, check, gone, run, until
+from pier.sandbox.contract import Sandbox
+
+_COUNT = "n=0; for p in /proc/[0-9]*; do n=$((n+1)); done; echo $n"
+
+
+async def _zombies(sandbox: Sandbox) -> int:
+    listing = await run(sandbox, "cat /proc/[0-9]*/stat 2>/dev/null; true")
+    return sum(row.rpartition(")")[2].split()[:1] == ["Z"] for row in listing.text.splitlines())
+
+
+@check("orphans that ended are reaped")
+async def orphans_are_reaped(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        await run(sandbox, "i=0; while [ $i -lt 50 ]; do (sh -c 'true &' &); i=$((i+1)); done")
+
+        async def none_left() -> bool:
+            return await _zombies(sandbox) == 0
+
+        await until("zombies to go", none_left)
+
+
+@check("a sandbox sees its own processes only")
+async def own_processes_only(bench: Bench) -> None:
+    async with bench.sandbox() as one, bench.sandbox() as two:
+        await run(one, "sleep 600 >/dev/null 2>&1 </dev/null &")
+        assert int((await run(two, _COUNT)).text) < 6
+
+
+@check("the sandbox outlives a kill of its init by its own root")
+async def init_survives(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        await sandbox.exec("kill -9 1; kill -TERM 1; kill -HUP 1", timeout=PATIENCE)
+        await run(sandbox, "true")
+
+
+@check("killing everything as root inside leaves the sandbox usable")
+async def kill_everything_inside(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        await sandbox.exec("kill -9 -1", timeout=PATIENCE)
+        await run(sandbox, "true")
+
+
+@check("kill_all ends every process and says how many")
+async def kill_all(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        script = "for i in 1 2 3 4 5; do setsid sleep 600 >/dev/null 2>&1 </dev/null & echo $!; done"
+        pids = (await run(sandbox, script)).text.split()
+        assert await sandbox.kill_all() >= 5
+        await gone(sandbox, *pids)
+        await run(sandbox, "true")
+        assert await sandbox.kill_all() == 0
+
+
+@check("kill_all ends commands that are being waited for")
+async def kill_all_ends_commands(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        process = await sandbox.spawn("sleep 600")
+        await sandbox.kill_all()
+        async with asyncio.timeout(PATIENCE):
+            assert (await process.wait()).exit_code == 137
+
+
+@check("kill_all wins against a fork storm")
+async def kill_all_in_fork_storm(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        await sandbox.write_file(
+            "/srv/storm",
+            b"#!/bin/sh\nwhile :; do setsid sh -c 'sleep 0.01; sleep 0.01' & sleep 0.005; done\n",
+            mode=0o755,
+        )
+        await run(sandbox, "for i in 1 2 3; do setsid /srv/storm >/dev/null 2>&1 </dev/null & done; sleep 0.5")
+        await sandbox.kill_all()
+
+        async def calm() -> bool:
+            return not (
+                await run(sandbox, "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' ' | grep -c 'srv/stor[m]'; true")
+            ).text.strip("0\n")
+
+        await until("the storm to end", calm, 20)
+
+
+@check("a crashed command does not harm others")
+async def crashes_are_apart(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        results = await asyncio.gather(*(sandbox.exec("kill -SEGV $$" if n % 2 else "echo fine") for n in range(20)))
+        assert [result.exit_code for result in results] == [139 if n % 2 else 0 for n in range(20)]

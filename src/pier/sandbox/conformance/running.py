@@ -1,0 +1,230 @@
+"""Commands: exit codes, arguments, environment, directories, timeouts."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pier.errors import SandboxError
+from pier.sandbox.conformance.bench import PATIENCE, Bench, check, gone, is_alive, refuses, run, until
+from pier.sandbox.contract import Sandbox
+
+
+@check("exec gives the exit code of the command")
+async def exit_codes(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        for code in (0, 1, 42, 126, 127, 255):
+            assert (await sandbox.exec(f"exit {code}")).exit_code == code
+
+
+@check("a command that died of signal n has exit code 128 + n")
+async def signals_in_exit_codes(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        for name, number in (("KILL", 9), ("TERM", 15), ("SEGV", 11)):
+            result = await sandbox.exec(f"kill -{name} $$; sleep 100", timeout=PATIENCE)
+            assert result.exit_code == 128 + number and not result.timed_out, result
+
+
+@check("stdout and stderr are kept apart")
+async def two_streams(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        result = await run(sandbox, "echo out; echo err >&2")
+        assert (result.stdout, result.stderr) == (b"out\n", b"err\n")
+
+
+@check("a sequence is an argv and no shell looks at it")
+async def argv_without_shell(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        words = ["$HOME", "a b", "*", "'", '"', ";", "\n", "", "é"]
+        result = await run(sandbox, ["printf", "[%s]", *words])
+        assert result.text == "".join(f"[{word}]" for word in words)
+
+
+@check("a string runs in the shell")
+async def string_in_shell(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        assert (await run(sandbox, "x=1; for i in a b; do echo $i$x; done | tail -n 1")).text == "b1\n"
+
+
+@check("programs are looked up along PATH")
+async def program_on_path(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        await sandbox.write_file("/opt/tools/greet", b"#!/bin/sh\necho hi $1\n", mode=0o755)
+        result = await run(sandbox, ["greet", "you"], env={"PATH": "/opt/tools:/usr/bin:/bin"})
+        assert result.text == "hi you\n"
+
+
+@check("a program that does not exist exits with 127")
+async def missing_program(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        for command in (["no-such-program-here"], ["/no/such/program"], "no-such-program-here"):
+            assert (await sandbox.exec(command)).exit_code == 127, command
+
+
+@check("a file that may not be run exits with 126")
+async def program_without_permission(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        await sandbox.write_file("/tmp/data", b"no program", mode=0o644)
+        assert (await sandbox.exec(["/tmp/data"])).exit_code == 126
+
+
+@check("the command starts in `cwd`")
+async def working_directory(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        await run(sandbox, "mkdir -p '/srv/a b/c'")
+        assert (await run(sandbox, "pwd", cwd="/srv/a b/c")).text == "/srv/a b/c\n"
+
+
+@check("the sandbox's own working directory holds where none is given")
+async def default_working_directory(bench: Bench) -> None:
+    async with bench.sandbox(workdir="/usr") as sandbox:
+        assert (await run(sandbox, "pwd")).text == "/usr\n"
+        assert (await run(sandbox, "pwd", cwd="/tmp")).text == "/tmp\n"
+
+
+@check("a missing working directory is a SandboxError")
+async def missing_working_directory(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        await refuses(sandbox.exec("true", cwd="/no/such/place"), SandboxError)
+        await run(sandbox, "true")
+
+
+@check("environment: the sandbox's own, with the command's on top")
+async def environment(bench: Bench) -> None:
+    async with bench.sandbox(env={"ONE": "1", "TWO": "2"}) as sandbox:
+        result = await run(sandbox, "echo $ONE $TWO $THREE", env={"TWO": "two", "THREE": "three"})
+        assert result.text == "1 two three\n"
+        assert (await run(sandbox, "echo $TWO[$THREE]")).text == "2[]\n"
+
+
+@check("any value survives in the environment")
+async def odd_environment(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        values = {"A": "", "B": "two\nlines", "C": "a=b=c", "D": "é☃", "E": "  $(id) `id` 'q' \"q\"", "F": "x" * 50_000}
+        for name, value in values.items():
+            assert (await run(sandbox, ["printenv", name], env=values)).text == value + "\n"
+
+
+@check("the host's environment does not leak in")
+async def clean_environment(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        names = {row.partition("=")[0] for row in (await run(sandbox, ["env"])).text.splitlines()}
+        assert "PATH" in names
+        assert not {name for name in names if name.startswith(("PIER_", "PYTEST", "XDG_", "SSH_", "VIRTUAL_ENV"))}
+
+
+@check("long command lines")
+async def long_command_line(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        text = "x" * 120_000
+        assert (await run(sandbox, ["printf", "%s", text])).text == text
+        words = ["y" * 1000] * 900
+        assert len((await run(sandbox, ["printf", "%s", *words])).stdout) == 900_000
+        assert (await run(sandbox, "true " + "z" * 100_000)).ok
+
+
+@check("a timeout is told in the result, with the output so far")
+async def timeout_result(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        result = await sandbox.exec("echo before; sleep 600", timeout=1)
+        assert result.timed_out and not result.ok and result.stdout == b"before\n", result
+        await run(sandbox, "true")
+
+
+@check("a command that ends in time is not touched")
+async def timeout_not_reached(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        result = await sandbox.exec("echo done", timeout=PATIENCE)
+        assert result.ok and not result.timed_out
+
+
+_KEEP = "echo $$ >/tmp/pid; exec sleep 600"
+_DEAF = "trap '' TERM INT HUP; echo $$ >/tmp/pid; while :; do sleep 1; done"
+_FAMILIES = {
+    "children": "sh /tmp/keep & wait",
+    "sessions": "setsid sh /tmp/keep & wait; sleep 600",
+    "orphans": "(sh /tmp/keep >/dev/null 2>&1 &) ; sleep 600",
+    "daemons": "(setsid sh -c '(sh /tmp/keep </dev/null >/dev/null 2>&1 &)' &) ; sleep 600",
+    "deaf": "trap '' TERM INT HUP; sh /tmp/deaf & wait; sleep 600",
+}
+
+
+async def _plant(sandbox: Sandbox) -> None:
+    await sandbox.write_file("/tmp/keep", _KEEP.encode())
+    await sandbox.write_file("/tmp/deaf", _DEAF.encode())
+
+
+async def _timeout_kills(bench: Bench, kind: str) -> None:
+    async with bench.sandbox() as sandbox:
+        await _plant(sandbox)
+        bystander = (await run(sandbox, "sleep 600 >/dev/null 2>&1 </dev/null & echo $!")).text.strip()
+        result = await sandbox.exec(_FAMILIES[kind], timeout=3)
+        assert result.timed_out
+        pid = (await run(sandbox, "cat /tmp/pid")).text.strip()
+        await gone(sandbox, pid)
+        assert await is_alive(sandbox, bystander), "a process of another command was killed"
+
+
+@check("a timeout kills background children")
+async def timeout_kills_children(bench: Bench) -> None:
+    await _timeout_kills(bench, "children")
+
+
+@check("a timeout kills processes in other sessions")
+async def timeout_kills_sessions(bench: Bench) -> None:
+    await _timeout_kills(bench, "sessions")
+
+
+@check("a timeout kills orphaned grandchildren")
+async def timeout_kills_orphans(bench: Bench) -> None:
+    await _timeout_kills(bench, "orphans")
+
+
+@check("a timeout kills daemons that forked twice into their own session")
+async def timeout_kills_daemons(bench: Bench) -> None:
+    await _timeout_kills(bench, "daemons")
+
+
+@check("a timeout kills processes that ignore signals")
+async def timeout_kills_the_deaf(bench: Bench) -> None:
+    await _timeout_kills(bench, "deaf")
+
+
+@check("a cancelled exec kills the whole tree")
+async def cancel_kills_tree(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        await _plant(sandbox)
+        task = asyncio.ensure_future(sandbox.exec(_FAMILIES["daemons"]))
+
+        async def started() -> bool:
+            return (await sandbox.exec("test -s /tmp/pid")).ok
+
+        await until("the daemon to start", started)
+        pid = (await run(sandbox, "cat /tmp/pid")).text.strip()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        await gone(sandbox, pid)
+
+
+@check("a background process outlives the command that started it in peace")
+async def background_survives(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        pid = (await run(sandbox, "sleep 600 >/dev/null 2>&1 </dev/null & echo $!")).text.strip()
+        await run(sandbox, "true")
+        assert await is_alive(sandbox, pid)
+
+
+@check("many commands at once in one sandbox")
+async def commands_at_once(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        results = await asyncio.gather(*(sandbox.exec(f"echo {n}; exit {n}") for n in range(64)))
+        assert [(result.exit_code, result.text) for result in results] == [(n, f"{n}\n") for n in range(64)]
+
+
+@check("commands are told apart: a slow one does not hold up others")
+async def slow_beside_fast(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox, await sandbox.spawn("sleep 600") as slow:
+        for _ in range(5):
+            await run(sandbox, "true")
+        await slow.kill()
+        assert (await slow.wait()).exit_code == 137

@@ -1,0 +1,34 @@
+"""A small image made of the machine's static busybox: one layer, a second to make, nothing pulled."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pier.image.model import Image, ImageConfig
+
+PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+
+
+def busybox_image(directory: Path) -> Image:
+    """An image with a shell, small tools, two users and nothing else."""
+    busybox = shutil.which("busybox")
+    if busybox is None:
+        pytest.skip("busybox-static is not installed")
+    layer = directory / "layer"
+    for name in ("bin", "etc", "tmp", "root", "proc", "sys", "dev", "srv", "usr/bin", "var", "home/user"):
+        (layer / name).mkdir(parents=True)
+    layer.chmod(0o755)
+    (layer / "tmp").chmod(0o1777)
+    shutil.copy(busybox, layer / "bin" / "busybox")
+    for name in subprocess.run([busybox, "--list"], capture_output=True, text=True, check=True).stdout.split():
+        if name != "busybox":
+            (layer / "bin" / name).symlink_to("busybox")
+    (layer / "usr" / "bin" / "env").symlink_to("../../bin/busybox")
+    (layer / "etc" / "passwd").write_text("root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000::/home/user:/bin/sh\n")
+    (layer / "etc" / "group").write_text("root:x:0:\nuser:x:1000:\n")
+    (layer / "etc" / "hostname").write_text("busybox\n")
+    return Image("test/busybox", f"sha256:{'b' * 64}", (layer,), ImageConfig(env={"PATH": PATH}))
