@@ -12,10 +12,10 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from pier.job.again import Wanted, void
 from pier.job.config import JobConfig
 from pier.job.directory import Job, open_existing, open_for, plan_job
 from pier.job.layout import result_of, to_disk
-from pier.job.ledger import Ledger
 from pier.job.progress import LiveProgress, PlainProgress, Progress
 from pier.job.report import exit_code, print_report
 from pier.job.runner import run_job
@@ -35,9 +35,15 @@ def run_and_report(config: JobConfig, env: Mapping[str, str], show: Show) -> int
         return _run(job, env, show)
 
 
-def resume_and_report(directory: Path, env: Mapping[str, str], show: Show) -> int:
-    """Go on with the job in `directory`."""
+def again_and_report(
+    directory: Path, wanted: Wanted | None, env: Mapping[str, str], show: Show, n_concurrent: int | None = None
+) -> int:
+    """Go on with the job in `directory`, and run the finished trials that are `wanted` once more."""
     with open_existing(directory) as job:
+        if n_concurrent is not None:
+            job.config.n_concurrent_trials = n_concurrent
+        if wanted is not None and void(job, wanted) == 0 and show is Show.FULL:
+            click.echo("no finished trial is of that kind", err=True)
         return _run(job, env, show)
 
 
@@ -77,8 +83,3 @@ def print_plan(config: JobConfig, env: Mapping[str, str]) -> None:
     click.echo(
         f"{len(plan.trials)} trials: {len(plan.tasks)} tasks, {len(plan.agents)} agents, {config.n_attempts} attempts"
     )
-
-
-def read_job(directory: Path) -> Ledger:
-    """What is known of a job, for looking only."""
-    return Ledger.read(directory)

@@ -96,6 +96,7 @@ def open_for(config: JobConfig, env: Mapping[str, str]) -> Iterator[Job]:
     plan, disk = plan_job(config, env)
     asked = _asked(disk)
     directory = _find_directory(config, asked, plan)
+    disk |= {"job_name": directory.name, "jobs_dir": str(directory.parent.resolve())}
     with owning(directory):
         continued = _is_job(directory)
         ledger = Ledger.read(directory) if continued else Ledger.create(directory, asked)

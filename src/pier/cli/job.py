@@ -1,0 +1,113 @@
+"""`pier job`: look at, resume, retry and regrade jobs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pier.cli.run import run
+
+DIRECTORY = click.argument("directory", type=click.Path(path_type=Path), required=False)
+JOB_PATH = click.option("-p", "--job-path", type=click.Path(path_type=Path), hidden=True)
+ENV_FILE = click.option("--env-file", type=click.Path(dir_okay=False), help="A file of NAME=value lines.")
+CONCURRENT = click.option("-n", "--n-concurrent", type=click.IntRange(1), help="How many trials run at once.")
+QUIET = click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+
+
+@click.group(name="job")
+def job() -> None:
+    """Look at, resume, retry and regrade jobs. A job is a directory, usually below `jobs`."""
+
+
+job.add_command(run, "start")
+
+
+@job.command(name="list")
+@click.argument("jobs_dir", type=click.Path(path_type=Path), default=Path("jobs"))
+@JSON
+def list_(jobs_dir: Path, as_json: bool) -> None:
+    """List the jobs in JOBS_DIR, newest first."""
+    from pier.job.look import list_jobs, print_jobs
+
+    print_jobs(list_jobs(jobs_dir), jobs_dir, as_json=as_json)
+
+
+@job.command()
+@DIRECTORY
+@JOB_PATH
+@click.option("--trials", is_flag=True, help="Name every trial.")
+@JSON
+def show(directory: Path | None, job_path: Path | None, trials: bool, as_json: bool) -> None:
+    """Show where a job stands."""
+    from pier.job.look import show_job
+
+    show_job(_directory(directory, job_path), trials=trials, as_json=as_json)
+
+
+@job.command()
+@DIRECTORY
+@JOB_PATH
+@click.option("-f", "--filter-error-type", "error_types", multiple=True, help="Also run these errors again.")
+@CONCURRENT
+@ENV_FILE
+@QUIET
+@JSON
+def resume(directory: Path | None, job_path: Path | None, error_types: tuple[str, ...], **flags: Any) -> None:
+    """Run what is left of a job."""
+    from pier.job.again import Wanted
+    from pier.job.command import again_and_report
+
+    wanted = Wanted(types=frozenset(error_types)) if error_types else None
+    _exit(again_and_report(_directory(directory, job_path), wanted, *_how(flags)))
+
+
+@job.command()
+@DIRECTORY
+@JOB_PATH
+@click.option(
+    "--only",
+    type=click.Choice(["infra", "errored", "failed"]),
+    help="infra: no verdict, and pier's or the provider's fault. errored: any error. failed: a verdict below 1.",
+)
+@click.option("--trial", "names", multiple=True, metavar="NAME", help="Only this trial.")
+@CONCURRENT
+@ENV_FILE
+@QUIET
+@JSON
+def retry(
+    directory: Path | None, job_path: Path | None, only: str | None, names: tuple[str, ...], **flags: Any
+) -> None:
+    """Run trials again whose result is not wanted. Their directories are kept in `.retries`."""
+    from pier.job.again import Wanted
+    from pier.job.command import again_and_report
+
+    if only is None and not names:
+        raise click.UsageError("say which: --only infra, --only errored, --only failed or --trial NAME")
+    wanted = Wanted(kind=only, names=frozenset(names))
+    _exit(again_and_report(_directory(directory, job_path), wanted, *_how(flags)))
+
+
+def _directory(argument: Path | None, option: Path | None) -> Path:
+    found = argument or option
+    if found is None:
+        raise click.UsageError("Missing argument 'DIRECTORY'.")
+    return found
+
+
+def _how(flags: dict[str, Any]) -> tuple[dict[str, str], Any, int | None]:
+    from pier.job.command import Show
+    from pier.job.templates import read_env_file
+
+    env = dict(os.environ)
+    if flags["env_file"]:
+        env.update(read_env_file(Path(flags["env_file"])))
+    show = Show.JSON if flags["as_json"] else Show.QUIET if flags["quiet"] else Show.FULL
+    return env, show, flags["n_concurrent"]
+
+
+def _exit(code: int) -> None:
+    raise click.exceptions.Exit(code)
