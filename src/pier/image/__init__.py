@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 from pier.image.model import HOST, Image, ImageConfig
 
 if TYPE_CHECKING:
+    from pier.image.build import build_image
     from pier.image.store import ImageStore
 
-__all__ = ["HOST", "Image", "ImageConfig", "ImageStore"]
+__all__ = ["HOST", "Image", "ImageConfig", "ImageStore", "build_image"]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,4 +17,8 @@ def __getattr__(name: str) -> Any:
         from pier.image.store import ImageStore
 
         return ImageStore
+    if name == "build_image":
+        from pier.image.build import build_image
+
+        return build_image
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

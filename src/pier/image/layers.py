@@ -38,9 +38,9 @@ class Draft:
         self._directory = directory
         self.path = directory / "fs"
 
-    async def keep(self, layer_id: str, *, size: int, origin: Origin, source: str = "") -> Path:
+    async def keep(self, layer_id: str, *, size: int, origin: Origin, source: str = "", empty: bool = False) -> Path:
         """Make the layer visible as `layer_id`; if it is there already this one is dropped. Its directory."""
-        record = LayerRecord(id=layer_id, size=size, origin=origin, source=source)
+        record = LayerRecord(id=layer_id, size=size, origin=origin, source=source, empty=empty)
         write_json(self._directory / "layer.json", record.model_dump(), durable=False)
         final = self._layers.root / "layers" / hex_of(layer_id)
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -72,6 +72,17 @@ class Layers:
         except FileNotFoundError:
             return None
         return LayerRecord.model_validate_json(text)
+
+    def use(self, layer_id: str) -> LayerRecord | None:
+        """Like `record`, and keeps the layer while this process lives."""
+        if not (self.root / "layers").is_dir():
+            return None
+        with self.users.using():
+            found = self.record(layer_id)
+            if found is not None:
+                self.users.note([layer_id])
+                self.touch(layer_id)
+        return found
 
     def ids(self) -> Iterator[str]:
         """The ids of all layers."""

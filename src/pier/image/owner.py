@@ -16,15 +16,12 @@ from typing import Any
 
 from pier.errors import ImageError
 from pier.idmap import IdMap, mapped_argv
-from pier.image.trees import perform
-
-_OWNING = frozenset({"unpack_archive", "copy_tree", "copy_into", "make_directories"})
-"""The operations that give files their owners."""
+from pier.image.operations import OWNING, perform
 
 
 async def run(operation: str, **arguments: Any) -> dict[str, Any]:
-    """Run one of `pier.image.trees.OPERATIONS`. When this is cancelled no file is written any more."""
-    if operation in _OWNING:
+    """Run one of `pier.image.operations.OPERATIONS`. When this is cancelled no file is written any more."""
+    if operation in OWNING:
         arguments["owners"] = IdMap.detect().mode != "single"
     if os.geteuid() == 0:
         return await _in_thread(operation, arguments)

@@ -57,7 +57,10 @@ class ImageRecord(BaseModel):
 
 
 class LayerRecord(BaseModel):
-    """A layer in the store: how it came and how many bytes its files hold."""
+    """A layer in the store: how it came and how many bytes its files hold.
+
+    An `empty` one stands for a build step that changed no file, and is part of no image.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
@@ -65,6 +68,7 @@ class LayerRecord(BaseModel):
     size: int = 0
     origin: Origin = "import"
     source: str = ""
+    empty: bool = False
 
 
 def image_digest(layers: list[str], config: ConfigRecord, *, base: str = "") -> str:

@@ -4,10 +4,8 @@ Each function takes and gives plain values only, so that `pier.image.owner` can 
 inside the user namespace that owns the files (as a plain user).
 """
 
-# ruff: noqa: PTH - whole trees are walked here, and strings are several times faster than Path objects
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
@@ -15,7 +13,6 @@ import stat
 from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
-from pier.errors import ImageError
 from pier.image.compression import HashingReader, decompressed
 from pier.image.unpack import is_kept_xattr, unpack
 
@@ -50,6 +47,12 @@ def remove_tree(path: str) -> dict[str, Any]:
 
     shutil.rmtree(path, onerror=retry)
     return {}
+
+
+def measure(path: str) -> dict[str, Any]:
+    """How many bytes the files below a directory hold, and whether it is empty."""
+    size = sum(os.lstat(f"{above}/{name}").st_size for above, _, names in os.walk(path) for name in names)
+    return {"size": size, "empty": not os.listdir(path)}
 
 
 class TreeCopier:
@@ -110,22 +113,3 @@ class TreeCopier:
             for name in filter(is_kept_xattr, os.listxattr(source)):
                 os.setxattr(target, name, os.getxattr(source, name))
         os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
-
-
-OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
-    "unpack_archive": unpack_archive,
-    "copy_tree": copy_tree,
-    "remove_tree": remove_tree,
-}
-
-
-def perform(operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run an operation by name; a full disk is an `ImageError` with code `disk_full`."""
-    try:
-        return OPERATIONS[operation](**arguments)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ImageError(
-                f"the disk is full: {error}", code="disk_full", hint="pier image gc --max-size 10G", retryable=True
-            ) from error
-        raise ImageError(f"{operation} failed: {error}", code="files") from error

@@ -6,7 +6,6 @@ its own `/dev`, and a device node in a store would open the machine's). Of the e
 capabilities and plain `user.` ones come in, so that an archive cannot steer overlayfs.
 """
 
-# ruff: noqa: PTH - whole trees are walked here, and strings are several times faster than Path objects
 from __future__ import annotations
 
 import errno

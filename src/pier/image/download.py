@@ -1,0 +1,40 @@
+"""Downloads for `ADD URL`."""
+
+from __future__ import annotations
+
+import email.utils
+import hashlib
+import os
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from pier.errors import ImageError
+
+
+async def download_for_add(url: str, directory: Path, checksum: str = "") -> tuple[Path, str]:
+    """Fetch `url` into `directory`, as ADD keeps it: mode 600, the time that the server tells. The file and its
+    digest."""
+    import aiohttp
+
+    name = Path(unquote(urlsplit(url).path)).name or "__unnamed__"
+    path = directory / name
+    digest = hashlib.sha256()
+    try:
+        timeout = aiohttp.ClientTimeout(total=None, connect=60, sock_read=120)
+        async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session, session.get(url) as answer:
+            if answer.status != 200:
+                raise ImageError(f"{url} answered {answer.status}", code="download", retryable=answer.status >= 500)
+            with path.open("wb") as sink:
+                async for chunk in answer.content.iter_chunked(1 << 20):
+                    digest.update(chunk)
+                    sink.write(chunk)
+            modified = answer.headers.get("Last-Modified", "")
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ImageError(f"{url} cannot be fetched: {error}", code="download", retryable=True) from error
+    found = f"sha256:{digest.hexdigest()}"
+    if checksum and checksum != found:
+        raise ImageError(f"{url} has the digest {found}, not {checksum}", code="digest", blame="task")
+    path.chmod(0o600)
+    parsed = email.utils.parsedate_to_datetime(modified).timestamp() if modified else 0.0
+    os.utime(path, (parsed, parsed))
+    return path, found

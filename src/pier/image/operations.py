@@ -1,0 +1,34 @@
+"""The operations on a store's directories by name, for whoever runs them as the owner of the files."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+from pier.errors import ImageError
+from pier.image.copying import copy_into, make_directories
+from pier.image.trees import copy_tree, measure, remove_tree, unpack_archive
+
+OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "unpack_archive": unpack_archive,
+    "copy_tree": copy_tree,
+    "remove_tree": remove_tree,
+    "measure": measure,
+    "copy_into": copy_into,
+    "make_directories": make_directories,
+}
+OWNING = frozenset({"unpack_archive", "copy_tree", "copy_into", "make_directories"})
+"""The operations that give files their owners, and take `owners` to be told not to."""
+
+
+def perform(operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run an operation by name; a full disk is an `ImageError` with code `disk_full`."""
+    try:
+        return OPERATIONS[operation](**arguments)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ImageError(
+                f"the disk is full: {error}", code="disk_full", hint="pier image gc --max-size 10G", retryable=True
+            ) from error
+        raise ImageError(f"{operation.replace('_', ' ')}: {error}", code="files") from error
