@@ -127,7 +127,7 @@ def mapped_argv(argv: list[str]) -> list[str]:
 
     It keeps its pid, streams and environment, so it can be started, waited for and killed like any other.
     """
-    return [sys.executable, "-I", "-S", os.path.abspath(__file__), *argv]
+    return [sys.executable, "-I", "-S", __file__, *argv]
 
 
 def unshare(flags: int) -> None:

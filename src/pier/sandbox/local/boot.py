@@ -1,0 +1,24 @@
+"""Where a zygote's interpreter begins: `python -I -S boot.py`.
+
+Packages are stubbed, so that a zygote loads the few modules that it uses and not all that their packages import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+
+
+def main() -> None:
+    source = __file__.removesuffix("/pier/sandbox/local/boot.py")
+    sys.path.remove(source + "/pier/sandbox/local") if source + "/pier/sandbox/local" in sys.path else None
+    for name in ("pier", "pier.sandbox", "pier.sandbox.local"):
+        module = types.ModuleType(name)
+        module.__path__ = ["/".join([source, *name.split(".")])]
+        sys.modules[name] = module
+    importlib.import_module("pier.sandbox.local.zygote").main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""One life of a sandbox: its directory, its init and what limits it, from the lease to the last trace."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+from pier.errors import SandboxError
+from pier.lease import Lease
+from pier.sandbox.cgroup import Group, Hierarchies
+from pier.sandbox.contract import Limits
+from pier.sandbox.local.channel import Answer, Channel
+from pier.sandbox.local.zygotes import Zygotes
+
+KIND = "sandbox"
+_START_SECONDS = 120
+_STOP_SECONDS = 60
+_OWN_PROCESSES = 4
+"""Init and its workers, which the limit on processes does not count."""
+
+
+class Box:
+    """A process tree in its namespaces. `start` it once, `stop` it at any moment."""
+
+    def __init__(self, lease: Lease, zygotes: Zygotes, base: Path, id: str | None = None) -> None:
+        self.id = id or secrets.token_hex(6)
+        self.directory = base / self.id
+        self.channel: Channel
+        self._lease = lease
+        self._zygotes = zygotes
+        self._asked: asyncio.Future[Answer] | None = None
+        self._pidfd = -1
+        self._group: Group | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self.pid = 0
+
+    async def start(self, plan: dict[str, Any], layers: list[str], cage: tuple[Hierarchies, Limits] | None) -> None:
+        """Make everything; when this raises or is cancelled, `stop` removes what was made. `cage`: where to make a
+        control group, and with which limits."""
+        groups = [str(path) for path in cage[0].place(self.id)] if cage else []
+        self._lease.write(KIND, self.id, {"directory": str(self.directory), "groups": groups})
+        self.directory.mkdir(parents=True)
+        if cage is not None:
+            self._group = cage[0].make(self.id, cage[1], own_processes=_OWN_PROCESSES)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel = Channel(ours, f"the sandbox {self.id} is gone")
+        try:
+            zygote = await self._zygotes.pick()
+            message = {"op": "start", "directory": str(self.directory), "plan": plan, "layers": layers}
+            ready = asyncio.ensure_future(self.channel.wait(0))
+            self._asked = asyncio.ensure_future(zygote.ask(message, [theirs.fileno()]))
+            await asyncio.sleep(0)
+        finally:
+            theirs.close()
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                answer, fds = await asyncio.shield(self._asked)
+                self.pid, self._pidfd = answer["pid"], fds[0]
+                if self._group is not None:
+                    await asyncio.to_thread(self._group.attach, self.pid)
+                await ready
+        except TimeoutError:
+            message = f"the sandbox {self.id} did not start in {_START_SECONDS} s"
+            raise SandboxError(message, code="start_timeout") from None
+        finally:
+            if not ready.done():
+                ready.cancel()
+            await asyncio.wait([ready])
+            if not ready.cancelled():
+                ready.exception()
+
+    def oom_kills(self) -> int:
+        return self._group.oom_kills() if self._group else 0
+
+    async def stop(self) -> None:
+        """Kill everything and remove every trace. Callers that come later wait for the first."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
+        await self.end()
+        await self.remove()
+
+    async def end(self) -> None:
+        """Kill init, and so everything inside, and wait until the kernel is done with it."""
+        if self._asked is not None and self._pidfd < 0:
+            with contextlib.suppress(SandboxError, TimeoutError):
+                answer, fds = await asyncio.wait_for(asyncio.shield(self._asked), _STOP_SECONDS)
+                self.pid, self._pidfd = answer["pid"], fds[0]
+        if hasattr(self, "channel"):
+            self.channel.close()
+        if self._pidfd >= 0:
+            await kill_and_wait(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self._group is not None:
+            await asyncio.to_thread(self._group.remove)
+
+    async def remove(self) -> None:
+        """Remove the directory and strike out the lease."""
+        if self.directory.exists():
+            await self._zygotes.ask_any({"op": "remove", "path": str(self.directory)})
+        self._lease.strike(KIND, self.id)
+
+
+async def kill_and_wait(pidfd: int) -> None:
+    """Kill a process by its descriptor and wait for its end."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    loop.add_reader(pidfd, lambda: ended.done() or ended.set_result(None))
+    try:
+        async with asyncio.timeout(_STOP_SECONDS):
+            await ended
+    except TimeoutError:
+        raise SandboxError(f"a sandbox's processes did not end in {_STOP_SECONDS} s", code="stop_timeout") from None
+    finally:
+        loop.remove_reader(pidfd)

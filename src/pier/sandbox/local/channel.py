@@ -1,0 +1,156 @@
+"""pier's end of a socket to a zygote or an init: requests with numbers, answers as futures, events as callbacks.
+
+When the other end is gone every waiter gets the same `SandboxError`; nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from pier.errors import SandboxError
+from pier.sandbox.local import wire
+
+Answer = tuple[dict[str, Any], list[int]]
+OnAnswer = Callable[[dict[str, Any], list[int]], None]
+
+
+class Channel:
+    """One connection. `ended` is called once, when the other end is gone or `close` was called."""
+
+    def __init__(self, sock: socket.socket, gone: str, ended: Callable[[], None] | None = None) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._gone = gone
+        self._ended = ended
+        self._loop = asyncio.get_running_loop()
+        self._numbers = 0
+        self._heard: dict[int, OnAnswer] = {}
+        self._unsent: list[tuple[bytes, list[int]]] = []
+        self.closed = False
+        self._loop.add_reader(sock.fileno(), self._read)
+
+    def number(self) -> int:
+        """A number that no request of this connection had yet."""
+        self._numbers += 1
+        return self._numbers
+
+    def hear(self, number: int, callback: OnAnswer) -> None:
+        """Call `callback` with each message about `number` until `forget`; with an empty one at the end of it all."""
+        self._heard[number] = callback
+        if self.closed:
+            self._loop.call_soon(callback, {}, [])
+
+    def forget(self, number: int) -> None:
+        self._heard.pop(number, None)
+
+    async def ask(self, message: dict[str, Any], fds: list[int] | None = None) -> Answer:
+        """Send a request and wait for its one answer. An answer with an error is raised as a `SandboxError`."""
+        number = self.number()
+        return await self.wait(number, lambda: self.send(message | {"id": number}, fds))
+
+    async def wait(self, number: int, begin: Callable[[], None] | None = None) -> Answer:
+        """Wait for one message about `number`."""
+        future: asyncio.Future[Answer] = self._loop.create_future()
+
+        def settle(message: dict[str, Any], fds: list[int]) -> None:
+            if not future.done():
+                future.set_result((message, fds))
+            else:
+                close_all(fds)
+
+        self.hear(number, settle)
+        try:
+            if begin is not None:
+                begin()
+            message, fds = await future
+        finally:
+            self.forget(number)
+            if future.cancelled():
+                self._heard[number] = lambda _, fds: close_all(fds)
+        if not message:
+            raise self.lost()
+        if "error" in message:
+            close_all(fds)
+            raise SandboxError(message["error"], code=message.get("code", "sandbox"))
+        return message, fds
+
+    def send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
+        """Send a message; the files may be closed as soon as this returns."""
+        if self.closed:
+            raise self.lost()
+        data, files, extra = wire.encode(message, fds or [])
+        try:
+            if self._unsent:
+                raise BlockingIOError
+            wire.send_packet(self._sock, data, files)
+        except BlockingIOError:
+            self._unsent.append((data, [os.dup(fd) for fd in files]))
+            self._loop.add_writer(self._sock.fileno(), self._flush)
+        except OSError:
+            self.close()
+            raise self.lost() from None
+        finally:
+            if extra >= 0:
+                os.close(extra)
+
+    def lost(self) -> SandboxError:
+        return SandboxError(self._gone, code="sandbox_gone")
+
+    def _flush(self) -> None:
+        while self._unsent:
+            data, fds = self._unsent[0]
+            try:
+                wire.send_packet(self._sock, data, fds)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.close()
+                return
+            close_all(fds)
+            del self._unsent[0]
+        self._loop.remove_writer(self._sock.fileno())
+
+    def _read(self) -> None:
+        for _ in range(64):
+            try:
+                received = wire.receive(self._sock)
+            except BlockingIOError:
+                return
+            except (OSError, ValueError):
+                received = None
+            if received is None:
+                self.close()
+                return
+            message, fds = received
+            callback = self._heard.get(message.get("id", -1))
+            if callback is None:
+                close_all(fds)
+            else:
+                callback(message, fds)
+            if self.closed:
+                return
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.remove_reader(self._sock.fileno())
+        self._loop.remove_writer(self._sock.fileno())
+        self._sock.close()
+        for _, fds in self._unsent:
+            close_all(fds)
+        self._unsent.clear()
+        for callback in list(self._heard.values()):
+            callback({}, [])
+        if self._ended is not None:
+            self._ended()
+
+
+def close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

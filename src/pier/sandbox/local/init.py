@@ -1,0 +1,266 @@
+"""Process 1 of a sandbox: builds its root, hands commands to workers, and reaps.
+
+It never executes a program, so its memory belongs to the namespace outside and nothing inside can trace or read it. It
+keeps its rights over the sandbox's own namespaces; workers, and so all commands, do not. When pier's end of the
+control socket closes, it ends, and the kernel ends everything inside with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from typing import Any
+
+from pier.sandbox.local import kernel, root, wire, worker
+
+_SPARE = 2
+_PATIENCE = 5.0
+"""Seconds that killing one command's tree may take before everything inside is killed instead."""
+
+
+def main(control: socket.socket, go: int, plan: dict[str, Any]) -> None:
+    """Run in the clone that a zygote made, once `go` says that its ids are mapped. Does not return."""
+    try:
+        if not os.read(go, 1):
+            os._exit(1)
+        os.close(go)
+        _become_root(plan)
+        root.build(plan)
+        root.seal()
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        init = Init(control, plan)
+        init.add_worker()
+        wire.send(control, {"id": 0, "ready": True})
+        init.serve()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            wire.send(control, {"id": 0, "error": str(error), "errno": error.errno or 0})
+    finally:
+        os._exit(1)
+
+
+def _become_root(plan: dict[str, Any]) -> None:
+    kernel.set_name("pier-init")
+    if plan["many_ids"]:
+        os.setgroups([])
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    os.umask(0o022)
+    for name, value in plan["rlimits"].items():
+        which = getattr(resource, name)
+        hard = resource.getrlimit(which)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(which, (value, value))
+
+
+class Init:
+    """The loop of process 1."""
+
+    def __init__(self, control: socket.socket, plan: dict[str, Any]) -> None:
+        self.control = control
+        self.confine = {"no_new_privileges": plan["no_new_privileges"], "filter": bytes.fromhex(plan["filter"])}
+        self.workers: dict[int, socket.socket] = {}
+        self.idle: list[int] = []
+        self.jobs: dict[int, int] = {}
+        self.poll = select.poll()
+        self.wake_in, self.wake_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self.wake_out, warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        self.poll.register(self.wake_in, select.POLLIN)
+        self.poll.register(self.control, select.POLLIN)
+        while True:
+            for fd, _ in self.poll.poll():
+                if fd == self.wake_in:
+                    os.read(self.wake_in, 4096)
+                    self._reap()
+                elif fd == self.control.fileno():
+                    received = wire.receive(self.control)
+                    if received is None:
+                        return
+                    self._take(*received)
+                else:
+                    self._hear(fd)
+            if not self.idle:
+                with contextlib.suppress(OSError):
+                    self.add_worker()
+
+    def add_worker(self) -> None:
+        """Fork a worker that waits for a command, so that commands do not wait for a fork."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                signal.set_wakeup_fd(-1)
+                for sock in (ours, *self.workers.values()):
+                    sock.close()
+                os.close(self.wake_in)
+                os.close(self.wake_out)
+                worker.main(theirs, self.control, self.confine)
+            finally:
+                os._exit(1)
+        theirs.close()
+        ours.setblocking(False)
+        self.workers[pid] = ours
+        self.idle.append(pid)
+        self.poll.register(ours, select.POLLIN)
+
+    def _take(self, message: dict[str, Any], fds: list[int]) -> None:
+        try:
+            if message["op"] in ("exec", "copy"):
+                self._dispatch(message, fds)
+            elif message["op"] == "signal":
+                self._pass_on(message)
+            elif message["op"] == "kill":
+                self._kill(message["job"])
+                wire.send(self.control, {"id": message["id"]})
+            elif message["op"] == "kill_all":
+                wire.send(self.control, {"id": message["id"], "killed": self._kill_all()})
+            elif message["op"] == "listen":
+                self._listen(message)
+        except OSError as error:
+            wire.send(self.control, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _dispatch(self, message: dict[str, Any], fds: list[int]) -> None:
+        while True:
+            if not self.idle:
+                self.add_worker()
+            pid = self.idle.pop()
+            try:
+                wire.send(self.workers[pid], message, fds)
+            except OSError:
+                self._lose(pid)
+                continue
+            self.jobs[message["id"]] = pid
+            return
+
+    def _pass_on(self, message: dict[str, Any]) -> None:
+        pid = self.jobs.get(message["job"])
+        if pid is not None:
+            wire.send(self.workers[pid], message)
+
+    def _hear(self, fd: int) -> None:
+        pid = next((pid for pid, sock in self.workers.items() if sock.fileno() == fd), None)
+        if pid is None:
+            return
+        try:
+            received = wire.receive(self.workers[pid])
+        except BlockingIOError:
+            return
+        except OSError:
+            received = None
+        if received is None:
+            self._lose(pid)
+            self._sweep()
+            return
+        self.jobs.pop(received[0]["free"], None)
+        if len(self.idle) < _SPARE:
+            self.idle.append(pid)
+        else:
+            self._lose(pid)
+
+    def _lose(self, pid: int) -> None:
+        """End a worker; a command that it had is over, and what is left of it falls to this process."""
+        sock = self.workers.pop(pid, None)
+        if sock is None:
+            return
+        self.poll.unregister(sock)
+        sock.close()
+        if pid in self.idle:
+            self.idle.remove(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        for job in [job for job, owner in self.jobs.items() if owner == pid]:
+            del self.jobs[job]
+            wire.send(self.control, {"id": job, "exit": 137, "lost": True})
+
+    def _reap(self) -> None:
+        lost = False
+        with contextlib.suppress(ChildProcessError):
+            while pid := os.waitpid(-1, os.WNOHANG)[0]:
+                if pid in self.workers:
+                    self._lose(pid)
+                    lost = True
+        if lost:
+            self._sweep()
+
+    def _kill(self, job: int) -> None:
+        pid = self.jobs.get(job)
+        if pid is not None:
+            self._lose(pid)
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Kill whatever is below this process but not below a worker: the trees of workers that are gone."""
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            found = _processes()
+            strays = [pid for pid in found if not self._is_kept(pid, found)]
+            for pid in strays:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._collect()
+            if not strays:
+                return
+            time.sleep(0.0005)
+            if time.monotonic() > deadline:
+                self._kill_all()
+                return
+
+    def _is_kept(self, pid: int, found: dict[int, int]) -> bool:
+        while pid in found:
+            if pid in self.workers:
+                return True
+            pid = found[pid]
+        return False
+
+    def _collect(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while pid := os.waitpid(-1, os.WNOHANG)[0]:
+                if pid in self.workers:
+                    self._lose(pid)
+
+    def _kill_all(self) -> int:
+        """One signal to every other process here, which none can outrun; then all of them are collected."""
+        killed = sum(1 for pid in _processes() if pid not in self.workers)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+        for pid in list(self.workers):
+            self._lose(pid)
+        return killed
+
+    def _listen(self, message: dict[str, Any]) -> None:
+        family = socket.AF_INET6 if ":" in message["host"] else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((message["host"], message["port"]))
+            sock.listen(1024)
+            answer = {"id": message["id"], "port": sock.getsockname()[1]}
+            wire.send(self.control, answer, [sock.fileno()])
+
+
+def _processes() -> dict[int, int]:
+    """All processes here but this one, with their parents."""
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or name == "1":
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as stream:
+                fields = stream.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        found[int(name)] = int(fields[1])
+    return found

@@ -1,0 +1,138 @@
+"""The system calls that Python has no name for, as plain functions that raise `OSError`.
+
+Standard library only, and nothing is imported later: this runs in the zygote and in processes whose root has changed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS = 0x00020000, 0x02000000, 0x04000000
+CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
+CLONE_PIDFD = 0x00001000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_REC, MS_PRIVATE, MS_STRICTATIME = 4096, 16384, 1 << 18, 1 << 24
+MNT_DETACH = 2
+
+PR_SET_NAME, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 15, 4, 36, 38
+PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_SET_PDEATHSIG = 24, 47, 1
+
+_CLONE3, _OPEN_TREE, _MOVE_MOUNT, _OPENAT2, _MOUNT_SETATTR = 435, 428, 429, 437, 442
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine, 155)
+_CAPSET = {"x86_64": 126, "aarch64": 91}.get(os.uname().machine, 126)
+
+_AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
+_OPEN_TREE_CLONE = 1
+_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_IDMAP = 0x1, 0x00100000
+_MOVE_MOUNT_F_EMPTY_PATH = 0x4
+RESOLVE_NO_SYMLINKS, RESOLVE_IN_ROOT = 0x04, 0x10
+
+KEPT_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31)
+"""What Docker leaves to a container: chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap,
+net_bind_service, net_raw, sys_chroot, mknod, audit_write, setfcap."""
+
+_libc = ctypes.PyDLL(None, use_errno=True)
+"""PyDLL keeps the interpreter lock during a call, so that a child made by `clone` holds it too."""
+
+
+def _check(value: int, what: str) -> int:
+    if value < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return value
+
+
+def _text(value: str) -> bytes:
+    return os.fsencode(value)
+
+
+def syscall(what: str, number: int, *arguments: int | bytes | None) -> int:
+    """A system call by number. Integers are passed as longs."""
+    values = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
+    _libc.syscall.restype = ctypes.c_long
+    return _check(_libc.syscall(ctypes.c_long(number), *values), what)
+
+
+def clone(flags: int) -> tuple[int, int]:
+    """Like fork, into new namespaces: (pid, pidfd) in the parent, (0, -1) in the child. One thread only."""
+    pidfd = ctypes.c_int(-1)
+    arguments = struct.pack("8Q", flags | CLONE_PIDFD, ctypes.addressof(pidfd), 0, 0, 17, 0, 0, 0)
+    pid = syscall("cannot make namespaces", _CLONE3, arguments, len(arguments))
+    return pid, -1 if pid == 0 else pidfd.value
+
+
+def unshare(flags: int) -> None:
+    _check(_libc.unshare(flags), "cannot make a namespace")
+
+
+def mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
+    arguments = (_text(source), _text(target), _text(kind), ctypes.c_ulong(flags), _text(options) or None)
+    _check(_libc.mount(*arguments), f"cannot mount {kind or source} at {target}")
+
+
+def bind(source: str, target: str, *, recursive: bool = False, read_only: bool = False, flags: int = 0) -> None:
+    mount(source, target, "", MS_BIND | (MS_REC if recursive else 0))
+    if read_only or flags:
+        mount("", target, "", MS_BIND | MS_REMOUNT | (MS_RDONLY if read_only else 0) | flags)
+
+
+def unmount(target: str) -> None:
+    _check(_libc.umount2(_text(target), MNT_DETACH), f"cannot unmount {target}")
+
+
+def pivot_root(new: str, old: str) -> None:
+    syscall("cannot change the root", _PIVOT_ROOT, _text(new), _text(old))
+
+
+def open_tree(path: str, *, recursive: bool = False) -> int:
+    """A detached copy of the mount at `path`, as a file descriptor."""
+    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | (_AT_RECURSIVE if recursive else 0)
+    return syscall(f"cannot open {path} as a mount", _OPEN_TREE, _AT_FDCWD, _text(path), flags)
+
+
+def set_mount(fd: int, *, user_namespace: int | None = None, read_only: bool = False, recursive: bool = False) -> None:
+    """Change a detached mount: shift its ids by those of a user namespace, make it read-only."""
+    attributes = (_MOUNT_ATTR_RDONLY if read_only else 0) | (_MOUNT_ATTR_IDMAP if user_namespace is not None else 0)
+    value = struct.pack("4Q", attributes, 0, 0, user_namespace or 0)
+    flags = _AT_EMPTY_PATH | (_AT_RECURSIVE if recursive else 0)
+    syscall("cannot change a mount", _MOUNT_SETATTR, fd, b"", flags, value, len(value))
+
+
+def attach(fd: int, target: str) -> None:
+    """Put a detached mount at `target`."""
+    flags = _MOVE_MOUNT_F_EMPTY_PATH
+    syscall(f"cannot mount at {target}", _MOVE_MOUNT, fd, b"", _AT_FDCWD, _text(target), flags)
+
+
+def open_beneath(path: str, flags: int, *, mode: int = 0, resolve: int = RESOLVE_NO_SYMLINKS) -> int:
+    """openat2(2): open a path under a rule for its resolution."""
+    value = struct.pack("3Q", flags | os.O_CLOEXEC, mode, resolve)
+    return syscall(path, _OPENAT2, _AT_FDCWD, _text(path), value, len(value))
+
+
+def prctl(option: int, *values: int | bytes) -> int:
+    padded = [value if isinstance(value, bytes) else ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
+    return _check(_libc.prctl(option, *padded), f"prctl {option}")
+
+
+def set_name(name: str) -> None:
+    prctl(PR_SET_NAME, name.encode())
+
+
+def set_host_name(name: str) -> None:
+    data = name.encode()[:64]
+    _check(_libc.sethostname(data, len(data)), "cannot set the host name")
+
+
+def drop_capabilities(kept: tuple[int, ...] = KEPT_CAPABILITIES) -> None:
+    """Leave only `kept` to this process and to everything that it will run."""
+    for number in range(64):
+        if number not in kept and _libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
+            break
+    mask = sum(1 << number for number in kept)
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    header = struct.pack("Ii", 0x20080522, 0)
+    syscall("cannot drop capabilities", _CAPSET, header, struct.pack("6I", low, low, 0, high, high, 0))

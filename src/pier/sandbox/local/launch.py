@@ -1,0 +1,160 @@
+"""Starts one command inside a sandbox: finds the program, becomes the user, takes the streams or a terminal.
+
+Runs in a worker (see `pier.sandbox.local.worker`), with the sandbox's root. A command as root without a terminal is
+spawned without copying this process; others take a fork, because ids and a controlling terminal are set in between.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import struct
+import termios
+from typing import Any
+
+from pier.sandbox.local import users
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_TIOCSPTLCK, _TIOCGPTN = 0x40045431, 0x80045430
+_RESET = [signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP]
+
+
+class Refused(Exception):
+    """The command cannot be started. `code` is a stable word for machines."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class CannotRun(Exception):
+    """The program does not exist (127) or may not be run (126), which is an exit code and not an error."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def launch(request: dict[str, Any], fds: list[int]) -> tuple[int, int]:
+    """Start the command; its pid, and the terminal's master or -1. `fds` are its stdin, stdout and stderr."""
+    try:
+        user = users.find(request["user"])
+    except users.NoSuchUser as error:
+        raise Refused(str(error), "no_such_user") from None
+    env = {"PATH": PATH, "HOME": user.home} | request["env"]
+    _enter(request["cwd"])
+    argv = request["argv"]
+    if not argv or any("\0" in part for part in argv) or any("\0" in part for pair in env.items() for part in pair):
+        raise Refused("a command needs a program, and no part of it or its environment may have a NUL", "bad_command")
+    candidates = _candidates(argv[0], env["PATH"])
+    if request.get("tty"):
+        return _launch_terminal(argv, env, user, candidates, request["tty"])
+    if user.uid == 0 and user.gid == 0:
+        return _spawn(argv, env, candidates, fds), -1
+    return _fork(argv, env, user, candidates, fds, terminal=False), -1
+
+
+def _enter(path: str) -> None:
+    try:
+        os.chdir(path)
+    except OSError as error:
+        raise Refused(f"cannot work in {path}: {os.strerror(error.errno or 0)}", "no_such_directory") from None
+
+
+def _candidates(program: str, path: str) -> list[str]:
+    if "/" in program:
+        return [program]
+    return [f"{part or '.'}/{program}" for part in path.split(":")] if program else []
+
+
+def _cannot_run(program: str, error: OSError | None) -> CannotRun:
+    if error is None or error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return CannotRun(f"{program}: not found", 127)
+    return CannotRun(f"{program}: {os.strerror(error.errno or 0)}", 126)
+
+
+def _spawn(argv: list[str], env: dict[str, str], candidates: list[str], fds: list[int]) -> int:
+    actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(fds)]
+    worst: OSError | None = None
+    for path in candidates:
+        try:
+            return os.posix_spawn(
+                path, argv, env, file_actions=actions, setsid=True, setsigdef=_RESET, setsigmask=()
+            )  # fmt: skip
+        except OSError as error:
+            worst = _worse(worst, error)
+    raise _cannot_run(argv[0], worst)
+
+
+def _worse(one: OSError | None, other: OSError) -> OSError:
+    missing = (errno.ENOENT, errno.ENOTDIR)
+    return other if one is None or one.errno in missing else one
+
+
+def _launch_terminal(
+    argv: list[str], env: dict[str, str], user: users.User, candidates: list[str], size: list[int]
+) -> tuple[int, int]:
+    env.setdefault("TERM", "xterm")
+    master = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+    slave = -1
+    try:
+        fcntl.ioctl(master, _TIOCSPTLCK, struct.pack("i", 0))
+        number = struct.unpack("I", fcntl.ioctl(master, _TIOCGPTN, b"\0" * 4))[0]
+        slave = os.open(f"/dev/pts/{number}", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", size[0], size[1], 0, 0))
+        if user.uid:
+            os.fchown(slave, user.uid, -1)
+        return _fork(argv, env, user, candidates, [slave, slave, slave], terminal=True), master
+    except BaseException:
+        os.close(master)
+        raise
+    finally:
+        if slave >= 0:
+            os.close(slave)
+
+
+def _fork(
+    argv: list[str], env: dict[str, str], user: users.User, candidates: list[str], fds: list[int], *, terminal: bool
+) -> int:
+    report_in, report_out = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _become(user, fds, terminal)
+            worst: OSError | None = None
+            for path in candidates:
+                try:
+                    os.execve(path, argv, env)
+                except OSError as error:
+                    worst = _worse(worst, error)
+            os.write(report_out, b"%d" % (worst.errno or 0 if worst else errno.ENOENT))
+        except OSError as error:
+            os.write(report_out, b"u%d" % (error.errno or 0))
+        finally:
+            os._exit(127)
+    os.close(report_out)
+    report = os.read(report_in, 64)
+    os.close(report_in)
+    if not report:
+        return pid
+    os.waitpid(pid, 0)
+    if report.startswith(b"u"):
+        raise Refused(f"cannot become user {user.name}: {os.strerror(int(report[1:]))}", "cannot_become_user")
+    raise _cannot_run(argv[0], OSError(int(report), ""))
+
+
+def _become(user: users.User, fds: list[int], terminal: bool) -> None:
+    os.setsid()
+    for number in _RESET:
+        signal.signal(number, signal.SIG_DFL)
+    if terminal:
+        fcntl.ioctl(fds[0], termios.TIOCSCTTY, 0)
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in fds]
+    for number, fd in enumerate(moved):
+        os.dup2(fd, number)
+    if user.uid or user.gid:
+        os.setgroups(user.groups)
+        os.setresgid(user.gid, user.gid, user.gid)
+        os.setresuid(user.uid, user.uid, user.uid)

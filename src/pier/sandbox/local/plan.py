@@ -1,0 +1,72 @@
+"""What a spec means for a local sandbox: the plan that its init carries out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pier.errors import SandboxError
+from pier.idmap import IdMap
+from pier.sandbox import seccomp
+from pier.sandbox.contract import Mount, SandboxSpec
+from pier.sandbox.host import HostRoot
+
+_HOSTS = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t{name}\n"
+_SLACK = 8
+"""Processes of pier's own inside, which a limit by rlimit would count too."""
+
+
+def make_plan(spec: SandboxSpec, ids: IdMap, host: HostRoot | None, *, enforced_by: dict[str, str]) -> dict[str, Any]:
+    """The plan for `spec`. `enforced_by` says which limits are left to rlimits."""
+    rlimits: dict[str, int] = {"RLIMIT_CORE": 0}
+    if spec.limits.open_files is not None:
+        rlimits["RLIMIT_NOFILE"] = spec.limits.open_files
+    if spec.limits.processes is not None and enforced_by.get("processes") == "rlimit":
+        rlimits["RLIMIT_NPROC"] = spec.limits.processes + _SLACK
+    return {
+        "binds": [{"source": source, "to": target} for source, target in (host.binds if host else ())],
+        "mounts": [_mount(mount) for mount in spec.mounts],
+        "etc": {
+            "resolv.conf": "",
+            "hosts": _HOSTS.format(name=spec.hostname),
+            "hostname": spec.hostname + "\n",
+        },
+        "hostname": spec.hostname,
+        "own_network": True,
+        "many_ids": ids.mode != "single",
+        "rlimits": rlimits,
+        "no_new_privileges": spec.no_new_privileges,
+        "filter": _filter(single=ids.mode == "single"),
+        "upper_size": spec.limits.disk if enforced_by.get("disk") == "tmpfs" else None,
+    }
+
+
+def layers_of(spec: SandboxSpec, host: HostRoot | None) -> list[str]:
+    """The layers of the root, lowest first."""
+    below = host.layers if host else ()
+    layers = (*below, *spec.image.layers)
+    for path in layers:
+        if not path.is_dir():
+            raise SandboxError(
+                f"the image {spec.image.reference} lacks its layer {path}",
+                code="image_gone",
+                hint=f"pier image pull {spec.image.reference}",
+                retryable=False,
+            )
+    if not layers:
+        raise SandboxError(f"the image {spec.image.reference} has no layers", code="image_gone", retryable=False)
+    return [str(path) for path in layers]
+
+
+def _mount(mount: Mount) -> dict[str, Any]:
+    wanted: dict[str, Any] = {"target": mount.target, "read_only": mount.read_only, "size": mount.size}
+    if mount.source is not None:
+        if not mount.source.exists():
+            raise SandboxError(
+                f"cannot mount {mount.source}: it does not exist", code="no_mount", blame="user", retryable=False
+            )
+        wanted["source"] = str(mount.source.resolve())
+    return wanted
+
+
+def _filter(*, single: bool) -> str:
+    return seccomp.program(single_id=single).hex() if seccomp.supported() else ""

@@ -1,0 +1,263 @@
+"""A running command as pier sees it: its pipes or terminal, and how it ended.
+
+Output comes straight from the command's own pipes. What a command left running in the background may hold them open:
+a command is over when its own process is, and later output of others is read and dropped, so that they do not block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import inspect
+import os
+import struct
+import termios
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pier.errors import SandboxError
+from pier.sandbox.contract import OnOutput, Process, Result, Stream
+from pier.sandbox.local.channel import Channel, close_all
+
+_CHUNK = 256 * 1024
+_STRAGGLE = 0.2
+"""Seconds that output still held open by other processes is waited for after the command's own end."""
+
+
+class Output:
+    """One stream being read: kept up to a limit, or handed on."""
+
+    def __init__(self, fd: int, stream: Stream, limit: int, on_output: OnOutput | None) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._stream: Stream = stream
+        self._limit = limit
+        self._on_output = on_output
+        self._kept: list[bytes] = []
+        self._size = 0
+        self._handing: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._drop = False
+        self.dropped = 0
+        self.failure: BaseException | None = None
+        self.ended = self._loop.create_future()
+        self._loop.add_reader(fd, self._read)
+
+    def _read(self) -> bool:
+        """Take what is there; whether there may be more at once."""
+        try:
+            data = os.read(self._fd, _CHUNK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return False
+        self._take(data)
+        return True
+
+    def _take(self, data: bytes) -> None:
+        if self._drop or self.failure is not None:
+            return
+        if self._on_output is None:
+            room = max(0, self._limit - self._size)
+            if room:
+                self._kept.append(data[:room])
+            self._size += min(room, len(data))
+            self.dropped += max(0, len(data) - room)
+            return
+        try:
+            answer = self._on_output(self._stream, data)
+        except Exception as error:  # noqa: BLE001 - the caller's own function: its failure is raised by `wait`
+            self.failure = error
+            return
+        if inspect.isawaitable(answer):
+            self._loop.remove_reader(self._fd)
+            self._handing = self._loop.create_task(self._hand_on(answer))
+
+    async def _hand_on(self, answer: Any) -> None:
+        try:
+            await answer
+        except Exception as error:  # noqa: BLE001 - the caller's own function: its failure is raised by `wait`
+            self.failure = error
+        finally:
+            self._handing = None
+            if not self.ended.done():
+                self._loop.add_reader(self._fd, self._read)
+
+    async def settle(self) -> None:
+        """After the command's end: take all that it wrote, wait a little for an end, then drop what comes later."""
+        while not self.ended.done():
+            if self._handing is not None:
+                await asyncio.wait([self._handing])
+            elif not self._read():
+                break
+            else:
+                await asyncio.sleep(0)
+        if not self.ended.done():
+            await asyncio.wait([self.ended], timeout=_STRAGGLE)
+        if self._handing is not None:
+            await asyncio.wait([self._handing])
+        self._drop = True
+
+    def kept(self) -> bytes:
+        return b"".join(self._kept)
+
+    def close(self) -> None:
+        if not self.ended.done():
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self.ended.set_result(None)
+
+
+class LocalProcess(Process):
+    """A command in a local sandbox."""
+
+    def __init__(
+        self, channel: Channel, outputs: dict[Stream, Output], stdin: int, oom_kills: Callable[[], int]
+    ) -> None:
+        self.number = channel.number()
+        self._channel = channel
+        self._outputs = outputs
+        self._stdin = stdin
+        self._oom_kills = oom_kills
+        self._oom_before = oom_kills()
+        self._began = time.monotonic()
+        self._loop = asyncio.get_running_loop()
+        self._started: asyncio.Future[int] = self._loop.create_future()
+        self._ended: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._terminal = -1
+        self._killed = False
+        self._limit = 0
+        self._on_output: OnOutput | None = None
+        channel.hear(self.number, self._on_message)
+
+    def expect_terminal(self, limit: int, on_output: OnOutput | None) -> None:
+        """The streams come later, with a terminal that is made inside."""
+        self._limit, self._on_output = limit, on_output
+
+    def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
+        if message.get("started"):
+            if fds:
+                self._take_terminal(fds.pop())
+            if not self._started.done():
+                self._started.set_result(1)
+        elif not self._ended.done():
+            self._ended.set_result(message)
+            self._channel.forget(self.number)
+            if not self._started.done():
+                self._started.set_result(0)
+        close_all(fds)
+
+    def _take_terminal(self, fd: int) -> None:
+        self._terminal = fd
+        self._outputs["stdout"] = Output(os.dup(fd), "stdout", self._limit, self._on_output)
+        self._stdin = os.dup(fd)
+        os.set_blocking(self._stdin, False)
+
+    async def started(self) -> None:
+        """Wait until the command runs; a `SandboxError` if it cannot. A program that is missing has run, and ended."""
+        await self._started
+        if self._ended.done():
+            self._raise_if_failed(self._ended.result())
+
+    def _raise_if_failed(self, message: dict[str, Any]) -> None:
+        if not message:
+            raise self._channel.lost()
+        if "error" in message:
+            code = message.get("code", "sandbox")
+            if code == "cannot_start":
+                raise SandboxError(message["error"], code=code)
+            raise SandboxError(message["error"], code=code, blame="task", retryable=False)
+
+    async def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view and self._stdin >= 0 and not self._ended.done():
+            try:
+                view = view[os.write(self._stdin, view) :]
+            except BlockingIOError:
+                await self._wait_writable()
+            except OSError:
+                return
+
+    async def _wait_writable(self) -> None:
+        ready = self._loop.create_future()
+        fd = self._stdin
+        self._loop.add_writer(fd, lambda: ready.done() or ready.set_result(None))
+        try:
+            await asyncio.wait([ready, self._ended], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._loop.remove_writer(fd)
+
+    async def close_stdin(self) -> None:
+        if self._terminal >= 0:
+            await self.write(b"\x04")
+        elif self._stdin >= 0:
+            os.close(self._stdin)
+            self._stdin = -1
+
+    async def resize(self, rows: int, columns: int) -> None:
+        if self._terminal >= 0:
+            fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    async def signal(self, number: int) -> None:
+        if not self._ended.done():
+            self._channel.send({"op": "signal", "id": 0, "job": self.number, "number": number})
+
+    async def kill(self) -> None:
+        if self._killed:
+            return
+        self._killed = True
+        with contextlib.suppress(SandboxError):
+            await self._channel.ask({"op": "kill", "job": self.number})
+        await self._settle()
+
+    async def wait(self) -> Result:
+        await asyncio.wait([self._ended])
+        await self._settle()
+        for output in self._outputs.values():
+            if output.failure is not None:
+                await asyncio.shield(self.kill())
+                raise output.failure
+        message = self._ended.result()
+        self._raise_if_failed(message)
+        return self.result(message["exit"])
+
+    def result(self, exit_code: int, *, timed_out: bool = False) -> Result:
+        """What came of the command so far."""
+        out, err = self._outputs.get("stdout"), self._outputs.get("stderr")
+        return Result(
+            exit_code=exit_code,
+            stdout=out.kept() if out else b"",
+            stderr=err.kept() if err else b"",
+            timed_out=timed_out,
+            stdout_dropped=out.dropped if out else 0,
+            stderr_dropped=err.dropped if err else 0,
+            out_of_memory=exit_code == 137 and self._oom_kills() > self._oom_before,
+            seconds=time.monotonic() - self._began,
+        )
+
+    async def _settle(self) -> None:
+        for output in list(self._outputs.values()):
+            await output.settle()
+        self._close_input()
+
+    def _close_input(self) -> None:
+        for fd in (self._stdin, self._terminal):
+            if fd >= 0:
+                os.close(fd)
+        self._stdin = self._terminal = -1
+
+    @property
+    def finished(self) -> bool:
+        """Whether the command ended and nothing holds its streams any more."""
+        return self._ended.done() and all(output.ended.done() for output in self._outputs.values())
+
+    def discard(self) -> None:
+        """Close everything, when the sandbox is gone."""
+        for output in self._outputs.values():
+            output.close()
+        self._close_input()

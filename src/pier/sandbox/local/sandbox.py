@@ -1,0 +1,234 @@
+"""A running local sandbox: commands, files and listeners through its init, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pier.errors import PolicyError, SandboxError
+from pier.image.model import Image
+from pier.network.policy import NetworkPolicy
+from pier.sandbox.contract import (
+    OUTPUT_LIMIT,
+    Command,
+    Listener,
+    OnOutput,
+    ProtocolFactory,
+    Result,
+    Sandbox,
+    SandboxSpec,
+    Stream,
+)
+from pier.sandbox.local import copying
+from pier.sandbox.local.process import LocalProcess, Output
+
+if TYPE_CHECKING:
+    from pier.sandbox.local.box import Box
+
+_TERMINAL_SIZE = [24, 80]
+
+
+class LocalListener(Listener):
+    """A server on a socket that init made."""
+
+    def __init__(self, port: int, server: asyncio.Server) -> None:
+        self.port = port
+        self._server = server
+
+    async def close(self) -> None:
+        self._server.close()
+
+
+class LocalSandbox(Sandbox):
+    """A sandbox of the local backend. What runs it is in `box`, which a snapshot replaces."""
+
+    def __init__(self, spec: SandboxSpec, box: Box) -> None:
+        self.id = box.id
+        self.spec = spec
+        self.box = box
+        self._processes: set[LocalProcess] = set()
+        self._listeners: list[LocalListener] = []
+
+    async def spawn(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        tty: bool = False,
+        stdin: bool = False,
+        on_output: OnOutput | None = None,
+        output_limit: int = OUTPUT_LIMIT,
+    ) -> LocalProcess:
+        request = self._request(command, cwd, env, user) | {"tell": True}
+        if tty:
+            request["tty"] = _TERMINAL_SIZE
+        process = self._launch(request, on_output, output_limit, wants_input=stdin)
+        try:
+            await process.started()
+        except BaseException:
+            await asyncio.shield(process.kill())
+            process.discard()
+            raise
+        return process
+
+    async def exec(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        tty: bool = False,
+        stdin: bytes | None = None,
+        timeout: float | None = None,
+        on_output: OnOutput | None = None,
+        output_limit: int = OUTPUT_LIMIT,
+    ) -> Result:
+        request = self._request(command, cwd, env, user) | {"tell": tty}
+        if tty:
+            request["tty"] = _TERMINAL_SIZE
+        process = self._launch(request, on_output, output_limit, wants_input=stdin is not None)
+        feeding: asyncio.Task[None] | None = None
+        try:
+            async with asyncio.timeout(timeout):
+                if tty:
+                    await process.started()
+                if stdin is not None:
+                    feeding = asyncio.create_task(_feed(process, stdin))
+                return await process.wait()
+        except TimeoutError:
+            await asyncio.shield(process.kill())
+            return process.result(137, timed_out=True)
+        except asyncio.CancelledError:
+            await asyncio.shield(process.kill())
+            raise
+        finally:
+            if feeding is not None and not feeding.done():
+                feeding.cancel()
+
+    def _request(
+        self, command: Command, cwd: str | None, env: Mapping[str, str] | None, user: str | None
+    ) -> dict[str, Any]:
+        config = self.spec.image.config
+        argv = [*config.shell, command] if isinstance(command, str) else list(command)
+        return {
+            "op": "exec",
+            "argv": argv,
+            "env": config.env | dict(self.spec.env) | dict(env or {}),
+            "cwd": cwd or self.spec.workdir or config.workdir or "/",
+            "user": user if user is not None else self.spec.user or config.user or "",
+        }
+
+    def _launch(
+        self, request: dict[str, Any], on_output: OnOutput | None, limit: int, *, wants_input: bool
+    ) -> LocalProcess:
+        channel = self.box.channel
+        if channel.closed:
+            raise channel.lost()
+        theirs: list[int] = []
+        outputs: dict[Stream, Output] = {}
+        stdin = -1
+        if "tty" not in request:
+            source, stdin = _input(wants_input)
+            theirs.append(source)
+            for name in ("stdout", "stderr"):
+                read, write = os.pipe2(os.O_CLOEXEC)
+                os.fchmod(write, 0o666)
+                theirs.append(write)
+                outputs[name] = Output(read, name, limit, on_output)
+        process = LocalProcess(channel, outputs, stdin, self.box.oom_kills)
+        process.expect_terminal(limit, on_output)
+        self._processes.add(process)
+        try:
+            channel.send(request | {"id": process.number}, theirs)
+        except SandboxError:
+            process.discard()
+            raise
+        finally:
+            for fd in theirs:
+                os.close(fd)
+        self._forget_finished()
+        return process
+
+    def _forget_finished(self) -> None:
+        for process in [process for process in self._processes if process.finished]:
+            self._processes.discard(process)
+
+    async def upload(self, source: Path, target: str, *, owner: str | None = None) -> None:
+        source = source.resolve(strict=True)
+        request: dict[str, Any] = {"op": "unpack", "target": target, "owner": owner or [0, 0]}
+        if not source.is_dir():
+            request |= {"op": "write", "mode": copying.mode_of(source)}
+        await copying.copy(self.box.channel, request, inward=True, work=lambda fd: copying.pack(fd, source))
+
+    async def write_file(self, target: str, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
+        request = {"op": "write", "target": target, "mode": mode, "owner": owner or [0, 0]}
+        await copying.copy(self.box.channel, request, inward=True, work=lambda fd: copying.write_bytes(fd, data))
+
+    async def download(
+        self, source: str, target: Path, *, exclude: Sequence[str] = (), max_bytes: int | None = None
+    ) -> list[str]:
+        request = {"op": "pack", "source": source, "exclude": list(exclude), "max_bytes": max_bytes}
+        work = lambda fd: copying.unpack(fd, target, max_bytes)  # noqa: E731
+        return await copying.copy(self.box.channel, request, inward=False, work=work)
+
+    async def read_file(self, source: str, *, max_bytes: int = OUTPUT_LIMIT) -> bytes:
+        request = {"op": "read", "source": source, "max_bytes": max_bytes}
+        return await copying.copy(self.box.channel, request, inward=False, work=copying.read_bytes)
+
+    async def put_tar(self, stream: AsyncIterator[bytes], target: str) -> None:
+        request = {"op": "unpack", "target": target, "owner": None}
+        await copying.copy(self.box.channel, request, inward=True, work=lambda fd: copying.feed_stream(fd, stream))
+
+    def get_tar(self, source: str) -> AsyncIterator[bytes]:
+        request = {"op": "pack", "source": source, "exclude": [], "max_bytes": None}
+        return copying.stream(self.box.channel, request)
+
+    async def set_network(self, policy: NetworkPolicy) -> None:
+        if policy != self.spec.network:
+            raise PolicyError("a local sandbox keeps the network that it was started with")
+
+    async def listen(self, port: int, factory: ProtocolFactory, *, host: str = "127.0.0.1") -> LocalListener:
+        message, fds = await self.box.channel.ask({"op": "listen", "host": host, "port": port})
+        sock = socket.socket(fileno=fds[0])
+        server = await asyncio.get_running_loop().create_server(factory, sock=sock)
+        listener = LocalListener(message["port"], server)
+        self._listeners.append(listener)
+        return listener
+
+    async def kill_all(self) -> int:
+        message, _ = await self.box.channel.ask({"op": "kill_all"})
+        return message["killed"]
+
+    async def snapshot(self) -> Image:
+        raise SandboxError("snapshots are not there yet")
+
+    async def stop(self) -> None:
+        for listener in self._listeners:
+            await listener.close()
+        await self.box.stop()
+        for process in self._processes:
+            process.discard()
+
+
+def _input(wanted: bool) -> tuple[int, int]:
+    """What the command reads from, and pier's end of it (-1 without one)."""
+    if not wanted:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), -1
+    read, write = os.pipe2(os.O_CLOEXEC)
+    os.fchmod(read, 0o666)
+    os.set_blocking(write, False)
+    return read, write
+
+
+async def _feed(process: LocalProcess, data: bytes) -> None:
+    with contextlib.suppress(SandboxError):
+        await process.write(data)
+        await process.close_stdin()

@@ -1,0 +1,67 @@
+"""Messages between pier, the zygotes and the inits: one JSON object each, with open files beside it.
+
+Sockets are SEQPACKET, so a message arrives whole or not at all. One that is too long for a packet travels in an
+anonymous file. Standard library only: both ends use this.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+from typing import Any
+
+_PACKET = 64 * 1024
+_FDS = 16
+_ELSEWHERE = b"@"
+"""The whole packet, when the message is in the first of its files."""
+
+
+def encode(message: dict[str, Any], fds: list[int]) -> tuple[bytes, list[int], int]:
+    """The packet, the files to send with it, and the one among them to close afterwards (-1 if none)."""
+    data = json.dumps(message, separators=(",", ":")).encode()
+    if len(data) <= _PACKET:
+        return data, fds, -1
+    fd = os.memfd_create("message", os.MFD_CLOEXEC)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    return _ELSEWHERE, [fd, *fds], fd
+
+
+def send(sock: socket.socket, message: dict[str, Any], fds: list[int] | None = None) -> None:
+    """Send one message, as the socket blocks or does not."""
+    data, files, extra = encode(message, fds or [])
+    try:
+        send_packet(sock, data, files)
+    finally:
+        if extra >= 0:
+            os.close(extra)
+
+
+def send_packet(sock: socket.socket, data: bytes, fds: list[int]) -> None:
+    """Send what `encode` made."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+
+
+def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """The next message and its files, which are closed on exec; None at the end of the connection."""
+    flags = socket.MSG_CMSG_CLOEXEC
+    data, ancillary, _, _ = sock.recvmsg(_PACKET + 1, socket.CMSG_SPACE(_FDS * 4), flags)
+    fds: list[int] = []
+    for _, kind, value in ancillary:
+        if kind == socket.SCM_RIGHTS:
+            fds.extend(array.array("i", value[: len(value) - len(value) % 4]))
+    if not data:
+        for fd in fds:
+            os.close(fd)
+        return None
+    if data == _ELSEWHERE:
+        fd = fds.pop(0)
+        try:
+            data = os.pread(fd, os.fstat(fd).st_size, 0)
+        finally:
+            os.close(fd)
+    return json.loads(data), fds

@@ -1,0 +1,279 @@
+"""The warm process that sandboxes are forked from, so that none of them pays for an interpreter's start.
+
+It is small, has one thread, imports everything beforehand and does three things on request: start a sandbox, remove a
+directory, and end when pier does. Its own root is a private tmpfs: `/host` is the machine, `/lowers/N` are the layers
+in use (with shifted ids, when root), so that a clone of this process finds them without being able to read pier's home.
+
+Run as `python -I -S -c BOOT`; descriptor 0 is its socket to pier, the configuration is its first message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+import stat
+from typing import Any
+
+from pier.sandbox import tree
+from pier.sandbox.local import init, kernel, wire
+from pier.sandbox.local.remove import remove
+from pier.sandbox.local.root import HOST
+
+_NAMESPACES = (
+    kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+)  # fmt: skip
+_LOWERS_KEPT = 128
+_REMOVED_AT_ONCE = 200
+"""Trees with more entries than this are removed by a child, so that starts do not wait."""
+
+
+class Zygote:
+    """One zygote. `serve` runs until pier closes the socket."""
+
+    def __init__(self, sock: socket.socket, config: dict[str, Any]) -> None:
+        self.sock = sock
+        self.config = config
+        self.lowers: dict[tuple[str, int, int], str] = {}
+        self.counter = 0
+        self.shift = -1
+
+    def prepare(self) -> None:
+        """Take a root of its own; with shifted ids, make the namespace that layers are shifted by."""
+        kernel.set_name("pier-zygote")
+        kernel.unshare(kernel.CLONE_NEWNS)
+        kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+        kernel.mount("tmpfs", "/tmp", "tmpfs", 0, "mode=755")
+        for name in ("host", "lowers", "mounts"):
+            os.mkdir(f"/tmp/{name}", 0o755)
+        kernel.pivot_root("/tmp", "/tmp/host")
+        os.chdir("/")
+        if self.config["shifted"]:
+            self.shift = self._make_user_namespace()
+        gc.collect()
+        gc.freeze()
+
+    def serve(self) -> None:
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        wake_in, wake_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(wake_out, warn_on_full_buffer=False)
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        poll.register(wake_in, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd == wake_in:
+                    os.read(wake_in, 4096)
+                    _reap()
+                    continue
+                received = wire.receive(self.sock)
+                if received is None:
+                    return
+                self._answer(*received)
+
+    def _answer(self, message: dict[str, Any], fds: list[int]) -> None:
+        try:
+            if message["op"] == "start":
+                self._start(message, fds)
+            elif message["op"] == "remove":
+                self._remove(message)
+            elif message["op"] == "forget":
+                self._forget(message["path"])
+        except OSError as error:
+            wire.send(self.sock, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _start(self, message: dict[str, Any], fds: list[int]) -> None:
+        plan = message["plan"]
+        directory = HOST + message["directory"]
+        self._make_directories(directory, plan)
+        plan["lowers"] = [self._lower(path) for path in message["layers"]]
+        attached = [wanted for wanted in (*plan["mounts"], *plan["binds"]) if wanted.get("source")]
+        os.chdir(directory)
+        try:
+            for wanted in attached:
+                self._attach(wanted)
+            self._clone(message, plan, fds)
+        finally:
+            os.chdir("/")
+            for wanted in attached:
+                if "from" in wanted:
+                    kernel.unmount(wanted["from"])
+
+    def _clone(self, message: dict[str, Any], plan: dict[str, Any], fds: list[int]) -> None:
+        go_in, go_out = os.pipe2(os.O_CLOEXEC)
+        network = kernel.CLONE_NEWNET if plan["own_network"] else 0
+        pid, pidfd = kernel.clone(_NAMESPACES | kernel.CLONE_NEWCGROUP | network)
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            os.close(go_out)
+            self.sock.close()
+            init.main(socket.socket(fileno=fds[0]), go_in, plan)
+        try:
+            os.close(go_in)
+            self._write_maps(pid)
+            with open("pid", "w") as stream:
+                stream.write(f"{pid} {_start_time(pid)}")
+            os.write(go_out, b"1")
+            wire.send(self.sock, {"id": message["id"], "pid": pid}, [pidfd])
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            raise
+        finally:
+            os.close(go_out)
+            os.close(pidfd)
+
+    def _make_directories(self, directory: str, plan: dict[str, Any]) -> None:
+        owner = self.config["root_outside"]
+        os.chown(directory, owner, owner)
+        for name in ("u", "w", "m", "t", "etc"):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(f"{directory}/{name}", 0o755)
+            os.chown(f"{directory}/{name}", owner, owner)
+        for name, text in plan["etc"].items():
+            with open(f"{directory}/etc/{name}", "w") as stream:
+                stream.write(text)
+            os.chown(f"{directory}/etc/{name}", owner, owner)
+
+    def _write_maps(self, pid: int) -> None:
+        for name in ("uid_map", "gid_map"):
+            with open(f"{HOST}/proc/{pid}/{name}", "w") as stream:
+                stream.write(self.config["map"])
+
+    def _make_user_namespace(self) -> int:
+        go_in, go_out = os.pipe2(os.O_CLOEXEC)
+        pid, pidfd = kernel.clone(kernel.CLONE_NEWUSER)
+        if pid == 0:
+            os.close(go_out)
+            os.read(go_in, 1)
+            os._exit(0)
+        self._write_maps(pid)
+        fd = os.open(f"{HOST}/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        for end in (go_in, go_out, pidfd):
+            os.close(end)
+        os.waitpid(pid, 0)
+        return fd
+
+    def _lower(self, path: str) -> str:
+        """Where the layer `path` is mounted, with shifted ids if need be."""
+        found = os.stat(HOST + path)
+        key = (path, found.st_dev, found.st_ino)
+        if key in self.lowers:
+            self.lowers[key] = self.lowers.pop(key)
+            return self.lowers[key]
+        while len(self.lowers) >= _LOWERS_KEPT:
+            oldest = next(iter(self.lowers))
+            kernel.unmount(self.lowers.pop(oldest))
+        self.counter += 1
+        target = f"/lowers/{self.counter}"
+        os.mkdir(target, 0o755)
+        fd = kernel.open_tree(HOST + path)
+        try:
+            if self.shift >= 0:
+                kernel.set_mount(fd, user_namespace=self.shift)
+            kernel.attach(fd, target)
+        finally:
+            os.close(fd)
+        if path == "/":
+            target = self._stack(target)
+        self.lowers[key] = target
+        return target
+
+    def _stack(self, lower: str) -> str:
+        """`lower` as a file system of its own: directories on it could not be layers beside it otherwise."""
+        self.counter += 1
+        empty, target = f"/lowers/empty-{self.counter}", f"/lowers/{self.counter}"
+        os.mkdir(empty, 0o755)
+        os.mkdir(target, 0o755)
+        kernel.mount("overlay", target, "overlay", kernel.MS_RDONLY, f"lowerdir={empty}:{lower},userxattr")
+        return target
+
+    def _forget(self, path: str) -> None:
+        for key in [key for key in self.lowers if key[0] == path]:
+            kernel.unmount(self.lowers.pop(key))
+
+    def _attach(self, wanted: dict[str, Any]) -> None:
+        """Mount a bind's source where the clone will find it, whoever may read the way there."""
+        source = HOST + wanted["source"]
+        self.counter += 1
+        target = f"/mounts/{self.counter}"
+        if stat.S_ISDIR(os.stat(source).st_mode):
+            os.mkdir(target, 0o755)
+        else:
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+        fd = self._open_source(source)
+        try:
+            kernel.attach(fd, target)
+        finally:
+            os.close(fd)
+        wanted["from"] = target
+
+    def _open_source(self, source: str) -> int:
+        """A copy of a mount, with shifted ids where the file system can do that, else with all that is below it."""
+        if self.shift >= 0:
+            fd = kernel.open_tree(source)
+            try:
+                kernel.set_mount(fd, user_namespace=self.shift)
+                return fd
+            except OSError:
+                os.close(fd)
+        return kernel.open_tree(source, recursive=True)
+
+    def _remove(self, message: dict[str, Any]) -> None:
+        path = HOST + message["path"]
+        if _is_small(path):
+            remove(path)
+            wire.send(self.sock, {"id": message["id"]})
+        elif os.fork() == 0:
+            try:
+                remove(path)
+                wire.send(self.sock, {"id": message["id"]})
+            except OSError as error:
+                wire.send(self.sock, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
+            finally:
+                os._exit(0)
+
+
+def _is_small(path: str) -> bool:
+    budget = _REMOVED_AT_ONCE
+    for _, directories, files in os.walk(path):
+        budget -= len(directories) + len(files)
+        if budget < 0:
+            return False
+    return True
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _start_time(pid: int) -> str:
+    with open(f"{HOST}/proc/{pid}/stat") as stream:
+        return stream.read().rpartition(")")[2].split()[19]
+
+
+def main() -> None:
+    sock = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    tree.warm()
+    received = wire.receive(sock)
+    if received is None:
+        return
+    zygote = Zygote(sock, received[0])
+    try:
+        zygote.prepare()
+    except OSError as error:
+        wire.send(sock, {"id": 0, "error": str(error), "errno": error.errno or 0})
+        return
+    wire.send(sock, {"id": 0})
+    with contextlib.suppress(ConnectionError):
+        zygote.serve()

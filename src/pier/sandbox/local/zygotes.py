@@ -1,0 +1,144 @@
+"""pier's side of the zygotes: starts them when they are needed, spreads work over them, replaces those that died."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from pier.errors import SandboxError
+from pier.idmap import IdMap, mapped_argv
+from pier.sandbox.local.channel import Answer, Channel
+
+_BOOT = Path(__file__).resolve().with_name("boot.py")
+_PASSED_ON = ("PATH", "PIER_TEST_SESSION")
+
+
+def id_rows(ids: IdMap) -> str:
+    """The id map that a zygote writes for each sandbox. Zygotes of plain users are root in a namespace already."""
+    if ids.mode == "root":
+        return "".join(f"{part.inside} {part.outside} {part.count}\n" for part in ids.uids)
+    return "0 0 1\n" if ids.mode == "single" else "0 0 65536\n"
+
+
+class Zygote:
+    """One zygote process and the connection to it."""
+
+    def __init__(self, ids: IdMap) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._log = os.memfd_create("pier-zygote", os.MFD_CLOEXEC)
+        argv = [sys.executable, "-I", "-S", str(_BOOT)]
+        env = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | {"LC_ALL": "C.UTF-8"}
+        self._process = subprocess.Popen(
+            argv if ids.mode == "root" else mapped_argv(argv),
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            stderr=self._log,
+            env=env,
+            cwd="/",
+            start_new_session=True,
+        )
+        theirs.close()
+        self.pid = self._process.pid
+        self.pending = 0
+        self.channel = Channel(ours, "the process that sandboxes are forked from has died", self._reap)
+        self._ids = ids
+
+    async def prepare(self) -> None:
+        """Wait until it can start sandboxes."""
+        shifted = self._ids.mode == "root"
+        root = self._ids.uids[0].outside if shifted else 0
+        config = {"shifted": shifted, "root_outside": root, "map": id_rows(self._ids)}
+        try:
+            await self.channel.wait(0, lambda: self.channel.send(config))
+        except SandboxError as error:
+            raise SandboxError(f"cannot prepare sandboxes here: {self.log() or error}", hint="pier doctor") from error
+
+    async def ask(self, message: dict[str, Any], fds: list[int] | None = None) -> Answer:
+        self.pending += 1
+        try:
+            return await self.channel.ask(message, fds)
+        finally:
+            self.pending -= 1
+
+    def log(self) -> str:
+        """The last line of what it complained of."""
+        if self._log < 0:
+            return ""
+        text = os.pread(self._log, 1 << 16, 0).decode(errors="replace").strip()
+        return text.splitlines()[-1] if text else ""
+
+    def _reap(self) -> None:
+        try:
+            self._process.wait(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def close(self) -> None:
+        self.channel.close()
+        if self._log >= 0:
+            os.close(self._log)
+            self._log = -1
+
+
+class Zygotes:
+    """Up to one zygote for each core; the first is made at the first need, more when all are busy."""
+
+    def __init__(self, ids: IdMap) -> None:
+        self.ids = ids
+        self._most = min(4, len(os.sched_getaffinity(0)))
+        self._all: list[Zygote] = []
+        self._lock = asyncio.Lock()
+
+    async def pick(self) -> Zygote:
+        """The zygote with the least to do, alive."""
+        self._bury()
+        if not self._all or (len(self._all) < self._most and min(one.pending for one in self._all) > 1):
+            async with self._lock:
+                self._bury()
+                if len(self._all) < self._most and all(one.pending > 1 for one in self._all):
+                    self._all.append(await self._make())
+        return min(self._all, key=lambda one: one.pending)
+
+    async def _make(self) -> Zygote:
+        zygote = Zygote(self.ids)
+        try:
+            await zygote.prepare()
+        except BaseException:
+            zygote.close()
+            raise
+        return zygote
+
+    def _bury(self) -> None:
+        for one in [one for one in self._all if one.channel.closed]:
+            self._all.remove(one)
+            one.close()
+
+    async def ask_any(self, message: dict[str, Any]) -> None:
+        """Have one of them do something that any can do; once more with another if the first one dies."""
+        for last in (False, True):
+            zygote = await self.pick()
+            try:
+                await zygote.ask(message)
+                return
+            except SandboxError:
+                if last or not zygote.channel.closed:
+                    raise
+
+    async def tell_all(self, message: dict[str, Any]) -> None:
+        for one in self._all:
+            if not one.channel.closed:
+                one.channel.send(message)
+
+    def pids(self) -> list[int]:
+        return [one.pid for one in self._all]
+
+    def close(self) -> None:
+        for one in self._all:
+            one.close()
+        self._all.clear()
