@@ -20,6 +20,14 @@ AGENTS: dict[str, str] = {
     "gemini-cli": "pier.agent.gemini_cli:GeminiCli",
     "opencode": "pier.agent.opencode:OpenCode",
     "mini-swe-agent": "pier.agent.mini_swe_agent:MiniSweAgent",
+    "qwen-code": "pier.agent.qwen_code:QwenCode",
+    "goose": "pier.agent.goose:Goose",
+    "pi": "pier.agent.pi:Pi",
+    "kimi": "pier.agent.kimi:Kimi",
+    "copilot": "pier.agent.copilot:Copilot",
+    "cline": "pier.agent.cline:Cline",
+    "aider": "pier.agent.aider:Aider",
+    "openhands": "pier.agent.openhands:OpenHands",
 }
 """The built-in agents as `module:Class`."""
 

@@ -24,14 +24,19 @@ def architecture() -> str:
     return {"aarch64": "arm64"}.get(platform.machine(), "x64")
 
 
+def named(template: str) -> str:
+    """A package or path with this machine's architecture filled in."""
+    return template.replace("{arch}", architecture())
+
+
 def newest(spec: PackSpec) -> str:
     """The newest version that the registry has."""
-    return run_tool(["npm", "view", "--json", spec.package, "version"]).strip().strip('"')
+    return run_tool(["npm", "view", "--json", named(spec.package), "version"]).strip().strip('"')
 
 
 def build(spec: PackSpec, root: Path, scratch: Path) -> None:
     """Put the package below `root`."""
-    modules = _install(f"{spec.package}@{spec.version}", scratch / "agent")
+    modules = _install(f"{named(spec.package)}@{spec.version}", scratch / "agent")
     if spec.program:
         program = _native(spec, modules)
         (root / "bin").mkdir()
@@ -45,7 +50,7 @@ def build(spec: PackSpec, root: Path, scratch: Path) -> None:
 
 
 def _native(spec: PackSpec, modules: Path) -> Path:
-    pattern = spec.program.format(arch=architecture(), machine=platform.machine())
+    pattern = named(spec.program)
     found = sorted(modules.parent.glob(f"node_modules/{pattern}"))
     if not found:
         raise AgentError(

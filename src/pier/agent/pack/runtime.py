@@ -53,6 +53,7 @@ def complete(root: Path) -> None:
     _add_libraries(root / "lib", wanted, machine)
     _add_locale(root)
     for path, elf in found:
+        path.chmod(0o755)  # some packages forget to mark the programs that they bring
         if elf.loader == MACHINE_LOADER:
             set_loader(path, LOADER)
 

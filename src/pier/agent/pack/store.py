@@ -56,7 +56,7 @@ class PackStore:
 
     def find(self, spec: PackSpec) -> Pack | None:
         """The pack of a pinned spec, if it is built."""
-        return self._read(self._reference(spec)) if spec.version else None
+        return self._read(self._reference(replace(spec, package=npm.named(spec.package)))) if spec.version else None
 
     def all(self) -> list[Pack]:
         """Every built pack, by package."""
@@ -79,6 +79,7 @@ class PackStore:
     async def ensure(self, spec: PackSpec, on_progress: OnProgress | None = None) -> Pack:
         """The pack of `spec`, built first if it is missing. Several callers wait for one build."""
         say = on_progress or (lambda _: None)
+        spec = replace(spec, package=npm.named(spec.package))
         if spec.version in (None, "latest"):
             say(f"looking up the newest {spec.package}")
             spec = await asyncio.to_thread(resolve, spec)

@@ -1,0 +1,47 @@
+"""Cline's command line, as one native program. Speaks Chat Completions; its data is below the agent's logs."""
+
+from __future__ import annotations
+
+import json
+
+from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
+from pier.agent.options import Flag, flags
+from pier.agent.packed import PackedAgent, mcp_servers, model_of
+
+HOME = f"{AGENT_LOGS}/cline"
+PROVIDER = "openai-compatible"
+FLAGS = (
+    Flag("thinking", "--thinking", ("none", "low", "medium", "high", "xhigh")),
+    Flag("max_consecutive_mistakes", "--retries"),
+)
+
+
+class Cline(PackedAgent):
+    """It leaves a daemon behind that dies with the sandbox. Its shell is `/bin/bash`, which the image must have."""
+
+    name = "cline"
+    dialect = "chat"
+    pack = PackSpec("npm", "cline", "3.0.65", program="@cline/cli-linux-{arch}/bin/cline")
+    options = (*(row.option for row in FLAGS), "model")
+
+    def launch(self, run: AgentRun) -> Launch:
+        model = model_of(run)
+        argv = [f"{PACK_PATH}/bin/cline", "--json", "--auto-approve", "true"]
+        argv += ["-P", PROVIDER] if run.endpoint else []
+        argv += ["-m", model] if model else []
+        argv += flags(self.name, run.options, FLAGS)
+        quiet = {"telemetryOptOut": True, "autoUpdateEnabled": False}
+        files = [AgentFile(f"{HOME}/data/settings/global-settings.json", json.dumps(quiet).encode())]
+        if run.endpoint:
+            settings = {
+                "provider": PROVIDER,
+                "apiKey": run.endpoint.key,
+                "model": model,
+                "baseUrl": f"{run.endpoint.url}/v1",
+            }
+            providers = {"version": 1, "lastUsedProvider": PROVIDER, "providers": {PROVIDER: {"settings": settings}}}
+            files.append(AgentFile(f"{HOME}/data/settings/providers.json", json.dumps(providers).encode()))
+        if run.mcp_servers:
+            servers = json.dumps({"mcpServers": mcp_servers(run)}).encode()
+            files.append(AgentFile(f"{HOME}/data/settings/cline_mcp_settings.json", servers))
+        return Launch([*argv, run.instruction], {"CLINE_DIR": HOME}, tuple(files))

@@ -1,0 +1,51 @@
+"""Kimi Code on the pack's node. Speaks any of the four dialects; Chat Completions unless the user picks another."""
+
+from __future__ import annotations
+
+import json
+
+from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
+from pier.agent.options import EFFORTS, choice
+from pier.agent.packed import PackedAgent, mcp_servers, model_of
+
+HOME = f"{AGENT_LOGS}/kimi"
+ENTRY = f"{PACK_PATH}/node_modules/@moonshot-ai/kimi-code/dist/main.mjs"
+TYPES = {
+    "chat": ("openai", "/v1"),
+    "anthropic": ("anthropic", ""),
+    "responses": ("openai_responses", "/v1"),
+    "gemini": ("google-genai", ""),
+}
+
+
+class Kimi(PackedAgent):
+    """Its model is told by variables alone; MCP servers go into a file of its home."""
+
+    name = "kimi"
+    dialect = "chat"
+    pack = PackSpec("npm", "@moonshot-ai/kimi-code", "2.1.0")
+    options = ("reasoning_effort", "dialect", "model")
+
+    def launch(self, run: AgentRun) -> Launch:
+        argv = [f"{PACK_PATH}/bin/node", ENTRY, "--output-format", "stream-json", "--prompt", run.instruction]
+        env = {"KIMI_CODE_HOME": HOME, "KIMI_CODE_NO_AUTO_UPDATE": "1"}
+        if model := model_of(run):
+            env["KIMI_MODEL_NAME"] = model
+        if run.endpoint:
+            kind, path = TYPES[choice(self.name, run.options, "dialect", tuple(TYPES), default="chat")]
+            env |= {
+                "KIMI_MODEL_API_KEY": run.endpoint.key,
+                "KIMI_MODEL_BASE_URL": run.endpoint.url + path,
+                "KIMI_MODEL_PROVIDER_TYPE": kind,
+            }
+            if run.endpoint.context_window:
+                env["KIMI_MODEL_MAX_CONTEXT_SIZE"] = str(run.endpoint.context_window)
+        if effort := choice(self.name, run.options, "reasoning_effort", EFFORTS):
+            env["KIMI_MODEL_THINKING_EFFORT"] = effort
+        files = [AgentFile(f"{HOME}/config.toml", b"telemetry = false\n")]
+        if run.mcp_servers:
+            files.append(AgentFile(f"{HOME}/mcp.json", json.dumps({"mcpServers": mcp_servers(run)}).encode()))
+        return Launch(argv, env, tuple(files))
+
+    def skills_into(self, run: AgentRun) -> str | None:
+        return f"{HOME}/skills"

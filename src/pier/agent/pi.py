@@ -1,0 +1,58 @@
+"""pi on the pack's node. Speaks any of the four dialects; Chat Completions unless the user picks another."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
+from pier.agent.options import Flag, choice, flags
+from pier.agent.packed import PackedAgent, model_of
+
+HOME = f"{AGENT_LOGS}/pi"
+ENTRY = f"{PACK_PATH}/node_modules/@earendil-works/pi-coding-agent/dist/bundle/cli.js"
+PROVIDER = "pier"
+APIS = {
+    "chat": ("openai-completions", "/v1"),
+    "anthropic": ("anthropic-messages", ""),
+    "responses": ("openai-responses", "/v1"),
+    "gemini": ("google-generative-ai", "/v1beta"),
+}
+FLAGS = (Flag("thinking", "--thinking", ("off", "minimal", "low", "medium", "high", "xhigh", "max")),)
+
+
+class Pi(PackedAgent):
+    """It knows no MCP and exits with 0 when its model fails: what happened is told by the wire alone."""
+
+    name = "pi"
+    dialect = "chat"
+    pack = PackSpec("npm", "@earendil-works/pi-coding-agent", "0.87.1")
+    options = ("thinking", "dialect", "model")
+
+    def launch(self, run: AgentRun) -> Launch:
+        argv = [f"{PACK_PATH}/bin/node", ENTRY, "--print", "--mode", "json"]
+        argv += ["--provider", PROVIDER] if run.endpoint else []
+        argv += ["--model", model_of(run)] if model_of(run) else []
+        argv += flags(self.name, run.options, FLAGS)
+        env = {"PI_CODING_AGENT_DIR": HOME, "PI_OFFLINE": "1", "PI_TELEMETRY": "0", "PI_SKIP_VERSION_CHECK": "1"}
+        files = ()
+        if run.endpoint:
+            files = (AgentFile(f"{HOME}/models.json", json.dumps(self._models(run), indent=2).encode()),)
+        return Launch([*argv, run.instruction], env, files)
+
+    def _models(self, run: AgentRun) -> dict[str, Any]:
+        endpoint = run.endpoint
+        assert endpoint is not None
+        api, path = APIS[choice(self.name, run.options, "dialect", tuple(APIS), default="chat")]
+        model = {
+            "id": endpoint.model,
+            "reasoning": bool(run.options.get("thinking")),
+            "contextWindow": endpoint.context_window or 200_000,
+            "maxTokens": endpoint.max_output_tokens or 32_000,
+            "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
+        }
+        provider = {"baseUrl": endpoint.url + path, "api": api, "apiKey": endpoint.key, "models": [model]}
+        return {"providers": {PROVIDER: provider}}
+
+    def skills_into(self, run: AgentRun) -> str | None:
+        return f"{HOME}/skills"

@@ -1,0 +1,56 @@
+"""Qwen Code on the pack's node. Speaks Chat Completions; its home is below the agent's logs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
+from pier.agent.options import Flag, flags, mapping, merged, words
+from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, mcp_servers, model_of
+
+HOME = f"{AGENT_LOGS}/qwen"
+ENTRY = f"{PACK_PATH}/node_modules/@qwen-code/qwen-code/cli-entry.js"
+
+
+class QwenCode(PackedAgent):
+    """`settings` is merged over pier's own settings, so what the user sets there wins."""
+
+    name = "qwen-code"
+    dialect = "chat"
+    pack = PackSpec("npm", "@qwen-code/qwen-code", "0.24.4")
+    options = ("max_turns", "settings", "disallowed_tools", "model")
+
+    def launch(self, run: AgentRun) -> Launch:
+        model = model_of(run)
+        argv = [f"{PACK_PATH}/bin/node", ENTRY, "--yolo", "--output-format", "stream-json"]
+        argv += flags(self.name, run.options, (Flag("max_turns", "--max-session-turns"),))
+        env = {"QWEN_HOME": HOME, "QWEN_CODE_NO_RELAUNCH": "true"}
+        if run.endpoint:
+            env |= {"OPENAI_API_KEY": run.endpoint.key, "OPENAI_BASE_URL": f"{run.endpoint.url}/v1"}
+        if model:
+            env["OPENAI_MODEL"] = model
+        settings = json.dumps(self._settings(run), indent=2).encode()
+        return Launch([*argv, "--prompt", run.instruction], env, (AgentFile(f"{HOME}/settings.json", settings),))
+
+    def _settings(self, run: AgentRun) -> dict[str, Any]:
+        denied = words(run.options, "disallowed_tools", ["enter_plan_mode"])
+        settings: dict[str, Any] = {
+            "security": {"auth": {"selectedType": "openai"}, "folderTrust": {"enabled": False}},
+            "privacy": {"usageStatisticsEnabled": False},
+            "telemetry": {"enabled": False},
+            "general": {"enableAutoUpdate": False},
+            "model": {"generationConfig": {"timeout": CLIENT_TIMEOUT * 1000}},
+            "permissions": {"deny": denied},
+            "mcpServers": {name: _mcp(server) for name, server in mcp_servers(run).items()},
+        }
+        return merged(settings, mapping(self.name, run.options, "settings"))
+
+    def skills_into(self, run: AgentRun) -> str | None:
+        return f"{HOME}/skills"
+
+
+def _mcp(server: dict[str, Any]) -> dict[str, Any]:
+    if server["type"] == "stdio":
+        return {"command": server["command"], "args": server["args"], "trust": True}
+    return {"url" if server["type"] == "sse" else "httpUrl": server["url"], "trust": True}
