@@ -63,7 +63,8 @@ class Init:
 
     def __init__(self, control: socket.socket, plan: dict[str, Any]) -> None:
         self.control = control
-        self.confine = {"no_new_privileges": plan["no_new_privileges"], "filter": bytes.fromhex(plan["filter"])}
+        self.confine = {name: plan[name] for name in ("no_new_privileges", "many_ids")}
+        self.confine["filter"] = bytes.fromhex(plan["filter"])
         self.workers: dict[int, socket.socket] = {}
         self.idle: list[int] = []
         self.jobs: dict[int, int] = {}

@@ -37,12 +37,14 @@ class CannotRun(Exception):
         self.exit_code = exit_code
 
 
-def launch(request: dict[str, Any], fds: list[int]) -> tuple[int, int]:
+def launch(request: dict[str, Any], fds: list[int], *, many_ids: bool) -> tuple[int, int]:
     """Start the command; its pid, and the terminal's master or -1. `fds` are its stdin, stdout and stderr."""
     try:
         user = users.find(request["user"])
     except users.NoSuchUser as error:
         raise Refused(str(error), "no_such_user") from None
+    if not many_ids and (user.uid or user.gid):
+        raise Refused(f"there is only one id here, so nothing can run as {request['user']}", "single_id")
     env = {"PATH": PATH, "HOME": user.home} | request["env"]
     _enter(request["cwd"])
     argv = request["argv"]

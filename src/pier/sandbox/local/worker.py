@@ -28,13 +28,14 @@ def main(own: socket.socket, control: socket.socket, confine: dict[str, Any]) ->
     if confine["filter"]:
         seccomp.load(confine["filter"])
     kernel.drop_capabilities()
-    Worker(own, control).serve()
+    Worker(own, control, many_ids=confine["many_ids"]).serve()
 
 
 class Worker:
     """One worker's loop: a request from init, its work, and the wait until nothing of it is left."""
 
-    def __init__(self, own: socket.socket, control: socket.socket) -> None:
+    def __init__(self, own: socket.socket, control: socket.socket, *, many_ids: bool) -> None:
+        self.many_ids = many_ids
         self.own = own
         self.control = control
         self.job = -1
@@ -75,7 +76,7 @@ class Worker:
     def _run(self, message: dict[str, Any], fds: list[int]) -> None:
         master = -1
         try:
-            self.pid, master = launch.launch(message, fds)
+            self.pid, master = launch.launch(message, fds, many_ids=self.many_ids)
             if message["tell"]:
                 wire.send(self.control, {"id": self.job, "started": True}, [master] if master >= 0 else [])
         except launch.CannotRun as error:

@@ -141,9 +141,9 @@ class Zygote:
             os.chown(f"{directory}/etc/{name}", owner, owner)
 
     def _write_maps(self, pid: int) -> None:
-        for name in ("uid_map", "gid_map"):
+        for name, rows in self.config["maps"].items():
             with open(f"{HOST}/proc/{pid}/{name}", "w") as stream:
-                stream.write(self.config["map"])
+                stream.write(rows)
 
     def _make_user_namespace(self) -> int:
         go_in, go_out = os.pipe2(os.O_CLOEXEC)

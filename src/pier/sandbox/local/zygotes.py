@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from pier.errors import SandboxError
-from pier.idmap import IdMap, mapped_argv
+from pier.idmap import IdMap, IdRange, mapped_argv
 from pier.sandbox.local.channel import Answer, Channel
 
 _BOOT = Path(__file__).resolve().with_name("boot.py")
 _PASSED_ON = ("PATH", "PIER_TEST_SESSION")
 
 
-def id_rows(ids: IdMap) -> str:
+def id_rows(ids: IdMap, ranges: tuple[IdRange, ...]) -> str:
     """The id map that a zygote writes for each sandbox. Zygotes of plain users are root in a namespace already."""
-    if ids.mode == "root":
-        return "".join(f"{part.inside} {part.outside} {part.count}\n" for part in ids.uids)
-    return "0 0 1\n" if ids.mode == "single" else "0 0 65536\n"
+    shifted = ids.mode == "root"
+    return "".join(f"{part.inside} {part.outside if shifted else part.inside} {part.count}\n" for part in ranges)
 
 
 class Zygote:
@@ -52,7 +51,8 @@ class Zygote:
         """Wait until it can start sandboxes."""
         shifted = self._ids.mode == "root"
         root = self._ids.uids[0].outside if shifted else 0
-        config = {"shifted": shifted, "root_outside": root, "map": id_rows(self._ids)}
+        maps = {"uid_map": id_rows(self._ids, self._ids.uids), "gid_map": id_rows(self._ids, self._ids.gids)}
+        config = {"shifted": shifted, "root_outside": root, "maps": maps}
         try:
             await self.channel.wait(0, lambda: self.channel.send(config))
         except SandboxError as error:
