@@ -83,7 +83,7 @@ def test_attempts_answers_and_ends(tmp_path: Path) -> None:
     for data in (b"event: e\r", b"\ndata: 1\ndata: 2\r\n\r", b"\n: ping\n\ndata: \xc3", b"\xa9\n\ndata: torn"):
         call.chunk("upstream", data)
     call.end("ok", 200, usage=Usage(input_tokens=3, output_tokens=4))
-    recorder.call(FACTS, b"")
+    recorder.call(FACTS, b"").note(begun=True)
     first, second = recording.read(tmp_path).calls
     assert [attempt.error for attempt in first.attempts] == ["503", None]
     assert first.attempts[0].body == body.encode()

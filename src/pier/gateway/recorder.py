@@ -23,7 +23,8 @@ from pier.gateway.redact import redacted
 
 FORMAT = 1
 Durable = Literal["kill", "power"]
-Side = Literal["upstream", "delivered"]
+Side = Literal["upstream", "delivered", "added"]
+"""From the model's side; to the agent, where that differs; to the agent, after what the model's side gave."""
 Outcome = Literal["ok", "error", "cancelled", "refused"]
 
 _STORE_APART = 256
@@ -41,23 +42,24 @@ class Recorder:
         self._places: list[tuple[int, int]] = [(0, 0)]
         self._lists = 0
         self._calls = 0
+        self._open = 0
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.write({"t": "session", "format": FORMAT, "at": _now(), **info})
+            self.rest()
 
     @property
     def on(self) -> bool:
         return self._journal is not None
 
     def call(self, facts: Mapping[str, Any], body: Body | bytes) -> CallRecord:
-        """A call begins. `facts` are its dialect, operation, method, path, headers, model and so on."""
+        """A call begins. `facts` are its dialect, operation, method, path, headers, model and so on.
+
+        It is written with the first thing that happens to it, so that a request is on its way upstream meanwhile.
+        """
         self._calls += 1
-        record = CallRecord(self, self._calls)
-        if self.on:
-            lines, pieces = self._pieces(body)
-            lines.append(_line({"t": "call", "c": self._calls, "at": _now(), **facts, "body": pieces}))
-            self.write_lines(lines)
-        return record
+        self._open += 1
+        return CallRecord(self, self._calls, (_now(), facts, body) if self.on else None)
 
     def write(self, value: Mapping[str, Any]) -> None:
         if self._journal:
@@ -68,16 +70,23 @@ class Recorder:
             self._journal.append_lines(b"".join(lines))
 
     async def commit(self) -> None:
-        """Wait until what was written survives what it should survive."""
+        """Wait until what was written survives what it should survive. To be called at the end of each call."""
+        self._open -= 1
         if self._journal and self._durable == "power":
             await asyncio.to_thread(self._journal.sync)
+        self.rest()
+
+    def rest(self) -> None:
+        """Hold no file open while no call runs, so that thousands of sessions may wait."""
+        if self._journal and self._open <= 0:
+            self._journal.close()
 
     def close(self, reason: str) -> None:
         self.write({"t": "close", "at": _now(), "reason": reason})
-        if self._journal:
-            self._journal.close()
+        self._open = 0
+        self.rest()
 
-    def _pieces(self, body: Body | bytes) -> tuple[list[bytes], list[Any]]:
+    def pieces(self, body: Body | bytes) -> tuple[list[bytes], list[Any]]:
         """The lines that define what is new in a body, and the body in terms of what is defined."""
         if isinstance(body, bytes):
             return [], [body.decode(errors="surrogateescape")] if body else []
@@ -134,6 +143,7 @@ class CallRecord:
 
     recorder: Recorder
     number: int
+    _unwritten: tuple[float, Mapping[str, Any], Body | bytes] | None = None
 
     def edited(self, edits: list[Mapping[str, Any]]) -> None:
         """The gateway changed the request, for the reasons given."""
@@ -142,11 +152,11 @@ class CallRecord:
 
     def attempt(self, facts: Mapping[str, Any], body: Body | bytes | None) -> None:
         """The request goes to an upstream, with this body (None: as the agent sent it)."""
-        if not self.recorder.on:
-            return
-        lines, pieces = self.recorder._pieces(body) if body is not None else ([], None)
-        lines.append(_line({"t": "attempt", "c": self.number, "at": _now(), **facts, "body": pieces}))
-        self.recorder.write_lines(lines)
+        if self.recorder.on:
+            lines = self._first_lines()
+            more, pieces = self.recorder.pieces(body) if body is not None else ([], None)
+            line = _line({"t": "attempt", "c": self.number, "at": _now(), **facts, "body": pieces})
+            self.recorder.write_lines([*lines, *more, line])
 
     def failed(self, error: str, wait: float | None) -> None:
         """The attempt gave no answer worth passing on; `wait` seconds later there is another one."""
@@ -169,7 +179,15 @@ class CallRecord:
 
     def _write(self, kind: str, **fields: Any) -> None:
         if self.recorder.on:
-            self.recorder.write({"t": kind, "c": self.number, "at": _now(), **fields})
+            line = _line({"t": kind, "c": self.number, "at": _now(), **fields})
+            self.recorder.write_lines([*self._first_lines(), line])
+
+    def _first_lines(self) -> list[bytes]:
+        if self._unwritten is None:
+            return []
+        (at, facts, body), self._unwritten = self._unwritten, None
+        lines, pieces = self.recorder.pieces(body)
+        return [*lines, _line({"t": "call", "c": self.number, "at": at, **facts, "body": pieces})]
 
 
 def _separator(text: str, spans: tuple[Span, ...]) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,8 @@ class Call:
     edits: list[Mapping[str, Any]] = field(default_factory=list)
     notes: list[Mapping[str, Any]] = field(default_factory=list)
     delivered: Answer | None = None
+    added: list[Chunk] = field(default_factory=list)
+    """What the gateway itself sent after an upstream's answer broke off."""
     outcome: str = "interrupted"
     error: str | None = None
     status: int | None = None
@@ -152,9 +154,10 @@ class Call:
     @property
     def answer(self) -> Answer | None:
         """What the agent received, in its own dialect."""
-        if self.delivered or not self.attempts:
-            return self.delivered
-        return self.attempts[-1].answer
+        found = self.delivered or (self.attempts[-1].answer if self.attempts else None)
+        if found and self.added:
+            return replace(found, chunks=[*found.chunks, *self.added])
+        return found
 
     @property
     def upstream(self) -> Attempt | None:
@@ -249,6 +252,8 @@ class Reader:
                     call.attempts[-1].answer = answer
                 else:
                     call.delivered = answer
+            case "chunk" if value["side"] == "added":
+                call.added.append(Chunk(at, value["text"].encode(errors="surrogateescape")))
             case "chunk":
                 upstream = value["side"] == "upstream" and call.attempts
                 answer = call.attempts[-1].answer if upstream else call.delivered

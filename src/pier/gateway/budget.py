@@ -1,0 +1,129 @@
+"""What a session, or a whole job, may use, and what it has used.
+
+A turn is reserved before its generation starts and given back when the upstream failed to give one, so a budget of N
+turns means exactly N generations, also with calls in parallel. Tokens and money are known only after a turn: the turn
+that crosses the line is the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from pier.gateway.canonical import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Limits; None is no limit. `wall_time` is in seconds from the first call on. `requests_per_minute` slows down,
+    the others end the session."""
+
+    turns: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    total_tokens: int | None = None
+    cost_usd: float | None = None
+    wall_time: float | None = None
+    requests_per_minute: int | None = None
+
+    @property
+    def counts_tokens(self) -> bool:
+        counted = (self.input_tokens, self.output_tokens, self.total_tokens, self.cost_usd)
+        return any(limit is not None for limit in counted)
+
+
+class Turn:
+    """A reserved turn. It is given back unless `spend` was called: an upstream that fails costs nothing."""
+
+    def __init__(self, meters: tuple[Meter, ...]) -> None:
+        self._meters = meters
+        self.spent = False
+
+    def spend(self) -> None:
+        """The upstream began to answer."""
+        self.spent = True
+
+    def add(self, usage: Usage | None, cost: float | None) -> None:
+        for meter in self._meters:
+            meter.add(usage, cost)
+
+
+class Meter:
+    """What was used of one budget. Several sessions may share one, next to their own."""
+
+    def __init__(self, budget: Budget = Budget(), *, owner: str = "session") -> None:  # noqa: B008 - it is frozen
+        self.budget = budget
+        self.owner = owner
+        self.turns = 0
+        self.input_tokens = 0
+        self.output_tokens = 0
+        self.cost_usd = 0.0
+        self._started: float | None = None
+        self._recent: deque[float] = deque()
+
+    def add(self, usage: Usage | None, cost: float | None) -> None:
+        if usage:
+            self.input_tokens += usage.input_tokens or 0
+            self.output_tokens += usage.output_tokens or 0
+        self.cost_usd += cost or 0.0
+
+    def start(self) -> None:
+        """The clock of `wall_time` runs from here; only the first call counts."""
+        if self._started is None:
+            self._started = time.monotonic()
+
+    @property
+    def seconds_left(self) -> float | None:
+        if self.budget.wall_time is None:
+            return None
+        return self.budget.wall_time - (time.monotonic() - self._started if self._started is not None else 0.0)
+
+    def exhausted(self) -> str | None:
+        """Which limit is used up, in words; None if there is room for a turn."""
+        budget = self.budget
+        rows = (
+            ("turns", self.turns, budget.turns),
+            ("input tokens", self.input_tokens, budget.input_tokens),
+            ("output tokens", self.output_tokens, budget.output_tokens),
+            ("tokens", self.input_tokens + self.output_tokens, budget.total_tokens),
+        )
+        for name, used, limit in rows:
+            if limit is not None and used >= limit:
+                return f"{used} of {limit} {name} of this {self.owner} are used"
+        if budget.cost_usd is not None and self.cost_usd >= budget.cost_usd:
+            return f"${self.cost_usd:.4f} of ${budget.cost_usd:.4f} of this {self.owner} are spent"
+        if (left := self.seconds_left) is not None and left <= 0:
+            return f"the {budget.wall_time:g} seconds of this {self.owner} are over"
+        return None
+
+    async def pace(self) -> None:
+        """Wait until another request fits into this minute."""
+        limit = self.budget.requests_per_minute
+        if not limit:
+            return
+        while True:
+            now = time.monotonic()
+            while self._recent and now - self._recent[0] >= 60:
+                self._recent.popleft()
+            if len(self._recent) < limit:
+                self._recent.append(now)
+                return
+            await asyncio.sleep(60 - (now - self._recent[0]))
+
+
+@contextmanager
+def reserved(meters: tuple[Meter, ...]) -> Iterator[Turn]:
+    """One turn of each meter, held while a call runs."""
+    turn = Turn(meters)
+    for meter in meters:
+        meter.turns += 1
+    try:
+        yield turn
+    finally:
+        if not turn.spent:
+            for meter in meters:
+                meter.turns -= 1

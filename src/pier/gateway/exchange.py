@@ -1,0 +1,181 @@
+"""One generation in flight: the agent on one side, a model on the other, the recording and the budget beside them.
+
+Whatever the model's side is, these promises are kept here: each call ends once, in the recording before the agent
+sees its last event; a failure reaches the agent in its own dialect; a stream that is quiet for long is kept alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from pier.gateway.body import Body
+from pier.gateway.budget import Turn
+from pier.gateway.caller import Caller
+from pier.gateway.canonical import ErrorKind, Request, Usage
+from pier.gateway.cost import cost_of
+from pier.gateway.dialect import StreamRenderer
+from pier.gateway.providers import Target
+from pier.gateway.recorder import CallRecord, Outcome
+from pier.gateway.translate import Memory
+from pier.gateway.upstream import Upstreams
+
+
+class CallerGone(Exception):
+    """The agent closed its connection."""
+
+
+class Exchange:
+    """What everyone who answers a generation works with."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        body: Body,
+        record: CallRecord,
+        turn: Turn,
+        upstreams: Upstreams,
+        memory: Memory,
+        *,
+        keep_alive: float,
+    ) -> None:
+        self.caller = caller
+        self.body = body
+        self.record = record
+        self.turn = turn
+        self.upstreams = upstreams
+        self.memory = memory
+        self.stream = caller.route.stream if caller.route.stream is not None else bool(body.value.get("stream"))
+        self.target: Target | None = None
+        self.usage: Usage | None = None
+        self.ended = False
+        self.edited = False
+        """Whether `body` is no longer what the agent sent."""
+        self.sign_of_life: bytes | None = None
+        """What to send in a quiet stream; without it the dialect's own renderer says."""
+        self._keep_alive = keep_alive
+        self._request: Request | None = None
+        self._renderer: StreamRenderer | None = None
+        self._last_write = 0.0
+        self._starting = asyncio.Lock()
+
+    @property
+    def request(self) -> Request:
+        """The call without its dialect; `BadRequest` if the body is not of the dialect."""
+        if self._request is None:
+            self._request = self.caller.dialect.parse_request(self.body.value, self.caller.route)
+        return self._request
+
+    @property
+    def renderer(self) -> StreamRenderer:
+        if self._renderer is None:
+            self._renderer = self.caller.dialect.stream_renderer(self.request, self.caller.route)
+        return self._renderer
+
+    @property
+    def started(self) -> bool:
+        return self.caller.response is not None
+
+    async def start(self, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        """Begin the streamed answer, unless a sign of life began it already."""
+        async with self._starting:
+            if not self.started:
+                await self._guarded(self.caller.start(status, headers or {"Content-Type": self.renderer.content_type}))
+
+    async def write(self, data: bytes) -> None:
+        self._last_write = asyncio.get_running_loop().time()
+        await self._guarded(self.caller.write(data))
+
+    async def finish(self) -> web.StreamResponse:
+        return await self._guarded(self.caller.finish())
+
+    async def end(self, outcome: Outcome, status: int = 200, error: str | None = None) -> None:
+        """The call is over; comes back when that is recorded. Only the first end counts."""
+        if self.ended:
+            return
+        self.ended = True
+        provider, model = (self.target.provider.name, self.target.model) if self.target else ("", None)
+        if self.turn.spent:
+            self.turn.add(self.usage, cost_of(self.usage, model, provider))
+        self.record.end(outcome, status, error=error, usage=self.usage)
+        await self.record.recorder.commit()
+
+    async def fail(
+        self, status: int, message: str, kind: ErrorKind, body: bytes | None = None, outcome: Outcome = "error"
+    ) -> web.StreamResponse:
+        """Tell the agent, in whatever way is still possible."""
+        if self.started:
+            data = self.renderer.error(status, message, kind)
+            self.record.chunk("added", data)
+            await self.end(outcome, status, message)
+            await self.write(data)
+            return await self.finish()
+        data = body or self.caller.error_bytes(status, message, kind)
+        self.record.status("delivered", status, {"content-type": "application/json"}, False)
+        self.record.chunk("delivered", data)
+        await self.end(outcome, status, message)
+        return await self.caller.reply(status, data)
+
+    async def reply(self, body: bytes, headers: Mapping[str, str] | None = None) -> web.StreamResponse:
+        """A whole answer that is in the recording already."""
+        await self.end("ok")
+        return await self.caller.reply(200, body, headers)
+
+    @asynccontextmanager
+    async def kept_alive(self) -> AsyncIterator[None]:
+        """While this runs, a streamed answer is never quiet for longer than the interval."""
+        if not self.stream:
+            yield
+            return
+        beat = _Beat(self, self._keep_alive)
+        try:
+            yield
+        finally:
+            await beat.stop()
+
+    async def show_life(self) -> None:
+        await self.start()
+        await self.write(self.sign_of_life or self.renderer.keep_alive())
+
+    @staticmethod
+    async def _guarded(writing: Any) -> Any:
+        try:
+            return await writing
+        except ConnectionError:
+            raise CallerGone from None
+
+
+class _Beat:
+    """A timer that costs nothing until a stream is really quiet."""
+
+    def __init__(self, exchange: Exchange, interval: float) -> None:
+        self._exchange = exchange
+        self._interval = interval
+        self._loop = asyncio.get_running_loop()
+        exchange._last_write = self._loop.time()
+        self._task: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(interval, self._tick)
+
+    def _tick(self) -> None:
+        quiet = self._loop.time() - self._exchange._last_write
+        if quiet < self._interval:
+            self._timer = self._loop.call_later(self._interval - quiet, self._tick)
+        elif self._task is None or self._task.done():
+            self._task = self._loop.create_task(self._beat())
+            self._timer = self._loop.call_later(self._interval, self._tick)
+
+    async def _beat(self) -> None:
+        try:
+            await self._exchange.show_life()
+        except CallerGone:
+            self._timer.cancel()
+
+    async def stop(self) -> None:
+        self._timer.cancel()
+        if self._task and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait({self._task})

@@ -1,0 +1,81 @@
+"""How many requests a provider gets, from all sessions together, and when the next attempt may be made.
+
+One limiter is shared by all sessions that use a provider with the same key. When the provider says "later", everybody
+waits, not only the call that was told so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+
+from pier.gateway.budget import Budget, Meter
+
+RETRY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529})
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How passing faults are met: so many attempts, so many seconds of waiting in all."""
+
+    attempts: int = 6
+    patience: float = 180.0
+    first: float = 0.5
+    longest: float = 30.0
+
+    def pause(self, attempt: int, waited: float, asked: float | None) -> float | None:
+        """How long to wait after the attempt with this number (from 1); None to give up."""
+        if attempt >= self.attempts:
+            return None
+        wait = asked or min(self.longest, self.first * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+        return wait if waited + wait <= self.patience else None
+
+
+def retry_after(headers: Mapping[str, str], now: float | None = None) -> float | None:
+    """The seconds that an answer asks to wait, as `Retry-After` or OpenAI's and Anthropic's `retry-after-ms`."""
+    try:
+        if milliseconds := headers.get("retry-after-ms"):
+            return max(0.0, float(milliseconds) / 1000)
+        text = headers.get("Retry-After")
+        if not text:
+            return None
+        if text.strip().replace(".", "", 1).isdigit():
+            return float(text)
+        return max(0.0, parsedate_to_datetime(text).timestamp() - (time.time() if now is None else now))
+    except (ValueError, TypeError):
+        return None
+
+
+class Limiter:
+    """The shared gate in front of one provider."""
+
+    def __init__(self, requests_per_minute: int | None = None, concurrency: int | None = None) -> None:
+        self._pace = Meter(Budget(requests_per_minute=requests_per_minute))
+        self._slots = asyncio.Semaphore(concurrency) if concurrency else None
+        self._closed_until = 0.0
+
+    def close_for(self, seconds: float) -> None:
+        """The provider asked for a pause."""
+        self._closed_until = max(self._closed_until, time.monotonic() + seconds)
+
+    async def pass_gate(self) -> None:
+        """Wait until a request may be sent."""
+        left = self._closed_until - time.monotonic()
+        while left > 0:
+            await asyncio.sleep(left)
+            left = self._closed_until - time.monotonic()
+        await self._pace.pace()
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """One of the requests that may run at the same time, for as long as its answer streams."""
+        if self._slots is None:
+            yield
+            return
+        async with self._slots:
+            yield

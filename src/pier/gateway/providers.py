@@ -1,0 +1,198 @@
+"""Who serves a model: providers from the environment and from `providers.toml`, and the names that lead to them.
+
+A provider is an address per dialect, a key and headers. Keys are read when a session is made, are sent to the
+provider's own address only, and are shown nowhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pier.errors import UsageError
+from pier.gateway.canonical import DialectName
+from pier.home import pier_home
+
+Auth = Literal["bearer", "x-api-key", "x-goog-api-key", "none"]
+_VERSION = re.compile(r"/v\d\w*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """One upstream. `dialects` are those it speaks, the one to translate to first."""
+
+    name: str
+    url: str
+    dialects: tuple[DialectName, ...]
+    key: str | None = field(default=None, repr=False)
+    key_name: str | None = None
+    """The variable that should hold the key, for the message when it does not."""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    auth: Auth | None = None
+    requests_per_minute: int | None = None
+    concurrency: int | None = None
+    tokens: bool = False
+    """Ask for token ids and log-probs, as vLLM gives them, and keep them in the recording."""
+
+    def address(self, path: str) -> str:
+        """The full address of a dialect's path (`/v1/messages`); an address that ends in a version keeps its own."""
+        base = self.url.rstrip("/")
+        if _VERSION.search(base):
+            path = re.sub(r"^/v1(beta)?(?=/)", "", path)
+        return base + path
+
+    def credentials(self, dialect: DialectName) -> dict[str, str]:
+        """The headers that prove who asks, and what else this provider wants."""
+        default: Auth = {"anthropic": "x-api-key", "gemini": "x-goog-api-key"}.get(dialect, "bearer")  # type: ignore
+        auth = self.auth or default
+        if not self.key or auth == "none":
+            return dict(self.headers)
+        proof = {"Authorization": f"Bearer {self.key}"} if auth == "bearer" else {auth: self.key}
+        return {**proof, **self.headers}
+
+    def check(self) -> None:
+        """`UsageError` if the key that this provider needs is missing."""
+        if self.key_name and not self.key:
+            raise UsageError(
+                f"there is no key for {self.name}", hint=f"export {self.key_name}=...", code="provider-key-missing"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model at a provider."""
+
+    provider: Provider
+    model: str
+
+
+class _Entry(BaseModel):
+    """`[NAME]` in `providers.toml`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: str
+    dialects: list[DialectName] = Field(default=["chat"], min_length=1)
+    key_env: str | None = None
+    headers: dict[str, str] = {}
+    auth: Auth | None = None
+    requests_per_minute: int | None = None
+    concurrency: int | None = None
+    tokens: bool = False
+
+
+_BUILT_IN: tuple[tuple[str, str, tuple[DialectName, ...], tuple[str, ...], tuple[str, ...]], ...] = (
+    ("anthropic", "https://api.anthropic.com", ("anthropic",), ("ANTHROPIC_API_KEY",), ("ANTHROPIC_BASE_URL",)),
+    ("openai", "https://api.openai.com", ("responses", "chat"), ("OPENAI_API_KEY",), ("OPENAI_BASE_URL",)),
+    (
+        "google",
+        "https://generativelanguage.googleapis.com",
+        ("gemini",),
+        ("GEMINI_API_KEY", "GOOGLE_API_KEY"),
+        ("GEMINI_BASE_URL", "GOOGLE_GEMINI_BASE_URL"),
+    ),
+    ("openrouter", "https://openrouter.ai/api", ("chat",), ("OPENROUTER_API_KEY",), ("OPENROUTER_BASE_URL",)),
+)
+_ALIASES = {"gemini": "google"}
+_FAMILIES = ((r"claude", "anthropic"), (r"gpt-|o\d|codex|chatgpt", "openai"), (r"gemini", "google"))
+
+
+class Directory:
+    """All providers that this process knows of."""
+
+    def __init__(self, providers: Mapping[str, Provider]) -> None:
+        self._providers = dict(providers)
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str] | None = None, config: Path | None = None) -> Directory:
+        """Built-in ones with keys and addresses of the environment; then those of the file, which win."""
+        env = os.environ if environ is None else environ
+        found = {}
+        for name, url, dialects, keys, urls in _BUILT_IN:
+            key = next((env[variable] for variable in keys if env.get(variable)), None)
+            own = next((env[variable] for variable in urls if env.get(variable)), None)
+            if own and name == "openai":
+                dialects = ("chat", "responses")
+            found[name] = Provider(name, own or url, dialects, key, None if own else keys[0])
+        path = config or pier_home() / "providers.toml"
+        return cls({**found, **_read(path, env)})
+
+    def get(self, name: str) -> Provider:
+        name = _ALIASES.get(name, name)
+        if name in self._providers:
+            return self._providers[name]
+        near = difflib.get_close_matches(name, self._providers, n=1)
+        raise UsageError(
+            f"there is no provider {name!r}; known: {', '.join(self._providers)}",
+            hint=f"write {near[0]}/MODEL" if near else "add it to providers.toml, or give its address with --upstream",
+            code="provider-unknown",
+        )
+
+    def target(self, model: str, upstream: str | None = None) -> Target:
+        """Who serves `model`: `PROVIDER/MODEL`, a name that says its maker (`claude-...`), or any at `upstream`,
+        which is an address or the name of a provider."""
+        if upstream and "://" in upstream:
+            return Target(at_address(upstream, key=os.environ.get("PIER_UPSTREAM_KEY")), model)
+        if upstream:
+            return Target(self.get(upstream), model.removeprefix(f"{upstream}/"))
+        maker, slash, rest = model.partition("/")
+        if slash and (_ALIASES.get(maker, maker) in self._providers):
+            return Target(self.get(maker), rest)
+        for pattern, name in _FAMILIES:
+            if re.match(pattern, model):
+                return Target(self._providers[name], model)
+        if slash:
+            self.get(maker)
+        raise UsageError(
+            f"nobody is known to serve the model {model!r}",
+            hint=f"name the provider too, e.g. openrouter/{model}, or give an address with --upstream",
+            code="model-unknown",
+        )
+
+
+def at_address(url: str, *, key: str | None = None, name: str = "custom") -> Provider:
+    """A provider at any compatible address. It speaks Chat Completions unless the address says otherwise:
+    `anthropic+http://127.0.0.1:8000`, `chat,responses+https://models.example/v1`."""
+    spoken, plus, rest = url.partition("+")
+    if not plus or "://" in spoken:
+        return Provider(name, url, ("chat",), key)
+    dialects = tuple(spoken.split(","))
+    if unknown := set(dialects) - set(get_args(DialectName)):
+        raise UsageError(f"there is no dialect {sorted(unknown)[0]!r}", hint=f"use {', '.join(get_args(DialectName))}")
+    return Provider(name, rest, cast("tuple[DialectName, ...]", dialects), key)
+
+
+def with_tokens(target: Target) -> Target:
+    """The same target, asked for token ids and log-probs."""
+    return replace(target, provider=replace(target.provider, tokens=True))
+
+
+def _read(path: Path, env: Mapping[str, str]) -> dict[str, Provider]:
+    try:
+        tables: dict[str, Any] = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not TOML: {error}", hint=f"mend {path}") from None
+    found = {}
+    for name, table in tables.items():
+        try:
+            entry = _Entry.model_validate(table)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in (name, *first["loc"]))
+            raise UsageError(f"{path}: {where}: {first['msg']}", hint=f"mend {path}") from None
+        facts = entry.model_dump(exclude={"key_env"})
+        key = env.get(entry.key_env) if entry.key_env else None
+        found[name] = Provider(
+            name=name, key=key, key_name=entry.key_env, **{**facts, "dialects": tuple(entry.dialects)}
+        )
+    return found

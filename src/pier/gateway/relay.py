@@ -1,0 +1,185 @@
+"""An upstream of the agent's own dialect: bytes and headers pass as they are, events as they arrive.
+
+The one thing held back is an event that is not whole yet. What the gateway itself adds to a request (another model
+name, token ids) is taken out of the answer.
+"""
+
+from __future__ import annotations
+
+import json
+from urllib.parse import quote
+
+from aiohttp import ClientError, ClientResponse, web
+
+from pier.gateway.canonical import DialectName, stream_turn
+from pier.gateway.dialect import BadResponse
+from pier.gateway.exchange import Exchange
+from pier.gateway.providers import Target
+from pier.gateway.redact import Scrubber
+from pier.gateway.tokens import Extras, ask
+from pier.gateway.upstream import MAX_ANSWER, Outgoing, UpstreamFailed
+from pier.gateway.watch import Broken, Framer, Watch, data_of
+
+_PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "anthropic": "/v1/messages"}
+
+
+async def relay(x: Exchange, target: Target, *, usage: bool = False) -> web.StreamResponse:
+    """Pass the call on and the answer back. With `usage` the upstream is asked to count tokens in any case."""
+    body, extras = x.body, Extras()
+    if x.caller.route.dialect == "chat":
+        body, extras = ask(body, tokens=target.provider.tokens, usage=usage)
+    if "model" in body.fields and body.value["model"] != target.model:
+        body = body.with_fields(model=target.model)
+    changed = body is not x.body
+    out = Outgoing(
+        provider=target.provider,
+        dialect=x.caller.route.dialect,
+        path=_path(x, target.model),
+        model=target.model,
+        headers=x.caller.forwarded_headers(),
+        data=body.encode(),
+        body=body if changed or x.edited else None,
+    )
+    try:
+        async with x.kept_alive(), x.upstreams.ask(out, x.record) as answer:
+            x.turn.spend()
+            if x.stream:
+                return await _stream(x, answer, extras, Scrubber(target.provider.key))
+            return await _whole(x, answer, extras, Scrubber(target.provider.key))
+    except UpstreamFailed as failed:
+        return await x.fail(failed.status, failed.message, failed.kind, failed.body)
+
+
+def _path(x: Exchange, model: str) -> str:
+    route = x.caller.route
+    if route.dialect == "gemini":
+        action = "streamGenerateContent?alt=sse" if x.stream else "generateContent"
+        return f"/v1beta/models/{quote(model, safe='')}:{action}"
+    query = x.caller.request.query_string
+    return _PATHS[route.dialect] + (f"?{query}" if query and "key=" not in query else "")
+
+
+def counting_path(dialect: DialectName, model: str) -> str:
+    if dialect == "gemini":
+        return f"/v1beta/models/{quote(model, safe='')}:countTokens"
+    return "/v1/responses/input_tokens" if dialect == "responses" else "/v1/messages/count_tokens"
+
+
+async def _whole(x: Exchange, answer: ClientResponse, extras: Extras, scrub: Scrubber) -> web.StreamResponse:
+    raw = scrub(await read_answer(answer))
+    x.record.status("upstream", answer.status, answer.headers, False)
+    x.record.chunk("upstream", raw)
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise UpstreamFailed(502, f"the provider's answer is not JSON: {_glimpse(raw)}", "server")
+    watch = Watch(x.caller.route.dialect)
+    watch.see_whole(value)
+    x.usage = watch.usage
+    if extras:
+        raw = json.dumps(extras.strip(value), ensure_ascii=False).encode()
+        x.record.status("delivered", answer.status, answer.headers, False)
+        x.record.chunk("delivered", raw)
+    return await x.reply(raw, answer.headers)
+
+
+async def _stream(x: Exchange, answer: ClientResponse, extras: Extras, scrub: Scrubber) -> web.StreamResponse:
+    if not answer.content_type.startswith("text/event-stream"):
+        return await _stream_whole(x, answer, scrub)
+    x.record.status("upstream", answer.status, answer.headers, True)
+    if extras:
+        x.record.status("delivered", answer.status, answer.headers, True)
+    await x.start(answer.status, answer.headers)
+    if x.caller.route.dialect == "responses":
+        x.sign_of_life = b'event: keepalive\ndata: {"type":"keepalive","sequence_number":0}\n\n'
+    framer, watch, held = Framer(), Watch(x.caller.route.dialect), b""
+    try:
+        while data := scrub(await next_chunk(answer)):
+            x.record.chunk("upstream", data)
+            ready = held + await _pass_on(x, framer.feed(data), watch, extras)
+            held = b""
+            if watch.done:
+                await x.end("error" if watch.failed else "ok", error=watch.failed)
+            elif watch.finished and x.caller.route.dialect == "gemini":
+                held, ready = ready, b""
+            await x.write(ready)
+        if framer.torn or not watch.finished:
+            raise Broken("the provider's stream ended before the turn was over")
+    except Broken as broken:
+        x.usage = watch.usage
+        if x.ended:
+            return await x.finish()
+        return await x.fail(502, str(broken), "server")
+    x.usage = watch.usage
+    await x.end("ok")
+    await x.write(held)
+    return await x.finish()
+
+
+async def _pass_on(x: Exchange, events: list[bytes], watch: Watch, extras: Extras) -> bytes:
+    """What of these events the agent gets. Those before a broken one are delivered before it is reported."""
+    ready: list[bytes] = []
+    for event in events:
+        try:
+            value = watch.see(data_of(event))
+        except Broken:
+            await x.write(b"".join(ready))
+            raise
+        ready.append(extras.strip_event(event, value) if extras else event)
+    x.usage = watch.usage
+    data = b"".join(ready)
+    if extras:
+        x.record.chunk("delivered", data)
+    return data
+
+
+async def _stream_whole(x: Exchange, answer: ClientResponse, scrub: Scrubber) -> web.StreamResponse:
+    """The upstream did not stream. What it gave instead is streamed from here, if it is an answer at all."""
+    raw = scrub(await read_answer(answer))
+    x.record.status("upstream", answer.status, answer.headers, False)
+    x.record.chunk("upstream", raw)
+    dialect = x.caller.dialect
+    try:
+        turn = dialect.parse_response(json.loads(raw))
+    except (ValueError, BadResponse, AttributeError, TypeError):
+        words = f"the provider answered with {answer.content_type} instead of a stream: {_glimpse(raw)}"
+        raise UpstreamFailed(502, words, "server") from None
+    x.usage = turn.usage
+    data = b"".join(x.renderer.render(delta) for delta in stream_turn(turn))
+    x.record.status("delivered", 200, {"content-type": x.renderer.content_type}, True)
+    x.record.chunk("delivered", data)
+    await x.start()
+    await x.end("ok")
+    await x.write(data)
+    return await x.finish()
+
+
+async def read_answer(answer: ClientResponse) -> bytes:
+    parts, size = [], 0
+    try:
+        async for part in answer.content.iter_any():
+            size += len(part)
+            if size > MAX_ANSWER:
+                raise UpstreamFailed(502, f"the provider's answer is larger than {MAX_ANSWER} bytes", "server")
+            parts.append(part)
+    except TimeoutError:
+        raise UpstreamFailed(504, "the provider fell silent in the middle of its answer", "timeout") from None
+    except (ClientError, OSError) as error:
+        raise UpstreamFailed(502, f"the provider's answer was cut off: {error}", "server") from None
+    return b"".join(parts)
+
+
+async def next_chunk(answer: ClientResponse) -> bytes:
+    """More of a stream; nothing at its end."""
+    try:
+        return await answer.content.readany()
+    except TimeoutError:
+        raise Broken("the provider fell silent in the middle of its answer") from None
+    except (ClientError, OSError) as error:
+        raise Broken(f"the provider's stream was cut off: {error}") from None
+
+
+def _glimpse(raw: bytes) -> str:
+    return raw[:120].decode(errors="replace").strip() or "nothing"

@@ -1,0 +1,111 @@
+"""An earlier recording answers again, call by call.
+
+A request is answered by the next recorded call that has not been used and asks the same. A request that nobody made
+before is an error that shows where it differs from the one that was expected; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from pier.errors import UsageError
+from pier.gateway.exchange import Exchange
+from pier.gateway.recording import Call, read
+
+_VOLATILE = frozenset({"metadata", "user", "prompt_cache_key", "client_metadata", "safety_identifier"})
+"""Fields that identify a client's run and change nothing in what is asked."""
+
+
+class Replay:
+    """The generations of one recording that ended well, in order."""
+
+    def __init__(self, calls: list[Call], model: str) -> None:
+        self.model = model
+        self._left = calls
+
+    @classmethod
+    def load(cls, path: Path) -> Replay:
+        found = read(path)
+        calls = [call for call in found.generations() if call.outcome in ("ok", "error") and call.answer]
+        if not calls:
+            raise UsageError(f"{found.path} has no answers to replay", hint="pier gateway show PATH")
+        return cls(calls, calls[0].model or "replayed")
+
+    async def answer(self, x: Exchange) -> web.StreamResponse:
+        call = self._take(x)
+        answer = call.answer
+        assert answer is not None
+        x.turn.spend()
+        x.usage = call.usage
+        x.record.note(replayed=call.number)
+        x.record.status("delivered", answer.status, answer.headers, answer.streamed)
+        for chunk in answer.chunks:
+            x.record.chunk("delivered", chunk.data)
+        if not answer.streamed:
+            await x.end("ok" if answer.status < 400 else "error", answer.status, call.error)
+            return await x.caller.reply(answer.status, answer.body, answer.headers)
+        await x.start(answer.status, answer.headers)
+        await x.write(b"".join(chunk.data for chunk in answer.chunks[:-1]))
+        await x.end("ok" if call.outcome == "ok" else "error", answer.status, call.error)
+        await x.write(b"".join(chunk.data for chunk in answer.chunks[-1:]))
+        return await x.finish()
+
+    def _take(self, x: Exchange) -> Call:
+        asked = _essence(x.body.value)
+        for index, call in enumerate(self._left):
+            if call.dialect == x.caller.route.dialect and call.stream == x.stream and _essence(call.request) == asked:
+                return self._left.pop(index)
+        if not self._left:
+            raise UsageError("the recording is used up: the agent asks more than it did then", code="replay-over")
+        expected = self._left[0]
+        if expected.dialect != x.caller.route.dialect:
+            words = f"it was made in the dialect {expected.dialect}, not {x.caller.route.dialect}"
+        elif expected.stream != x.stream:
+            words = "one is streamed, the other is not"
+        else:
+            words = "; ".join(_first(differences(_essence(expected.request), asked), 3))
+        raise UsageError(
+            f"this request is not in the recording; call {expected.number} differs: {words}", code="replay"
+        )
+
+
+def _essence(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name not in _VOLATILE}
+
+
+def differences(old: Any, new: Any, where: str = "$") -> Iterator[str]:
+    """Where two JSON values differ, in words."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(name for name in new if name not in old)]:
+            if name not in new:
+                yield f"{where}.{name} is missing now"
+            elif name not in old:
+                yield f"{where}.{name} is new"
+            else:
+                yield from differences(old[name], new[name], f"{where}.{name}")
+    elif isinstance(old, list) and isinstance(new, list):
+        for index, (before, after) in enumerate(zip(old, new, strict=False)):
+            yield from differences(before, after, f"{where}[{index}]")
+        if len(old) != len(new):
+            yield f"{where} has {len(new)} entries instead of {len(old)}"
+    elif old != new:
+        yield f"{where} was {_short(old)}, is {_short(new)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 160 else f"{text[:80]} ... {text[-60:]}"
+
+
+def _first(rows: Iterator[str], count: int) -> list[str]:
+    found = []
+    for row in rows:
+        found.append(row)
+        if len(found) == count:
+            break
+    return found

@@ -1,0 +1,186 @@
+"""The gateway itself: one server, thousands of sessions, on a host port, a unix socket or inside sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+
+from aiohttp import web
+
+from pier.errors import UsageError
+from pier.gateway.answering import Answerer, ByProvider, Policy, answerer
+from pier.gateway.budget import Budget, Meter
+from pier.gateway.caller import Caller
+from pier.gateway.cost import is_priced
+from pier.gateway.exchange import CallerGone
+from pier.gateway.limiter import Retry
+from pier.gateway.providers import Directory, Provider, with_tokens
+from pier.gateway.recorder import Durable
+from pier.gateway.session import Session, Terms
+from pier.gateway.upstream import Upstreams
+
+
+class Gateway:
+    """Made once, used as an async context manager; `session` gives each agent its own key.
+
+    `keep_alive` is the longest silence in a streamed answer, `silence` the longest of an upstream, both in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        providers: Directory | None = None,
+        retry: Retry = Retry(),  # noqa: B008 - it is frozen
+        keep_alive: float = 15.0,
+        silence: float = 900.0,
+    ) -> None:
+        self.keep_alive = keep_alive
+        self.upstreams = Upstreams(retry, silence)
+        self._directory = providers
+        self._sessions: dict[bytes, Session] = {}
+        self._servers: dict[str | None, web.Server] = {}
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Gateway:
+        self.upstreams.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.shield(self.close())
+
+    async def close(self) -> None:
+        """End every session and connection. Idempotent."""
+        for session in list(self._sessions.values()):
+            await session.close("the gateway was closed")
+        await self._stack.aclose()
+        for server in self._servers.values():
+            await server.shutdown(1)
+        self._servers.clear()
+        await self.upstreams.close()
+
+    @property
+    def directory(self) -> Directory:
+        if self._directory is None:
+            self._directory = Directory.load()
+        return self._directory
+
+    def session(
+        self,
+        model: str | None = None,
+        *,
+        upstream: str | Provider | Policy | None = None,
+        models: Mapping[str, str] | None = None,
+        budget: Budget | None = None,
+        pool: Meter | None = None,
+        recording: Path | None = None,
+        durable: Durable = "kill",
+        closed_book: bool = False,
+        tokens: bool = False,
+        context_window: int | None = None,
+        max_output_tokens: int | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> Session:
+        """A new session. `model` serves every name that the agent uses, but for those in `models` (patterns to model
+        names); without one, each name finds its own provider. `pool` is a budget shared with other sessions."""
+        terms = Terms(
+            model=model,
+            models=models or {},
+            budget=budget or Budget(),
+            recording=recording,
+            durable=durable,
+            closed_book=closed_book,
+            tokens=tokens,
+            context_window=context_window,
+            max_output_tokens=max_output_tokens,
+            labels=labels or {},
+        )
+        if upstream is not None and model is None:
+            raise UsageError("an upstream needs a model", hint="give the model's name too")
+        answer = self.answerer(model, terms, upstream) if model is not None else None
+        session = Session(self, terms, answer, pool)
+        self._sessions[_digest(session.key)] = session
+        return session
+
+    def answerer(self, model: str, terms: Terms, upstream: str | Provider | Policy | None = None) -> Answerer:
+        """Who answers for `model`; `UsageError` if nobody does, or what was agreed cannot be held."""
+        found = answerer(model, upstream, self.directory, usage=terms.budget.counts_tokens)
+        if not isinstance(found, ByProvider):
+            return found
+        provider = found.target.provider
+        provider.check()
+        if terms.budget.cost_usd is not None and not is_priced(found.target.model, provider.name):
+            raise UsageError(
+                f"nobody knows what {found.target.model} costs at {provider.name}, so a budget in money cannot be held",
+                hint="limit tokens instead",
+                code="price-unknown",
+            )
+        return ByProvider(with_tokens(found.target), found.usage) if terms.tokens else found
+
+    def forget(self, session: Session) -> bool:
+        """The session's key is dead from now on. Whether it was alive."""
+        server = self._servers.pop(session.id, None)
+        if server:
+            server.pre_shutdown()
+        return self._sessions.pop(_digest(session.key), None) is not None
+
+    def protocol_factory(self, session: Session | None = None) -> web.Server:
+        """Makes an asyncio protocol per connection, e.g. for `Sandbox.listen`. With a session it takes that one's key
+        only."""
+        name = session.id if session else None
+        if name not in self._servers:
+            serve = partial(self._serve, bound=session)
+            self._servers[name] = web.Server(serve, access_log=None, handler_cancellation=True, keepalive_timeout=3600)
+        return self._servers[name]
+
+    async def serve(self, host: str = "127.0.0.1", port: int = 0, session: Session | None = None) -> str:
+        """Listen on a port of this machine until the gateway is closed; the URL."""
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(self.protocol_factory(session), host, port)
+        self._stack.push_async_callback(_stop, server)
+        return f"http://{host}:{server.sockets[0].getsockname()[1]}"
+
+    async def serve_unix(self, path: Path, session: Session | None = None) -> None:
+        """Listen on a unix socket until the gateway is closed."""
+        server = await asyncio.get_running_loop().create_unix_server(self.protocol_factory(session), str(path))
+        self._stack.callback(path.unlink, missing_ok=True)
+        self._stack.push_async_callback(_stop, server)
+
+    def _find(self, key: str, bound: Session | None) -> Session | None:
+        found = self._sessions.get(_digest(key))
+        if found is None or not hmac.compare_digest(found.key.encode(), key.encode()):
+            return None
+        return found if bound is None or found is bound else None
+
+    async def _serve(self, request: web.BaseRequest, bound: Session | None) -> web.StreamResponse:
+        caller = Caller(request)
+        if caller.route.kind == "probe":
+            return await caller.reply(200, b"{}")
+        session = self._find(caller.key, bound)
+        if session is None:
+            if caller.route.kind == "unknown":
+                message = f"there is no {request.method} {request.path} here"
+                return await caller.reply(404, caller.error_bytes(404, message, "not_found"), close=True)
+            message = "this key is not known here, or its session is over"
+            return await caller.reply(401, caller.error_bytes(401, message, "authentication"), close=True)
+        try:
+            return await session.serve(caller)
+        except CallerGone:
+            raise ConnectionResetError("the agent went away") from None
+        except OSError as error:
+            if caller.response is not None:
+                raise
+            message = f"the call could not be recorded: {error}"
+            return await caller.reply(500, caller.error_bytes(500, message, "server"), close=True)
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode()).digest()
+
+
+async def _stop(server: asyncio.Server) -> None:
+    server.close()

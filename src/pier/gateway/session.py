@@ -1,0 +1,219 @@
+"""One agent's life at the gateway: a key, a model, a budget, a recording.
+
+The key is identity and credential in one; nothing of another session can be reached with it, and it is dead once the
+session is closed. A session serves what agents really ask: generations, token counts, lists of models, probes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from pier.endpoint import GATEWAY_PORT, Endpoint
+from pier.errors import UsageError
+from pier.gateway.answering import Answerer, ByProvider
+from pier.gateway.body import Body, parse
+from pier.gateway.budget import Budget, Meter, reserved
+from pier.gateway.caller import Caller, TooLarge
+from pier.gateway.canonical import ErrorKind
+from pier.gateway.dialect import BadRequest
+from pier.gateway.exchange import CallerGone, Exchange
+from pier.gateway.recorder import Durable, Outcome, Recorder
+from pier.gateway.translate import Memory
+
+if TYPE_CHECKING:
+    from pier.gateway.server import Gateway
+
+log = logging.getLogger(__name__)
+_BIG = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What was agreed for a session."""
+
+    model: str | None
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Other names the agent may use (patterns), and the models they stand for."""
+    budget: Budget = field(default_factory=Budget)
+    recording: Path | None = None
+    durable: Durable = "kill"
+    closed_book: bool = False
+    tokens: bool = False
+    context_window: int | None = None
+    max_output_tokens: int | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+class Session:
+    """Made by `Gateway.session`."""
+
+    def __init__(self, gateway: Gateway, terms: Terms, answer: Answerer | None, pool: Meter | None) -> None:
+        self.id = secrets.token_hex(8)
+        self.key = "sk-pier-" + secrets.token_urlsafe(32)
+        self.terms = terms
+        self.meter = Meter(terms.budget)
+        self.ended: str | None = None
+        """Why no further turn is given, once that is so."""
+        self._gateway = gateway
+        self._meters = (self.meter, pool) if pool else (self.meter,)
+        self._answer = answer
+        self._memory = Memory()
+        self._others: dict[str, Answerer] = {}
+        self._calls: set[asyncio.Task[Any]] = set()
+        info = {"id": self.id, "model": terms.model, "labels": dict(terms.labels), "closed_book": terms.closed_book}
+        self.recorder = Recorder(terms.recording, info, durable=terms.durable)
+
+    def __repr__(self) -> str:
+        return f"Session({self.id}, model={self.terms.model!r}, turns={self.meter.turns})"
+
+    @property
+    def model(self) -> str:
+        """The name that the agent is told."""
+        return self._answer.model if self._answer else "any"
+
+    def endpoint(self, url: str | None = None) -> Endpoint:
+        """What an agent needs to call: at `url`, or on a sandbox's own loopback."""
+        address = url or f"http://127.0.0.1:{GATEWAY_PORT}"
+        terms = self.terms
+        return Endpoint(address.rstrip("/"), self.key, self.model, terms.context_window, terms.max_output_tokens)
+
+    def stop(self, reason: str) -> None:
+        """Give no further turn; calls under way may end."""
+        self.ended = self.ended or reason
+
+    async def close(self, reason: str = "done") -> None:
+        """The key is dead, calls under way are cut off, the recording is complete. Idempotent."""
+        if not self._gateway.forget(self):
+            return
+        self.stop(reason)
+        for task in self._calls:
+            task.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=10)
+        self.recorder.close(self.ended or reason)
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.shield(self.close())
+
+    async def serve(self, caller: Caller) -> web.StreamResponse:
+        """Answer one request that carried this session's key."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            return await self._serve(caller)
+        finally:
+            self._calls.discard(task)
+
+    async def _serve(self, caller: Caller) -> web.StreamResponse:
+        try:
+            raw = await caller.read()
+        except TooLarge:
+            return await self._turn_down(caller, b"", 413, "the request is larger than 64 MiB", "too_large")
+        kind = caller.route.kind
+        if kind in ("generate", "count_tokens"):
+            try:
+                body = await asyncio.to_thread(parse, raw) if len(raw) > _BIG else parse(raw)
+            except BadRequest as error:
+                return await self._turn_down(caller, raw, 400, str(error), "invalid_request")
+            return await (self._generate(caller, body) if kind == "generate" else self._count(caller, body))
+        if kind == "models":
+            value = caller.dialect.models_body((self.model,))
+        elif kind == "model":
+            value = caller.dialect.model_body(caller.route.model or self.model)
+        else:
+            words = f"there is no {caller.request.method} {caller.request.path} here"
+            return await self._turn_down(caller, raw, 404, words, "not_found")
+        record = self.recorder.call(caller.facts(), raw)
+        record.end("ok", 200)
+        await self.recorder.commit()
+        return await caller.reply_json(value)
+
+    async def _turn_down(
+        self, caller: Caller, raw: bytes, status: int, message: str, kind: ErrorKind, outcome: Outcome = "error"
+    ) -> web.StreamResponse:
+        """Say no before anything was asked of a model."""
+        record = self.recorder.call(caller.facts(), raw)
+        data = caller.error_bytes(status, message, kind)
+        record.status("delivered", status, {"content-type": "application/json"}, False)
+        record.chunk("delivered", data)
+        record.end(outcome, status, error=message)
+        await self.recorder.commit()
+        return await caller.reply(status, data, close=status == 413)
+
+    async def _count(self, caller: Caller, body: Body) -> web.StreamResponse:
+        """As the provider counts, if it speaks this dialect; else roughly, four characters a token."""
+        record = self.recorder.call(caller.facts(), body)
+        counted = None
+        answer = self._answerer(caller.route.model or str(body.value.get("model") or self.model))
+        if isinstance(answer, ByProvider):
+            counted = await answer.count(caller, body, record, self._gateway.upstreams)
+        record.end("ok", 200)
+        await self.recorder.commit()
+        if counted is not None:
+            return await caller.reply(200, counted)
+        return await caller.reply_json(caller.dialect.count_tokens_body(max(1, len(body.text) // 4)))
+
+    async def _generate(self, caller: Caller, body: Body) -> web.StreamResponse:
+        for meter in self._meters:
+            await meter.pace()
+            meter.start()
+        asked = caller.route.model or str(body.value.get("model") or self.model)
+        stream = caller.route.stream if caller.route.stream is not None else bool(body.value.get("stream"))
+        record = self.recorder.call({**caller.facts(), "model": asked, "stream": stream}, body)
+        refusal = self._refusal()
+        with reserved(() if refusal else self._meters) as turn:
+            gateway = self._gateway
+            x = Exchange(caller, body, record, turn, gateway.upstreams, self._memory, keep_alive=gateway.keep_alive)
+            try:
+                if refusal:
+                    return await x.fail(400, refusal, "budget", outcome="refused")
+                return await self._within_time(x, asked)
+            except (asyncio.CancelledError, CallerGone):
+                await asyncio.shield(x.end("cancelled", 499, "the agent went away"))
+                raise
+            except UsageError as error:
+                return await x.fail(400, error.explain(), "invalid_request")
+            except Exception as error:  # whatever broke, the agent gets an error of its own dialect
+                log.exception("a call of session %s failed", self.id)
+                return await x.fail(500, f"the gateway failed: {type(error).__name__}: {error}", "server")
+
+    def _refusal(self) -> str | None:
+        """Why there is no further turn, in words for the agent; None if there is one."""
+        for meter in self._meters:
+            if why := meter.exhausted():
+                self.ended = self.ended or f"budget: {why}"
+        return f"pier gives no further turn ({self.ended}); finish without the model" if self.ended else None
+
+    async def _within_time(self, x: Exchange, asked: str) -> web.StreamResponse:
+        left = min((left for meter in self._meters if (left := meter.seconds_left) is not None), default=None)
+        clock = asyncio.timeout(left)
+        try:
+            async with clock:
+                return await self._answerer(asked).answer(x)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            return await x.fail(400, self._refusal() or "the time of this session is over", "budget", outcome="refused")
+
+    def _answerer(self, asked: str) -> Answerer:
+        """Who answers for the name that the agent used. A session with a model gives it to every name."""
+        name = next((name for pattern, name in self.terms.models.items() if fnmatchcase(asked, pattern)), None)
+        if name is None and self._answer:
+            return self._answer
+        name = name or asked
+        if name not in self._others:
+            self._others[name] = self._gateway.answerer(name, self.terms)
+        return self._others[name]

@@ -1,0 +1,147 @@
+"""Looks at a relayed answer without touching it: whole events, its usage, its proper end, its failure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pier.gateway.canonical import DialectName, Usage
+from pier.gateway.dialect.anthropic_body import read_usage as read_anthropic
+from pier.gateway.dialect.gemini_body import read_usage as read_gemini
+from pier.gateway.dialect.openai import read_usage as read_openai
+
+MAX_EVENT = 64 * 1024 * 1024
+_END_OF_EVENT = re.compile(rb"\r?\n\r?\n|\r\r")
+
+
+class Broken(Exception):
+    """The upstream's stream is not what it should be."""
+
+
+class Framer:
+    """Cuts a stream into whole events, as bytes."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self._seen = 0
+
+    @property
+    def torn(self) -> bool:
+        """Whether the stream stands in the middle of an event."""
+        return bool(self._rest.strip())
+
+    def feed(self, data: bytes) -> list[bytes]:
+        rest = self._rest
+        rest += data
+        events, start = [], 0
+        while found := _END_OF_EVENT.search(rest, max(start, self._seen - 3)):
+            events.append(bytes(rest[start : found.end()]))
+            start = self._seen = found.end()
+        del rest[:start]
+        self._seen = len(rest)
+        if len(rest) > MAX_EVENT:
+            raise Broken(f"the provider sent an event of more than {MAX_EVENT} bytes")
+        return events
+
+
+def data_of(event: bytes) -> bytes | None:
+    """The data of an event; None for a comment."""
+    if event.startswith(b"data:") and event.count(b"\n") <= 2 and b"\r" not in event:
+        return event[5:].strip()
+    lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None
+
+
+class Watch:
+    """What is known of an answer so far."""
+
+    def __init__(self, dialect: DialectName) -> None:
+        self._dialect = dialect
+        self.done = False
+        """The dialect's proper last event was seen."""
+        self.finished = False
+        """The model's turn is over, whether or not the stream says so properly."""
+        self.failed: str | None = None
+        self.usage: Usage | None = None
+
+    def see(self, data: bytes | None) -> Any:
+        """One event's data, decoded; `Broken` if it is not JSON."""
+        if data is None:
+            return None
+        if data == b"[DONE]":
+            self.done = self.finished = True
+            return None
+        try:
+            value = json.loads(data)
+        except ValueError:
+            raise Broken("the provider sent an event that is not JSON") from None
+        if isinstance(value, dict):
+            getattr(self, f"_see_{self._dialect}")(value)
+        return value
+
+    def see_whole(self, value: Mapping[str, Any]) -> None:
+        """A whole answer that was not streamed."""
+        raw = value.get("usageMetadata" if self._dialect == "gemini" else "usage")
+        self._count(raw)
+        self.done = self.finished = True
+
+    def _count(self, raw: Any) -> None:
+        if not isinstance(raw, dict):
+            return
+        read = {"anthropic": read_anthropic, "gemini": read_gemini}.get(self._dialect, read_openai)
+        new = read(raw)
+        old = self.usage or Usage()
+        known = {name: value for name in Usage.__dataclass_fields__ if (value := getattr(new, name)) is not None}
+        self.usage = Usage(**{**{name: getattr(old, name) for name in Usage.__dataclass_fields__}, **known})
+
+    def _see_anthropic(self, value: dict[str, Any]) -> None:
+        kind = value.get("type")
+        if kind == "message_start":
+            self._started = (value.get("message") or {}).get("usage") or {}
+            self._count(self._started)
+        elif kind == "message_delta":
+            self._count({**getattr(self, "_started", {}), **_known(value.get("usage"))})
+            self.finished = True
+        elif kind == "message_stop":
+            self.done = self.finished = True
+        elif kind == "error":
+            self._fail(value)
+
+    def _see_chat(self, value: dict[str, Any]) -> None:
+        if "error" in value and "choices" not in value:
+            self._fail(value)
+        self._count(value.get("usage"))
+        if any(isinstance(choice, dict) and choice.get("finish_reason") for choice in value.get("choices") or ()):
+            self.finished = True
+
+    def _see_responses(self, value: dict[str, Any]) -> None:
+        kind = value.get("type")
+        if kind in ("response.completed", "response.incomplete", "response.failed"):
+            response = value.get("response") or {}
+            self._count(response.get("usage"))
+            self.done = self.finished = True
+            if kind == "response.failed":
+                self._fail(response)
+        elif kind == "error":
+            self._fail(value)
+
+    def _see_gemini(self, value: dict[str, Any]) -> None:
+        if "error" in value:
+            self._fail(value)
+        self._count(value.get("usageMetadata"))
+        candidates = value.get("candidates") or ()
+        blocked = (value.get("promptFeedback") or {}).get("blockReason")
+        if blocked or any(isinstance(each, dict) and each.get("finishReason") for each in candidates):
+            self.finished = True
+
+    def _fail(self, value: Mapping[str, Any]) -> None:
+        error = value.get("error")
+        message = error.get("message") if isinstance(error, dict) else value.get("message")
+        self.failed = str(message or "the provider reported an error")
+        self.done = True
+
+
+def _known(raw: Any) -> dict[str, Any]:
+    return {name: value for name, value in raw.items() if value is not None} if isinstance(raw, dict) else {}

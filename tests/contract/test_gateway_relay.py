@@ -1,0 +1,76 @@
+"""A provider of the agent's own dialect: everything passes as it is, and everything is recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pier.gateway import Gateway, recording
+from tests.gateway_fakes import (
+    HELLO,
+    PATHS,
+    STREAM_PATHS,
+    TOOL,
+    fake_provider,
+    post,
+    request_body,
+    says,
+)
+
+pytestmark = pytest.mark.plain
+DIALECTS = ["chat", "responses", "anthropic", "gemini"]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bytes_and_headers_pass_both_ways(dialect: str, stream: bool, tmp_path: Path) -> None:
+    async with fake_provider(says(TOOL)) as fake, Gateway() as gateway:
+        url = await gateway.serve()
+        session = gateway.session(
+            "gemini-x" if dialect == "gemini" else "named-by-agent",
+            upstream=fake.provider(dialect),
+            recording=tmp_path / "calls.jsonl",
+        )
+        path = (STREAM_PATHS if stream else PATHS)[dialect]
+        body = json.dumps(request_body(dialect, "zwölf ☃", stream=stream), ensure_ascii=False, indent=1).encode()
+        status, headers, answer = await post(url, path, session.key, body, **{"x-own": "1", "anthropic-beta": "b"})
+        direct = await post(fake.url, path, "k", body)
+        assert status == 200
+        assert fake.asked[0].body == body
+        assert fake.asked[0].headers["x-own"] == "1"
+        assert fake.asked[0].headers["anthropic-beta"] == "b"
+        assert session.key not in str(fake.asked[0].headers)
+        assert "sk-provider-secret" in str(fake.asked[0].headers)
+        assert _timeless(answer) == _timeless(direct[2])
+        assert headers["Content-Type"] == direct[1]["Content-Type"]
+        await session.close()
+        text = (tmp_path / "calls.jsonl").read_text()
+        assert session.key not in text
+        assert "sk-provider-secret" not in text
+        (call,) = recording.read(tmp_path).generations()
+        assert (call.body, call.outcome, call.stream) == (body, "ok", stream)
+        assert call.answer
+        assert call.answer.body == answer
+        assert call.usage
+        assert (call.usage.input_tokens, call.usage.output_tokens) == (20, 9)
+
+
+def _timeless(answer: bytes) -> bytes:
+    import re
+
+    return re.sub(rb'"(created|created_at)": ?[\d.]+|"(id|item_id)": ?"[^"]*"', b"", answer)
+
+
+async def test_another_name_becomes_the_sessions_model(tmp_path: Path) -> None:
+    async with fake_provider(says(HELLO)) as fake, Gateway() as gateway:
+        url = await gateway.serve()
+        session = gateway.session("real", upstream=fake.provider(), recording=tmp_path / "calls.jsonl")
+        await post(url, PATHS["chat"], session.key, request_body("chat"))
+        assert fake.asked[0].json == {**request_body("chat"), "model": "real"}
+        (call,) = recording.read(tmp_path).generations()
+        assert call.model == "named-by-agent"
+        assert call.upstream
+        assert call.upstream.model == "real"
+        assert call.upstream.body == fake.asked[0].body
