@@ -79,21 +79,26 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def toml(value: Mapping[str, Any], prefix: str = "") -> str:
-    """A mapping as TOML. JSON's strings, numbers, booleans and lists are TOML's too; empty tables are left out."""
+    """A mapping as TOML; what is None is left out."""
     plain = {key: item for key, item in value.items() if not isinstance(item, Mapping)}
-    lines = [f"{json.dumps(key)} = {_toml_value(item)}" for key, item in plain.items() if item is not None]
-    text = (f"[{prefix}]\n" if prefix and lines else "") + "".join(f"{line}\n" for line in lines)
+    lines = [f"{_quoted(key)} = {_toml_value(item)}" for key, item in plain.items() if item is not None]
+    text = (f"[{prefix}]\n" if prefix and (lines or not value) else "") + "".join(f"{line}\n" for line in lines)
     for key, item in value.items():
         if isinstance(item, Mapping):
-            text += toml(item, f"{prefix}.{json.dumps(key)}" if prefix else json.dumps(key))
+            text += toml(item, f"{prefix}.{_quoted(key)}" if prefix else _quoted(key))
     return text
 
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_quoted(key)} = {_toml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    if isinstance(value, (str, bool, int)):
-        return json.dumps(value)
-    return str(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return _quoted(value) if isinstance(value, str) else str(value)
+
+
+def _quoted(text: str) -> str:
+    """A string as TOML wants it: JSON's escapes without surrogate pairs, and the one control character JSON lets by."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

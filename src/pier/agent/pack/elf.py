@@ -30,24 +30,31 @@ class Elf:
 
 
 def read_elf(path: Path) -> Elf | None:
-    """Read a 64-bit little-endian ELF file; None if it is something else."""
+    """Read a 64-bit little-endian ELF file; None if it is something else or broken."""
     with path.open("rb") as file:
         head = file.read(64)
         if len(head) < 64 or head[:6] != b"\x7fELF\x02\x01":
             return None
-        table, size, count = struct.unpack_from("<Q", head, 32)[0], *struct.unpack_from("<HH", head, 54)
-        file.seek(table)
-        raw = file.read(size * count)
-        segments = [struct.unpack_from("<IIQQQQQQ", raw, index * size) for index in range(len(raw) // size)]
-        loader, loader_at, needed = None, (0, 0), ()
-        for kind, _, offset, _, _, length, *_ in segments:
-            if kind == _PT_INTERP:
-                file.seek(offset)
-                loader, loader_at = file.read(length).split(b"\0")[0].decode(), (offset, length)
-            elif kind == _PT_DYNAMIC:
-                file.seek(offset)
-                entries = list(struct.iter_unpack("<QQ", file.read(length // 16 * 16)))
-                needed = _needed(file, entries, segments)
+        try:
+            return _read(file, head)
+        except (struct.error, ValueError, OverflowError, OSError):
+            return None
+
+
+def _read(file: BinaryIO, head: bytes) -> Elf:
+    table, size, count = struct.unpack_from("<Q", head, 32)[0], *struct.unpack_from("<HH", head, 54)
+    file.seek(table)
+    raw = file.read(size * count)
+    segments = [struct.unpack_from("<IIQQQQQQ", raw, index * size) for index in range(count)]
+    loader, loader_at, needed = None, (0, 0), ()
+    for kind, _, offset, _, _, length, *_ in segments:
+        if kind == _PT_INTERP:
+            file.seek(offset)
+            loader, loader_at = file.read(min(length, 4096)).split(b"\0")[0].decode(), (offset, length)
+        elif kind == _PT_DYNAMIC:
+            file.seek(offset)
+            entries = list(struct.iter_unpack("<QQ", file.read(min(length, 1 << 20) // 16 * 16)))
+            needed = _needed(file, entries, segments)
     return Elf(loader, loader_at, needed, struct.unpack_from("<H", head, 18)[0])
 
 
