@@ -1,0 +1,270 @@
+"""A model that follows a script: a YAML or JSON file of turns, for demos and tests with any agent and no provider.
+
+Turns say what to do (`shell`, `write`, `edit`, `finish`, ...) and are given as calls of whatever tools the agent
+offers, or in the text form of agents that offer none. Calls beside the work (titles, quota probes, routers) get a
+short answer and use up no turn. A request that comes again unchanged gets the same turn again, as a retry should.
+`docs/reference/scripts.md` has the format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pier.errors import UsageError
+from pier.gateway.canonical import (
+    Message,
+    ModelFailed,
+    Part,
+    Reasoning,
+    Request,
+    StopReason,
+    Text,
+    ToolCall,
+    ToolResult,
+    Turn,
+    Usage,
+)
+from pier.gateway.dialect.shared import kind_of_status
+from pier.gateway.script_actions import Action, Call, Edit, Write, perform
+from pier.gateway.script_side import side_answer
+
+_REPEATS = 8
+"""How often an agent that does not stop is told that the script is over, before that becomes an error."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class FailSpec(_Strict):
+    status: int = Field(default=500, ge=400, le=599)
+    message: str = "the script says that this call fails"
+
+
+class UsageSpec(_Strict):
+    input: int | None = None
+    output: int | None = None
+    cached: int | None = None
+    reasoning: int | None = None
+    cost_usd: float | None = None
+
+
+class ActionSpec(_Strict):
+    """One thing to do; exactly one field."""
+
+    shell: str | None = None
+    write: Write | None = None
+    edit: Edit | None = None
+    call: Call | None = None
+
+    def actions(self) -> Iterator[Action]:
+        if self.shell is not None:
+            yield self.shell
+        for action in (self.write, self.edit, self.call):
+            if action is not None:
+                yield action
+
+
+class TurnSpec(ActionSpec):
+    """One answer of the model."""
+
+    text: str | None = None
+    reasoning: str | None = None
+    actions_: list[ActionSpec] = Field(default_factory=list, alias="actions")
+    finish: str | None = None
+    error: FailSpec | None = None
+    delay: float = Field(default=0.0, ge=0)
+    usage: UsageSpec | None = None
+    stop: Literal["length", "refusal"] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> TurnSpec:
+        said = (self.text, self.reasoning, self.finish, self.error)
+        if not self.all_actions() and all(item is None for item in said):
+            raise ValueError("a turn needs text, reasoning, an action, finish or error")
+        if self.finish is not None and (self.text is not None or self.all_actions()):
+            raise ValueError("finish is a turn of its own")
+        return self
+
+    def all_actions(self) -> list[Action]:
+        return [*self.actions(), *(action for spec in self.actions_ for action in spec.actions())]
+
+
+class WhenSpec(_Strict):
+    """Which calls a lane answers; all that is given must hold."""
+
+    model: str | None = None
+    system: str | None = None
+    message: str | None = None
+    tool: str | None = None
+
+
+class LaneSpec(_Strict):
+    when: WhenSpec
+    turns: list[TurnSpec] = Field(min_length=1)
+
+
+class ScriptFile(_Strict):
+    turns: list[TurnSpec] = Field(min_length=1)
+    lanes: list[LaneSpec] = Field(default_factory=list)
+    side: str | None = "Scripted session"
+    """The answer to calls beside the work; null takes every call for work."""
+
+
+@dataclass
+class _Lane:
+    """Turns in order, and how far they are used up."""
+
+    name: str
+    turns: list[TurnSpec]
+    when: WhenSpec | None = None
+    used: int = 0
+    beyond: int = 0
+    last: tuple[bytes, Turn] | None = None
+
+    def takes(self, request: Request) -> bool:
+        when = self.when
+        if when is None:
+            return True
+        checks = (
+            when.model is None or fnmatchcase(request.model, when.model),
+            when.system is None or re.search(when.system, "\n".join(request.system)) is not None,
+            when.message is None or re.search(when.message, _first_user_text(request)) is not None,
+            when.tool is None or any(fnmatchcase(tool.name, when.tool) for tool in request.tools),
+        )
+        return all(checks)
+
+
+class Script:
+    """A policy that plays a script. One object plays it once, for one session."""
+
+    def __init__(self, file: ScriptFile, name: str = "script") -> None:
+        self.name = name
+        self._side = file.side
+        lanes = [_Lane(f"lane{index}", lane.turns, lane.when) for index, lane in enumerate(file.lanes, 1)]
+        self._lanes = [*lanes, _Lane("main", file.turns)]
+
+    @classmethod
+    def load(cls, path: Path) -> Script:
+        """Read a script; `UsageError` says where it is wrong."""
+        try:
+            value = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise UsageError(f"cannot read the script {path}: {error.strerror}", code="script") from error
+        except yaml.YAMLError as error:
+            raise UsageError(f"{path} is neither YAML nor JSON: {error}", code="script") from error
+        return cls.parse(value, str(path))
+
+    @classmethod
+    def parse(cls, value: Any, name: str = "script") -> Script:
+        """A script from its parsed file: a mapping, or just its list of turns."""
+        if isinstance(value, list):
+            value = {"turns": value}
+        try:
+            return cls(ScriptFile.model_validate(value), name)
+        except ValidationError as error:
+            places = "; ".join(
+                f"{'.'.join(str(step) for step in item['loc']) or 'file'}: {item['msg']}" for item in error.errors()
+            )
+            raise UsageError(
+                f"{name} is not a script: {places}", hint="see docs/reference/scripts.md", code="script"
+            ) from error
+
+    async def __call__(self, request: Request) -> Turn:
+        answer = side_answer(request, self._side) if self._side is not None else None
+        if answer is not None:
+            return _turn(request, (Text(answer),), "end", None, None)
+        lane = next(lane for lane in self._lanes if lane.takes(request))
+        digest = _digest(request)
+        if lane.last is not None and lane.last[0] == digest:
+            return lane.last[1]
+        if lane.used >= len(lane.turns):
+            return self._beyond(lane, request)
+        number, spec = lane.used, lane.turns[lane.used]
+        lane.used += 1
+        if spec.delay:
+            await asyncio.sleep(spec.delay)
+        if spec.error:
+            lane.last = None
+            status = spec.error.status
+            raise ModelFailed(spec.error.message, status=status, kind=kind_of_status(status))
+        turn = _play(spec, request, f"{lane.name}_{number + 1}")
+        lane.last = (digest, turn)
+        return turn
+
+    def _beyond(self, lane: _Lane, request: Request) -> Turn:
+        """The script is over: its own last word again if that was `finish`, else that it is over."""
+        lane.beyond += 1
+        last = lane.turns[-1]
+        over = f"The script {self.name} is over: it has {len(lane.turns)} turns, and the agent asked for another."
+        if lane.beyond > _REPEATS:
+            raise ModelFailed(over, status=400, kind="invalid_request")
+        spec = last if last.finish is not None else TurnSpec(finish=over)
+        return _play(spec, request, f"{lane.name}_{len(lane.turns) + lane.beyond}")
+
+
+def _play(spec: TurnSpec, request: Request, label: str) -> Turn:
+    parts: list[Part] = [Reasoning(spec.reasoning)] if spec.reasoning else []
+    performed = perform(request, spec.text or spec.finish or "", spec.all_actions(), spec.finish is not None, label)
+    parts.extend(performed)
+    has_calls = any(isinstance(part, ToolCall) for part in performed)
+    stop: StopReason = spec.stop or ("tool_use" if has_calls else "end")
+    return _turn(request, tuple(parts), stop, spec.usage, f"script_{label}")
+
+
+def _turn(
+    request: Request, parts: tuple[Part, ...], stop: StopReason, usage: UsageSpec | None, id_: str | None
+) -> Turn:
+    given = usage or UsageSpec()
+    said = sum(len(part.text) if isinstance(part, Text | Reasoning) else len(_arguments(part)) for part in parts)
+    counted = Usage(
+        input_tokens=given.input if given.input is not None else _size(request) // 4 + 1,
+        output_tokens=given.output if given.output is not None else said // 4 + 1,
+        cached_tokens=given.cached,
+        reasoning_tokens=given.reasoning,
+        cost_usd=given.cost_usd,
+    )
+    return Turn(parts, stop, counted, id_, request.model)
+
+
+def _arguments(part: Part) -> str:
+    return part.arguments if isinstance(part, ToolCall) else ""
+
+
+def _size(request: Request) -> int:
+    """Characters of a request, for a token count that is of the right order."""
+    tools = sum(len(tool.description or "") + len(json.dumps(tool.schema or {})) for tool in request.tools)
+    return sum(map(len, request.system)) + tools + sum(_message_size(message) for message in request.messages)
+
+
+def _message_size(message: Message) -> int:
+    size = 0
+    for part in message.parts:
+        match part:
+            case Text(text=text) | Reasoning(text=text) | ToolCall(arguments=text):
+                size += len(text)
+            case ToolResult(parts=parts):
+                size += sum(len(piece.text) for piece in parts if isinstance(piece, Text))
+            case _:
+                pass
+    return size
+
+
+def _digest(request: Request) -> bytes:
+    text = repr((request.model, request.system, request.messages))
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _first_user_text(request: Request) -> str:
+    return next((message.text for message in request.messages if message.role == "user" and message.text), "")
