@@ -16,12 +16,14 @@ from pier.task.unknown import UnknownKey
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a task came from: a directory, or a path at one commit of a git repository. `source` names its dataset."""
+    """Where a task came from: a directory, or `git_path` at one commit of a git repository, which `path` holds a copy
+    of. `source` names its dataset."""
 
     path: Path
     source: str | None = None
     git_url: str | None = None
     git_commit: str | None = None
+    git_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

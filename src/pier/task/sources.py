@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from pier.errors import TaskError, UsageError
 from pier.task.dataset import find_entry, read_dataset
@@ -58,7 +58,7 @@ def find_tasks(source: str | Path, *, cache: Path | None = None) -> list[Origin]
         raise TaskError(f"{text}: no such task, directory or repository", code="source_missing", blame="user")
     checkout = check_out(reference.url, reference.ref, cache=cache)
     found = checkout.directory / reference.path
-    origin = Origin(found, git_url=checkout.url, git_commit=checkout.commit)
+    origin = Origin(found, git_url=checkout.url, git_commit=checkout.commit, git_path=reference.path)
     if not found.is_dir():
         raise TaskError(
             f"{text}: {reference.path!r} is no directory at commit {checkout.commit}", code="source_missing"
@@ -111,7 +111,7 @@ def _in_directory(directory: Path, origin: Origin) -> list[Origin]:
             hint=f"pier task init {directory}",
         )
     source = directory.resolve().name
-    return [Origin(child, source, origin.git_url, origin.git_commit) for child in children]
+    return [_below(origin, child, source) for child in children]
 
 
 def _in_file(path: Path, name: str | None, cache: Path | None) -> list[Origin]:
@@ -122,7 +122,8 @@ def _in_file(path: Path, name: str | None, cache: Path | None) -> list[Origin]:
     for task in entry.tasks:
         if task.git_url:
             checkout = check_out(task.git_url, task.git_commit_id, cache=cache)
-            found.append(Origin(checkout.directory / task.path, entry.name, task.git_url, checkout.commit))
+            place = checkout.directory / task.path
+            found.append(Origin(place, entry.name, task.git_url, checkout.commit, task.path))
         else:
             found.append(Origin(path.parent / task.path, entry.name))
     return found
@@ -141,5 +142,12 @@ def _in_dataset(path: Path, origin: Origin) -> list[Origin]:
             raise TaskError(f"{path}: the task {row.name!r} is not in {path.parent / short}", code="dataset")
         if row.digest and load_task(directory, verify=False).digest != row.digest:
             raise TaskError(f"{path}: the task {row.name!r} in {directory} does not have the digest {row.digest}")
-        found.append(Origin(directory, dataset.dataset.name, origin.git_url, origin.git_commit))
+        found.append(_below(origin, directory, dataset.dataset.name))
     return found
+
+
+def _below(origin: Origin, directory: Path, source: str) -> Origin:
+    git_path = None
+    if origin.git_path is not None:
+        git_path = str(PurePosixPath(origin.git_path) / directory.relative_to(origin.path).as_posix())
+    return Origin(directory, source, origin.git_url, origin.git_commit, git_path)

@@ -13,8 +13,8 @@ from pier.task import Task
 from pier.task.config import Artifact, McpServerTable
 
 if TYPE_CHECKING:
+    from pier.gateway import Gateway
     from pier.trial.images import TrialImages
-    from pier.trial.sessions import SessionSource
 
 Phase = Literal["prepare", "start", "health", "setup", "agent", "collect", "verify", "seal"]
 """The phases of a trial, in order. In a task with steps, `health` to `verify` come once for each step."""
@@ -36,8 +36,8 @@ class AgentChoice:
     max_timeout: float | None = None
     hosts: tuple[str, ...] = ()
     mcp_servers: tuple[McpServerTable, ...] = ()
-    skills_dir: str | None = None
     budget: Mapping[str, Any] = field(default_factory=dict)
+    """Limits of the model session, by the names of the fields of `pier.gateway.Budget`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,6 @@ class TrialServices:
 
     backend: Backend
     images: TrialImages
-    gateway: SessionSource | None = None
+    gateway: Gateway | None = None
     environ: Mapping[str, str] | None = None
     """The variables that templates are filled from; the process's own if None."""

@@ -1,1 +1,19 @@
-"""Verification: running a task's tests out of the agent's reach and reading the reward."""
+"""Grading: what is done before, while and after a task's tests decide, so that the verdict can be trusted."""
+
+from pier.verifier.grade import Grade, Grading, grade
+from pier.verifier.notes import Note
+from pier.verifier.reward import Rewards, parse_json, parse_text, read_verdict
+from pier.verifier.secure import Secured, secure
+
+__all__ = [
+    "Grade",
+    "Grading",
+    "Note",
+    "Rewards",
+    "Secured",
+    "grade",
+    "parse_json",
+    "parse_text",
+    "read_verdict",
+    "secure",
+]

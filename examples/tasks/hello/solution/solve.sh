@@ -1,0 +1,2 @@
+#!/bin/bash
+echo "Hello, pier!" > /app/greeting.txt

@@ -1,0 +1,182 @@
+"""The agent's part of a trial: what it is told, its model, its clock, and how its end is judged."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pier.agent.contract import PACK_PATH, Agent, AgentRun, McpServer
+from pier.agent.oracle import OracleAgent
+from pier.agent.registry import check_options, find_agent
+from pier.endpoint import GATEWAY_PORT, Endpoint
+from pier.errors import AgentError, UsageError
+from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
+from pier.task import Step, Task
+from pier.trial.model import AgentResult
+from pier.trial.spec import AgentChoice, TrialServices, TrialSpec
+
+if TYPE_CHECKING:
+    from pier.gateway.session import Session
+
+_GRACE = 60.0
+"""Seconds that an agent's own handling of its deadline may take, before the trial goes on without it."""
+
+RECORDING = "recording.jsonl"
+
+
+def make_agent(choice: AgentChoice) -> Agent:
+    """The agent that was chosen; options it does not take are refused by name."""
+    kind = find_agent(choice.name)
+    check_options(kind, choice.options)
+    return kind()
+
+
+async def agent_mounts(agent: Agent, choice: AgentChoice) -> tuple[Mount, ...]:
+    """What must be mounted for the agent: its pack, built now if it is not there yet, and what its options ask for."""
+    mounts = agent.mounts(choice.options)
+    if agent.pack is not None:
+        from pier.agent.pack.store import ensure_pack
+
+        pack = await ensure_pack(agent.pack)
+        mounts = (Mount(PACK_PATH, pack.path), *mounts)
+    return mounts
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """How long a phase may take: the run's own value or the task's, cut at a maximum, times the phase's factor."""
+
+    own: float | None = None
+    task: float | None = None
+    maximum: float | None = None
+    factor: float = 1.0
+
+    @property
+    def seconds(self) -> float | None:
+        value = self.task if self.own is None else self.own
+        if self.maximum is not None:
+            value = self.maximum if value is None else min(value, self.maximum)
+        return None if value is None or math.isinf(value) else value * self.factor
+
+
+def describe_run(
+    spec: TrialSpec,
+    step: Step,
+    agent: Agent,
+    *,
+    workdir: str,
+    home: str,
+    env: Mapping[str, str],
+    solution_env: Mapping[str, str],
+) -> AgentRun:
+    """What the agent is told for one step; the model's endpoint is added when its session is open."""
+    deadline = Deadline(
+        spec.agent.timeout, step.agent.timeout_sec, spec.agent.max_timeout, spec.multipliers.of("agent")
+    )
+    is_oracle = isinstance(agent, OracleAgent)
+    environment = spec.task.config.environment
+    return AgentRun(
+        instruction="\n\n".join((step.instruction, *spec.extra_instructions)),
+        workdir=workdir,
+        user=user_text(step.agent.user),
+        home=home,
+        env={**env, **solution_env} if is_oracle else dict(env),
+        options=dict(spec.agent.options),
+        mcp_servers=_mcp_servers(spec.task, spec.agent),
+        skills_dir=environment.skills_dir,
+        seconds=deadline.seconds,
+        solution=step.solution if is_oracle else None,
+    )
+
+
+def _mcp_servers(task: Task, choice: AgentChoice) -> tuple[McpServer, ...]:
+    tables = (*task.config.environment.mcp_servers, *choice.mcp_servers)
+    return tuple(McpServer(t.name, t.transport, t.url, t.command, t.args) for t in tables)
+
+
+def user_text(user: str | int | None) -> str | None:
+    return None if user is None else str(user)
+
+
+async def home_of(sandbox: Sandbox, user: str | None) -> str:
+    """The home directory of a user of the sandbox, as its own passwd file says."""
+    wanted = user or sandbox.spec.user or sandbox.spec.image.config.user or "root"
+    name = wanted.partition(":")[0]
+    try:
+        rows = (await sandbox.read_file("/etc/passwd")).decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        rows = []
+    for row in rows:
+        fields = row.split(":")
+        if len(fields) > 5 and name in (fields[0], fields[2]) and fields[5].startswith("/"):
+            return fields[5]
+    return "/root" if name in ("root", "0") else "/"
+
+
+@asynccontextmanager
+async def model_session(
+    spec: TrialSpec, services: TrialServices, agent: Agent, sandbox: Sandbox, logs: Path
+) -> AsyncIterator[Session | None]:
+    """A session at the gateway, served inside the sandbox while the agent runs; None if no model is asked for."""
+    if spec.agent.model is None:
+        yield None
+        return
+    if services.gateway is None:
+        if agent.dialect is not None:
+            raise UsageError(f"the agent {agent.name!r} needs a model, and this run has no gateway")
+        yield None
+        return
+    from pier.gateway.budget import Budget
+
+    labels = {"trial": spec.name, "task": spec.task.name}
+    budget = Budget(**spec.agent.budget)
+    session = services.gateway.session(spec.agent.model, budget=budget, recording=logs / RECORDING, labels=labels)
+    try:
+        listener = await sandbox.listen(GATEWAY_PORT, services.gateway.protocol_factory(session))
+        try:
+            yield session
+        finally:
+            await asyncio.shield(listener.close())
+    finally:
+        await asyncio.shield(session.close())
+
+
+def endpoint_of(session: Session | None) -> Endpoint | None:
+    return session.endpoint() if session is not None else None
+
+
+async def run_agent(agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: OnOutput) -> AgentError | None:
+    """Run the agent to its end or deadline. An error that is given back, rather than raised, leaves the trial to be
+    graded: the agent ran, however it ended."""
+    limit = None if run.seconds is None else run.seconds + _GRACE
+    try:
+        async with asyncio.timeout(limit):
+            result = await agent.run(sandbox, run, on_output)
+    except TimeoutError:
+        result = Result(137, timed_out=True)
+    if result.timed_out:
+        return AgentError(f"the agent {agent.name!r} took longer than {run.seconds or 0:g} s", code="agent_timeout")
+    if result.out_of_memory:
+        return AgentError(f"the agent {agent.name!r} ran out of memory", code="agent_memory")
+    if result.exit_code and agent.exit_code_counts:
+        tail = result.error_text.strip()[-500:]
+        said = f": {tail}" if tail else ""
+        return AgentError(f"the agent {agent.name!r} ended with exit code {result.exit_code}{said}", code="agent_exit")
+    return None
+
+
+def usage_of(session: Session | None) -> AgentResult:
+    """What the agent used, as the gateway counted it; nothing is known without one."""
+    if session is None:
+        return AgentResult()
+    meter = session.meter
+    known: dict[str, Any] = {"n_agent_steps": meter.turns}
+    if meter.turns:
+        known |= {"n_input_tokens": meter.input_tokens, "n_output_tokens": meter.output_tokens}
+        known["cost_usd"] = meter.cost_usd or None
+    return AgentResult(**known, metadata={"ended": session.ended} if session.ended else None)

@@ -1,0 +1,144 @@
+"""Takes files out of a sandbox into the trial's directory, and artifacts into a separate verifier's sandbox.
+
+What cannot be taken never fails a trial; `artifacts/manifest.json` says of each artifact what became of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from pier import files
+from pier.errors import SandboxError
+from pier.sandbox.contract import Sandbox
+from pier.task.config import Artifact
+from pier.trial.record import TrialRecord
+from pier.verifier.folders import ARTIFACTS, TESTS, VERIFIER_LOGS
+
+LOGS_LIMIT = 512 * 1024 * 1024
+"""How many bytes of logs are taken out of a sandbox at once."""
+
+Status = Literal["ok", "failed", "empty", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What became of one artifact: `source` in the sandbox (absolute), `place` below the directory of artifacts."""
+
+    source: str
+    place: str
+    status: Status
+    is_directory: bool = False
+    exclude: tuple[str, ...] = ()
+
+
+async def collect_artifacts(
+    sandbox: Sandbox, artifacts: Iterable[Artifact], directory: Path, *, workdir: str, record: TrialRecord
+) -> list[Collected]:
+    """Take the conventional directory and `artifacts` out, and write the manifest."""
+    found: list[Collected] = []
+    for artifact in (Artifact(source=ARTIFACTS), *artifacts):
+        if artifact.service not in (None, "main"):
+            record.warn(f"artifact {artifact.source}: there is no service {artifact.service!r} on this backend")
+            found.append(Collected(artifact.source, artifact.source.lstrip("/"), "skipped"))
+            continue
+        row = await _collect(sandbox, artifact, directory, workdir, found, record)
+        if row is not None:
+            found.append(row)
+    record.redactor.tree(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    files.write_json(directory / "manifest.json", [_manifest_row(row) for row in found], durable=False)
+    return found
+
+
+async def _collect(
+    sandbox: Sandbox,
+    artifact: Artifact,
+    directory: Path,
+    workdir: str,
+    before: Sequence[Collected],
+    record: TrialRecord,
+) -> Collected | None:
+    source = str(PurePosixPath(workdir) / artifact.source)
+    place = artifact.destination or source.lstrip("/")
+    if any(row.source == source and row.place == place for row in before):
+        return None
+    target = directory / place
+    if os.path.lexists(target):
+        inside = any(
+            PurePosixPath(source).is_relative_to(r.source) and not r.exclude for r in before if r.status == "ok"
+        )
+        mirrored = inside and not artifact.destination and not artifact.exclude
+        return Collected(source, place, "ok" if mirrored else "skipped", target.is_dir(), artifact.exclude)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        left_out = await sandbox.download(source, target, exclude=artifact.exclude)
+    except (FileNotFoundError, SandboxError, OSError) as error:
+        await asyncio.to_thread(_discard, target)
+        if source != ARTIFACTS:
+            record.log(f"artifact {source}: not collected: {error}")
+        return Collected(source, place, "empty" if source == ARTIFACTS else "failed", exclude=artifact.exclude)
+    if left_out:
+        record.log(f"artifact {source}: left out, as neither files nor links: {', '.join(left_out[:10])}")
+    is_directory = target.is_dir() and not target.is_symlink()
+    status: Status = "empty" if is_directory and not any(target.iterdir()) else "ok"
+    return Collected(source, place, status, is_directory, artifact.exclude)
+
+
+def _discard(target: Path) -> None:
+    if target.is_dir() and not target.is_symlink():
+        shutil.rmtree(target, ignore_errors=True)
+    else:
+        target.unlink(missing_ok=True)
+
+
+def _manifest_row(row: Collected) -> dict[str, object]:
+    kind = "directory" if row.is_directory or row.source == ARTIFACTS else "file"
+    shown: dict[str, object] = {"source": row.source, "destination": f"artifacts/{row.place}", "type": kind}
+    shown["status"] = row.status
+    if row.exclude:
+        shown["exclude"] = list(row.exclude)
+    return shown
+
+
+async def hand_over(sandbox: Sandbox, collected: Iterable[Collected], directory: Path, record: TrialRecord) -> None:
+    """Put artifacts into a verifier's own sandbox, each at the path that it came from. Nothing of the agent's may land
+    where the verifier keeps its tests and its verdict."""
+    for row in collected:
+        if row.status != "ok":
+            continue
+        if any(PurePosixPath(row.source).is_relative_to(place) for place in (TESTS, VERIFIER_LOGS)):
+            record.warn(f"artifact {row.source}: not handed to the verifier, this place is the verifier's own")
+            continue
+        if row.is_directory:
+            await sandbox.remove(row.source)
+        await sandbox.upload(directory / row.place, row.source)
+
+
+async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRecord) -> None:
+    """Take a directory of logs out into `target`, beside what is there already, which stays."""
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".incoming.", dir=target.parent) as name:
+        incoming = Path(name) / "logs"
+        try:
+            await sandbox.download(source, incoming, max_bytes=LOGS_LIMIT)
+        except FileNotFoundError:
+            return
+        except SandboxError as error:
+            if error.code != "too_large":
+                raise
+            record.warn(f"{source}: larger than {LOGS_LIMIT} bytes, not collected")
+            return
+        await asyncio.to_thread(record.redactor.tree, incoming)
+        if not incoming.is_dir() or incoming.is_symlink():
+            record.warn(f"{source}: not a directory, not collected")
+            return
+        for entry in incoming.iterdir():
+            if not os.path.lexists(target / entry.name):
+                entry.rename(target / entry.name)

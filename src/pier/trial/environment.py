@@ -1,0 +1,174 @@
+"""From a task's `[environment]` to a running sandbox: which image, which limits, which files."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pier.agent.contract import AGENT_LOGS
+from pier.errors import SandboxError, TaskError
+from pier.image.model import Image
+from pier.network.policy import NetworkPolicy
+from pier.sandbox.contract import Backend, Capabilities, Limits, Mount, Sandbox, SandboxSpec
+from pier.task import Task, resolve_env
+from pier.task.config import Environment
+from pier.task.load import COMPOSE_NAMES
+from pier.trial.images import ImageWish
+from pier.trial.record import TrialRecord
+from pier.trial.spec import SandboxChoice
+from pier.verifier.folders import ARTIFACTS, LOGS, VERIFIER_LOGS, make_folders
+
+_MEGABYTE = 1024 * 1024
+_NOT_CONTENT = ("Dockerfile", ".dockerignore", *COMPOSE_NAMES)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A sandbox to be started: its settings, and the files that its image does not bring."""
+
+    table: Environment
+    wish: ImageWish
+    content: Path | None
+    """The directory whose files go into the working directory, if the image cannot hold them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Furnished:
+    """A running sandbox that is ready for its phase."""
+
+    sandbox: Sandbox
+    workdir: str
+
+
+def check_support(task: Task, capabilities: Capabilities, backend: str) -> None:
+    """Refuse what the backend cannot run, before anything starts."""
+    environment = task.config.environment
+    if task.compose and not capabilities.compose:
+        raise SandboxError(
+            f"{task.compose}: this task is made of several services; the backend 'docker' is the one for such tasks, "
+            f"and {backend!r} cannot run them",
+            code="compose",
+            blame="user",
+            retryable=False,
+            hint="run it on the backend docker, once that is there",
+        )
+    if environment.os != "linux":
+        raise SandboxError(f"{task.name}: the backend {backend!r} runs no {environment.os} tasks", **_REFUSED)
+    if (environment.gpus or environment.tpu) and not capabilities.gpus:
+        raise SandboxError(f"{task.name}: the backend {backend!r} has no GPUs or TPUs", **_REFUSED)
+
+
+_REFUSED: dict = {"code": "unsupported", "blame": "user", "retryable": False}
+
+
+def agent_room(task: Task, choice: SandboxChoice) -> Room:
+    """What the agent works in."""
+    context = task.environment_dir if task.dockerfile else None
+    return _room(task, task.config.environment, context, choice)
+
+
+def _room(task: Task, table: Environment, context: Path | None, choice: SandboxChoice) -> Room:
+    if choice.image:
+        return Room(table, ImageWish(choice.image), task.environment_dir)
+    if table.docker_image and not (choice.force_build and context):
+        content = task.environment_dir if table.docker_image == "host" or not task.dockerfile else None
+        return Room(table, ImageWish(table.docker_image), content)
+    if context is None:
+        raise TaskError(
+            f"{task.path}: neither environment.docker_image nor a Dockerfile says what to run in",
+            hint="run it with --image host",
+            code="no_image",
+        )
+    return Room(table, ImageWish(context=context), None)
+
+
+def verifier_room(task: Task, step_index: int, choice: SandboxChoice) -> Room:
+    """What a separate verifier works in: its own image, or a fresh copy of what the agent began with."""
+    own = task.steps[step_index].verifier_environment
+    if not own.bundled:
+        return replace(_room(task, task.config.environment, own.context, choice), table=own.table)
+    if own.table.docker_image and not (choice.force_build and own.context):
+        return Room(own.table, ImageWish(own.table.docker_image), None)
+    return Room(own.table, ImageWish(context=own.context), None)
+
+
+def sandbox_limits(
+    table: Environment, choice: SandboxChoice, capabilities: Capabilities, record: TrialRecord
+) -> Limits:
+    """The task's limits with the run's own before them; what the backend cannot hold is left out and said."""
+    wanted = {
+        "cpus": choice.limits.cpus or table.cpus,
+        "memory": choice.limits.memory or (table.memory_mb or 0) * _MEGABYTE or None,
+        "disk": choice.limits.disk or (table.storage_mb or 0) * _MEGABYTE or None,
+        "processes": choice.limits.processes,
+        "open_files": choice.limits.open_files,
+    }
+    held = {name: value for name, value in wanted.items() if value and name in capabilities.limits}
+    for name in (name for name, value in wanted.items() if value and name not in held):
+        record.warn(f"this backend does not limit {name} here; the task asks for {wanted[name]}")
+    return Limits(**held)
+
+
+async def start_room(
+    room: Room,
+    image: Image,
+    backend: Backend,
+    *,
+    name: str,
+    network: NetworkPolicy,
+    choice: SandboxChoice,
+    environ: Mapping[str, str],
+    limits: Limits,
+    mounts: Iterable[Mount] = (),
+) -> Sandbox:
+    """Start the sandbox. The environment's variables are filled in here and live in the sandbox only."""
+    env = resolve_env(room.table.env, where="environment.env", environ=environ)
+    extra = resolve_env(choice.env, where="the run's environment variables", environ=environ)
+    spec = SandboxSpec(
+        image=image,
+        network=network,
+        limits=limits,
+        mounts=tuple(mounts),
+        env={**env, **extra},
+        gpus=room.table.gpus or 0,
+        name=name,
+    )
+    return await backend.start(spec)
+
+
+async def furnish(sandbox: Sandbox, room: Room) -> Furnished:
+    """Make the directories that every task may count on, and bring the files that the image does not hold."""
+    workdir = room.table.workdir or sandbox.spec.image.config.workdir or "/"
+    folders = {LOGS: 0o755, AGENT_LOGS: 0o777, VERIFIER_LOGS: 0o777, ARTIFACTS: 0o777}
+    if workdir != "/" and room.table.workdir:
+        folders[workdir] = 0o755
+    await make_folders(sandbox, folders)
+    if room.content is not None:
+        await _upload_content(sandbox, room.content, workdir)
+    return Furnished(sandbox, workdir)
+
+
+async def _upload_content(sandbox: Sandbox, content: Path, workdir: str) -> None:
+    names = {path.name for path in content.iterdir()}
+    if not names - set(_NOT_CONTENT):
+        return
+    if not names & set(_NOT_CONTENT):
+        await sandbox.upload(content, workdir)
+        return
+    with tempfile.TemporaryDirectory(prefix="pier-content.") as name:
+        staged = Path(name) / "content"
+        await asyncio.to_thread(_stage, content, staged)
+        await sandbox.upload(staged, workdir)
+
+
+def _stage(content: Path, staged: Path) -> None:
+    """A copy without the files that describe how to build the image; these count at the top only."""
+
+    def left_out(directory: str, names: list[str]) -> set[str]:
+        return set(names) & set(_NOT_CONTENT) if Path(directory) == content else set()
+
+    shutil.copytree(content, staged, symlinks=True, ignore=left_out)

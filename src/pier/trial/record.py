@@ -1,0 +1,108 @@
+"""The files of one trial's directory. Each is written whole or appended to, and nothing secret gets into them."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pier import files
+from pier.errors import UsageError
+from pier.sandbox.contract import Stream
+from pier.trial.model import TrialResult
+from pier.trial.redact import Redactor
+
+OUTPUT_LIMIT = 64 * 1024 * 1024
+"""How many bytes of a program's output are kept in its file."""
+
+
+class TrialRecord:
+    """Writes into the directory of one trial."""
+
+    def __init__(self, directory: Path, redactor: Redactor) -> None:
+        self.directory = directory
+        self.redactor = redactor
+        self.warnings: list[str] = []
+        self._log: int | None = None
+
+    def open(self) -> None:
+        """Make the directory; it must be new or empty."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if any(self.directory.iterdir()):
+            raise UsageError(f"{self.directory}: the directory of a new trial must be empty", code="trial_directory")
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._log = os.open(self.directory / "trial.log", flags, 0o644)
+
+    def log(self, text: str) -> None:
+        """Add a line to `trial.log`."""
+        if self._log is not None:
+            now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3]
+            os.write(self._log, f"{now}Z {self.redactor.text(text)}\n".encode(errors="replace"))
+
+    def warn(self, text: str) -> None:
+        """Add a line that the result shows too."""
+        self.warnings.append(self.redactor.text(text))
+        self.log(f"warning: {text}")
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        files.write_json(self.directory / "config.json", self.redactor.value(config), durable=False)
+
+    def write_exception(self, text: str) -> None:
+        files.write(self.directory / "exception.txt", self.redactor.text(text), durable=False)
+
+    def write_result(self, result: TrialResult) -> None:
+        """Seal the trial: `result.json` is the last file, and on disk before this returns."""
+        files.write_json(self.directory / "result.json", result.model_dump(mode="json"))
+
+    def output(self, path: Path) -> OutputFile:
+        return OutputFile(path, self.redactor)
+
+    def close(self) -> None:
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
+
+
+class OutputFile:
+    """What a program prints, appended to a file as it comes. Use as a context manager; call it as `on_output`.
+
+    A secret that arrives in two pieces is found too: the last bytes are held back until more come.
+    """
+
+    def __init__(self, path: Path, redactor: Redactor, limit: int = OUTPUT_LIMIT) -> None:
+        self.path = path
+        self._redactor = redactor
+        self._left = limit
+        self._dropped = 0
+        self._held: dict[Stream, bytes] = {"stdout": b"", "stderr": b""}
+        self._fd = -1
+
+    def __enter__(self) -> OutputFile:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return self
+
+    def __call__(self, stream: Stream, data: bytes) -> None:
+        if not self._redactor.longest:
+            self._write(data)
+            return
+        clean = self._redactor.data(self._held[stream] + data)
+        keep = self._redactor.longest - 1
+        cut = max(0, len(clean) - keep)
+        self._held[stream] = clean[cut:]
+        self._write(clean[:cut])
+
+    def __exit__(self, *_: object) -> None:
+        for held in self._held.values():
+            self._write(held)
+        if self._dropped:
+            os.write(self._fd, f"\n[{self._dropped} more bytes were not kept]\n".encode())
+        os.close(self._fd)
+
+    def _write(self, data: bytes) -> None:
+        kept = data[: self._left]
+        self._dropped += len(data) - len(kept)
+        self._left -= len(kept)
+        while kept:
+            kept = kept[os.write(self._fd, kept) :]

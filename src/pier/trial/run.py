@@ -1,0 +1,242 @@
+"""One trial from its spec to its sealed result: prepare, start sandbox, health check, set up agent, run agent, collect,
+verify, seal.
+
+Each phase has its own clock, network policy and blame. Whatever happens, the sandbox is gone and `result.json` is
+written last; a trial that was cancelled or killed has none, which is how a later run knows that it is still owed. An
+infrastructure fault leaves a trial without a reward, never with a zero.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from pier import __version__
+from pier.agent.contract import Agent
+from pier.errors import SandboxError
+from pier.image.model import Image
+from pier.network.policy import NetworkPolicy
+from pier.sandbox.contract import Mount, Sandbox
+from pier.task import resolve_env
+from pier.trial.agents import agent_mounts, make_agent
+from pier.trial.clock import Clock, limit, now
+from pier.trial.configfile import task_reference, trial_config
+from pier.trial.environment import Room, agent_room, check_support, furnish, sandbox_limits, start_room
+from pier.trial.grading import GradingPlace
+from pier.trial.health import wait_until_healthy
+from pier.trial.model import AgentInfo, ModelInfo, PierInfo, TimingInfo, TrialResult, VerifierResult
+from pier.trial.network import NetworkPlan, check_network, plan_network
+from pier.trial.outcome import StepOutcome, captured, combined_rewards, exception_info, stops_after
+from pier.trial.record import TrialRecord
+from pier.trial.redact import Redactor, secret_values
+from pier.trial.spec import OnPhase, TrialServices, TrialSpec
+from pier.trial.steps import Stage, run_step
+
+T = TypeVar("T")
+
+
+async def run_trial(spec: TrialSpec, services: TrialServices, on_phase: OnPhase | None = None) -> TrialResult:
+    """Run one trial. Failures are in the result; what is raised is a cancellation, or that the trial's own directory
+    cannot be used."""
+    return await _Trial(spec, services, on_phase).run()
+
+
+class _Trial:
+    def __init__(self, spec: TrialSpec, services: TrialServices, on_phase: OnPhase | None) -> None:
+        self.spec = spec
+        self.services = services
+        self.environ = os.environ if services.environ is None else services.environ
+        self.redactor = Redactor((*spec.secrets, *self._secrets()))
+        self.record = TrialRecord(spec.directory, self.redactor)
+        self.clock = Clock(self.record, on_phase)
+        self.outcomes: list[StepOutcome] = []
+        self.image: Image | None = None
+        self.config = self.redactor.value(trial_config(spec, self.environ))
+        self.result = TrialResult(
+            task_name=spec.task.name,
+            trial_name=spec.name,
+            trial_uri=spec.directory.resolve().as_uri(),
+            task_id=task_reference(spec.task.origin),
+            source=spec.task.origin.source,
+            task_checksum=spec.task.digest.removeprefix("sha256:"),
+            config=self.config,
+            agent_info=AgentInfo(name=spec.agent.name, model_info=_model_info(spec.agent.model)),
+            started_at=now(),
+        )
+
+    def _secrets(self) -> Iterable[str]:
+        """The values of secret variables of the run and the task, as far as they can be filled in."""
+        spec, config = self.spec, self.spec.task.config
+        tables = [spec.agent.env, spec.verifier.env, spec.sandbox.env, config.environment.env, config.solution.env]
+        for step in spec.task.steps:
+            tables += [step.verifier.env, step.verifier_environment.table.env]
+        for table in tables:
+            for name, value in table.items():
+                with captured():
+                    yield from secret_values(resolve_env({name: value}, where="", environ=self.environ))
+
+    async def run(self) -> TrialResult:
+        self.record.open()
+        try:
+            self.record.write_config(self.config)
+            with captured() as failure:
+                await self._run()
+            if failure.error is not None:
+                self.result.exception_info = exception_info(failure.error, self.clock.current, self.redactor)
+                self.record.log(f"error: {failure.error}")
+            with self.clock.phase("seal"):
+                self._seal()
+            return self.result
+        except BaseException as error:
+            self.record.log(f"ended without a result: {type(error).__name__}")
+            raise
+        finally:
+            self.record.close()
+
+    async def _run(self) -> None:
+        with self.clock.phase("prepare") as preparing:
+            agent, plan, room = await self._prepare()
+            await self._within_build_time(self._get_image(room))
+        self.result.agent_info = self._agent_info(agent)
+        with self.clock.phase("start") as starting:
+            mounts = (*await agent_mounts(agent, self.spec.agent), *self.spec.sandbox.mounts)
+            sandbox = await self._start(room, plan.baseline, self.spec.name, mounts)
+        async with sandbox:
+            with self.clock.phase("start"):
+                furnished = await furnish(sandbox, room)
+            self.result.environment_setup = TimingInfo(
+                started_at=preparing.started_at, finished_at=starting.finished_at
+            )
+            with self.clock.phase("health"):
+                if room.table.healthcheck is not None:
+                    await wait_until_healthy(sandbox, room.table.healthcheck, cwd=furnished.workdir)
+            stage = Stage(
+                self.spec,
+                self.services,
+                self.record,
+                self.clock,
+                agent,
+                self.environ,
+                sandbox,
+                furnished.workdir,
+                plan.baseline,
+                GradingPlace(self.spec, self.record, self.environ, self._start_another),
+            )
+            await self._run_steps(stage, plan)
+
+    async def _prepare(self) -> tuple[Agent, NetworkPlan, Room]:
+        spec, backend = self.spec, self.services.backend
+        agent = make_agent(spec.agent)
+        capabilities = await backend.capabilities()
+        check_support(spec.task, capabilities, backend.name)
+        plan = plan_network(
+            spec.task.config.environment,
+            spec.task.steps,
+            override=spec.sandbox.network,
+            hosts=spec.sandbox.hosts,
+            agent_hosts=(*agent.hosts, *spec.agent.hosts),
+        )
+        check_network(plan, capabilities, backend.name)
+        for key in spec.task.unknown:
+            self.record.warn(f"task.toml: {key}")
+        if spec.keep_sandbox:
+            self.record.warn("the sandbox is not kept: it ends with the trial")
+        return agent, plan, agent_room(spec.task, spec.sandbox)
+
+    async def _get_image(self, room: Room) -> Image:
+        image = await self.services.images.get(room.wish)
+        self.image = self.image or image
+        return image
+
+    async def _within_build_time(self, work: Awaitable[T]) -> T:
+        seconds = self.spec.task.config.environment.build_timeout_sec * self.spec.multipliers.of("environment_build")
+        async with limit(seconds, lambda: _start_too_long(seconds)):
+            return await work
+
+    async def _start(self, room: Room, network: NetworkPolicy, name: str, mounts: Iterable[Mount] = ()) -> Sandbox:
+        backend = self.services.backend
+        image = await self._get_image(room)
+        limits = sandbox_limits(room.table, self.spec.sandbox, await backend.capabilities(), self.record)
+        starting = start_room(
+            room,
+            image,
+            backend,
+            name=name,
+            network=network,
+            choice=self.spec.sandbox,
+            environ=self.environ,
+            limits=limits,
+            mounts=mounts,
+        )
+        return await self._within_build_time(starting)
+
+    async def _start_another(self, room: Room, network: NetworkPolicy, name: str) -> Sandbox:
+        return await self._start(room, network, name)
+
+    async def _run_steps(self, stage: Stage, plan: NetworkPlan) -> None:
+        task = self.spec.task
+        for index, step in enumerate(task.steps):
+            directory = self._step_directory(step.name)
+            outcome = await run_step(stage, index, plan.steps[index], directory)
+            self.outcomes.append(outcome)
+            reason = stops_after(step, outcome, self.spec.verifier.enabled)
+            if reason and step.name:
+                self.record.log(f"step {step.name!r} is the last one: {reason}")
+                break
+
+    def _step_directory(self, name: str) -> Path:
+        return self.spec.directory / "steps" / name if name else self.spec.directory
+
+    def _agent_info(self, agent: Agent) -> AgentInfo:
+        version = agent.pack.version if agent.pack else None
+        model = _model_info(self.spec.agent.model)
+        return AgentInfo(name=agent.name, version=version or __version__, model_info=model)
+
+    def _seal(self) -> None:
+        """Put the result together and write it; this is what makes the trial finished."""
+        result, spec = self.result, self.spec
+        errors = [outcome.error for outcome in self.outcomes if outcome.error]
+        result.exception_info = result.exception_info or next(iter(errors), None)
+        if spec.task.is_multi_step:
+            strategy = spec.task.config.multi_step_reward_strategy or "mean"
+            rewards = combined_rewards(self.outcomes, strategy)
+            result.verifier_result = VerifierResult(rewards=rewards) if rewards is not None else None
+            result.step_results = [outcome.result() for outcome in self.outcomes]
+        elif self.outcomes:
+            (outcome,) = self.outcomes
+            result.agent_result = outcome.agent_result
+            result.verifier_result = outcome.verdict
+            result.agent_execution = outcome.agent_execution
+            result.verifier = outcome.verifier
+            result.integrity = outcome.integrity
+            result.verifier_environment_mode = spec.task.steps[0].verifier_mode if spec.verifier.enabled else None
+        if result.exception_info is not None:
+            self.record.write_exception(result.exception_info.exception_traceback)
+        result.finished_at = now()
+        result.pier = PierInfo(
+            version=__version__,
+            attempt=spec.attempt,
+            backend=self.services.backend.name,
+            image=self.image.reference if self.image else None,
+            image_digest=self.image.digest if self.image else None,
+            task_digest=spec.task.digest,
+            phases=dict(self.clock.seconds),
+            warnings=list(self.record.warnings),
+        )
+        self.record.log(f"rewards {result.rewards}")
+        self.record.write_result(result)
+
+
+def _model_info(model: str | None) -> ModelInfo | None:
+    if model is None:
+        return None
+    provider, slash, name = model.partition("/")
+    return ModelInfo(name=name, provider=provider) if slash else ModelInfo(name=model)
+
+
+def _start_too_long(seconds: float) -> SandboxError:
+    return SandboxError(
+        f"getting the image and starting the sandbox took longer than {seconds:g} s", code="environment_timeout"
+    )

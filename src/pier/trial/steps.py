@@ -1,0 +1,165 @@
+"""One step of a trial inside its sandbox: prepare, health check, agent, collect, verify."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pier.agent.contract import AGENT_LOGS, Agent
+from pier.errors import SandboxError, TaskError
+from pier.network.policy import NetworkPolicy
+from pier.sandbox.contract import Change, Sandbox
+from pier.task import Step, resolve_env
+from pier.trial.agents import describe_run, endpoint_of, home_of, model_session, run_agent, usage_of, user_text
+from pier.trial.clock import Clock
+from pier.trial.collect import Collected, collect_artifacts, take_logs
+from pier.trial.grading import Graded, GradingPlace, grade_separately, grade_shared
+from pier.trial.health import wait_until_healthy
+from pier.trial.network import StepNetwork
+from pier.trial.outcome import StepOutcome, captured, exception_info
+from pier.trial.record import TrialRecord
+from pier.trial.spec import TrialServices, TrialSpec
+from pier.verifier.folders import ARTIFACTS, TESTS, VERIFIER_LOGS, make_folders
+
+SHELL = ("/bin/sh", "-c", 'command -v bash >/dev/null 2>&1 && exec bash -c "$0"; exec sh -c "$0"')
+"""Runs the next argument as a shell line: in bash where the image has one, since tasks are written for it."""
+
+_PRE_ARTIFACTS = "/tmp/.pier-pre-artifacts.sh"
+_PRE_ARTIFACTS_SECONDS = 300.0
+
+
+@dataclass(slots=True)
+class Stage:
+    """What all steps of a trial share."""
+
+    spec: TrialSpec
+    services: TrialServices
+    record: TrialRecord
+    clock: Clock
+    agent: Agent
+    environ: Mapping[str, str]
+    sandbox: Sandbox
+    workdir: str
+    network: NetworkPolicy
+    grading: GradingPlace
+
+    async def switch_network(self, policy: NetworkPolicy) -> None:
+        if policy != self.network:
+            await self.sandbox.set_network(policy)
+            self.network = policy
+
+
+async def run_step(stage: Stage, index: int, network: StepNetwork, directory: Path) -> StepOutcome:
+    """Run one step to its verdict. What goes wrong is in the outcome; only a cancellation is raised."""
+    step = stage.spec.task.steps[index]
+    outcome = StepOutcome(step.name)
+    baseline = stage.network
+    with captured() as failure:
+        await _prepare(stage, step, index)
+        before = await stage.sandbox.changes()
+        await _run_agent(stage, step, outcome, network.agent, directory / "agent")
+        await stage.switch_network(baseline)
+        with stage.clock.phase("collect"):
+            collected = await _collect(stage, step, directory)
+        if stage.spec.verifier.enabled:
+            await _verify(stage, index, outcome, before, collected, network.verifier, directory)
+            await stage.switch_network(baseline)
+    if failure.error is not None:
+        outcome.error = exception_info(failure.error, stage.clock.current, stage.record.redactor)
+        stage.record.log(f"error: {failure.error}")
+    return outcome
+
+
+async def _prepare(stage: Stage, step: Step, index: int) -> None:
+    sandbox, user = stage.sandbox, user_text(step.agent.user)
+    with stage.clock.phase("health"):
+        if index:
+            for path in (TESTS, VERIFIER_LOGS, AGENT_LOGS, ARTIFACTS):
+                await sandbox.remove(path)
+            await make_folders(sandbox, {VERIFIER_LOGS: 0o777, AGENT_LOGS: 0o777, ARTIFACTS: 0o777})
+        if step.workdir is not None:
+            await sandbox.upload(step.workdir, stage.workdir)
+            if (step.workdir / "setup.sh").is_file():
+                await _run_setup(stage, step, user)
+        if step.healthcheck is not None:
+            await wait_until_healthy(sandbox, step.healthcheck, cwd=stage.workdir, user=user)
+
+
+async def _run_setup(stage: Stage, step: Step, user: str | None) -> None:
+    limit = stage.spec.task.config.environment.build_timeout_sec * stage.spec.multipliers.of("environment_build")
+    script = f"{stage.workdir.rstrip('/')}/setup.sh"
+    result = await stage.sandbox.exec(["bash", script], cwd=stage.workdir, user=user, timeout=limit)
+    if not result.ok:
+        how = "took too long" if result.timed_out else f"ended with exit code {result.exit_code}"
+        raise TaskError(f"step {step.name!r}: setup.sh {how}: {result.error_text[-500:]}", code="step_setup")
+
+
+async def _run_agent(stage: Stage, step: Step, outcome: StepOutcome, policy: NetworkPolicy, logs: Path) -> None:
+    spec, agent, sandbox, environ = stage.spec, stage.agent, stage.sandbox, stage.environ
+    with stage.clock.phase("setup"):
+        env = resolve_env(spec.agent.env, where="the agent's variables", environ=environ)
+        solution = resolve_env(spec.task.config.solution.env, where="solution.env", environ=environ)
+        home = await home_of(sandbox, user_text(step.agent.user))
+        run = describe_run(spec, step, agent, workdir=stage.workdir, home=home, env=env, solution_env=solution)
+        await stage.switch_network(policy)
+    try:
+        with stage.clock.phase("agent") as outcome.agent_execution:
+            async with model_session(spec, stage.services, agent, sandbox, logs) as session:
+                with stage.record.output(logs / f"{agent.name}.txt") as output:
+                    failed = await run_agent(agent, sandbox, replace(run, endpoint=endpoint_of(session)), output)
+                outcome.agent_result = usage_of(session)
+    finally:
+        await take_logs(sandbox, AGENT_LOGS, logs, stage.record)
+    if failed is not None:
+        stage.record.log(f"agent: {failed}")
+        outcome.error = exception_info(failed, "agent", stage.record.redactor)
+
+
+async def _collect(stage: Stage, step: Step, directory: Path) -> list[Collected]:
+    """Run the hooks, then take the artifacts out. None of these fails the trial."""
+    sandbox, record = stage.sandbox, stage.record
+    if stage.spec.task.pre_artifacts is not None:
+        await sandbox.upload(stage.spec.task.pre_artifacts, _PRE_ARTIFACTS)
+        await _hook(stage, ["bash", _PRE_ARTIFACTS], "pre_artifacts.sh", None, _PRE_ARTIFACTS_SECONDS)
+    for hook in step.collect:
+        if hook.service != "main":
+            record.warn(f"collect hook {hook.command!r}: there is no service {hook.service!r} on this backend")
+            continue
+        await _hook(stage, [*SHELL, hook.command], hook.command, user_text(hook.user), hook.timeout_sec)
+    artifacts = (*step.artifacts, *stage.spec.artifacts)
+    return await collect_artifacts(sandbox, artifacts, directory / "artifacts", workdir=stage.workdir, record=record)
+
+
+async def _hook(stage: Stage, argv: list[str], name: str, user: str | None, seconds: float) -> None:
+    try:
+        result = await stage.sandbox.exec(argv, cwd=stage.workdir, user=user, timeout=seconds)
+    except SandboxError as error:
+        stage.record.warn(f"collect hook {name!r}: {error}")
+        return
+    if not result.ok:
+        how = "took too long" if result.timed_out else f"ended with exit code {result.exit_code}"
+        stage.record.warn(f"collect hook {name!r} {how}: {result.error_text.strip()[-300:]}")
+
+
+async def _verify(
+    stage: Stage,
+    index: int,
+    outcome: StepOutcome,
+    before: list[Change] | None,
+    collected: list[Collected],
+    policy: NetworkPolicy,
+    directory: Path,
+) -> None:
+    separate = stage.spec.task.steps[index].verifier_mode == "separate"
+    with stage.clock.phase("verify") as outcome.verifier:
+        graded = Graded(mode="separate" if separate else "shared")
+        try:
+            if separate:
+                await grade_separately(stage.grading, graded, index, policy, collected, directory)
+            else:
+                await stage.switch_network(policy)
+                await grade_shared(stage.grading, graded, index, stage.sandbox, before, stage.workdir, directory)
+            outcome.rewards = graded.rewards
+        finally:
+            outcome.integrity = graded.integrity()

@@ -1,0 +1,102 @@
+"""Runs a task's tests and reads the verdict.
+
+The tests arrive only now. Their exit code means nothing, the reward file does. What they print goes to the runner,
+never through a file of the sandbox. Before the reward is read, everything that still runs is killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pier.errors import SandboxError, TaskError, VerifierError
+from pier.sandbox.contract import OnOutput, Result, Sandbox
+from pier.verifier.folders import TESTS, VERIFIER_LOGS
+from pier.verifier.notes import Note
+from pier.verifier.reward import REWARD_LIMIT, RewardFiles, Rewards, read_verdict
+
+_OUTPUT_KEPT = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Grading:
+    """What to run. `tests` are uploaded over one another; none if the image brings them (`bundled`)."""
+
+    tests: tuple[Path, ...]
+    workdir: str
+    script: str = "test.sh"
+    bundled: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    user: str | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    rewards: Rewards
+    notes: tuple[Note, ...] = ()
+
+
+async def grade(sandbox: Sandbox, grading: Grading, on_output: OnOutput | None = None) -> Grade:
+    """Upload the tests, run them, read the verdict. The sandbox must be secured or fresh. `VerifierError` if there is
+    no usable verdict."""
+    argv = await _prepare(sandbox, grading)
+    result = await sandbox.exec(
+        argv,
+        cwd=grading.workdir,
+        env=grading.env,
+        user=grading.user,
+        timeout=grading.seconds,
+        on_output=on_output,
+        output_limit=_OUTPUT_KEPT,
+    )
+    left = await sandbox.kill_all()
+    if result.timed_out:
+        raise VerifierError(f"the verifier took longer than {grading.seconds:g} s", code="verifier_timeout")
+    notes = [Note("processes", f"the verifier left {left} processes running", stopped=True)] if left else []
+    files = RewardFiles(await _read(sandbox, "reward.json"), await _read(sandbox, "reward.txt"))
+    try:
+        verdict = read_verdict(files)
+    except VerifierError as error:
+        raise _explained(error, result) from error
+    if verdict.disagreement:
+        notes.append(Note("disagreement", verdict.disagreement))
+    return Grade(verdict.rewards, tuple(notes))
+
+
+async def _prepare(sandbox: Sandbox, grading: Grading) -> list[str]:
+    path = f"{TESTS}/{grading.script}"
+    if grading.bundled:
+        try:
+            script = await sandbox.read_file(path)
+        except (FileNotFoundError, SandboxError) as error:
+            raise TaskError(f"the verifier's image brings no {path}: {error}", code="no_tests") from error
+    else:
+        for directory in grading.tests:
+            await sandbox.upload(directory, TESTS)
+        script = next(
+            (found.read_bytes() for tests in reversed(grading.tests) if (found := tests / grading.script).is_file()),
+            b"",
+        )
+    await sandbox.write_file(path, script, mode=0o755)
+    return [path] if script.startswith(b"#!") else ["/bin/bash", path]
+
+
+async def _read(sandbox: Sandbox, name: str) -> bytes | None:
+    try:
+        return await sandbox.read_file(f"{VERIFIER_LOGS}/{name}", max_bytes=REWARD_LIMIT)
+    except FileNotFoundError:
+        return None
+    except SandboxError as error:
+        if error.code == "not_regular":
+            raise VerifierError(f"{name} is not a regular file", code="reward_invalid") from error
+        if error.code == "too_large":
+            raise VerifierError(f"{name} is larger than {REWARD_LIMIT} bytes", code="reward_invalid") from error
+        raise
+
+
+def _explained(error: VerifierError, result: Result) -> VerifierError:
+    """The error with how the tests ended, which is what a task's author looks for first."""
+    ending = "ran out of memory" if result.out_of_memory else f"ended with exit code {result.exit_code}"
+    return VerifierError(f"{error.message}; the tests {ending}", code=error.code, hint=error.hint, blame=error.blame)

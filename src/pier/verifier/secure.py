@@ -1,0 +1,140 @@
+"""Makes a sandbox that an agent worked in fit for grading: nothing of the agent runs, and nothing it prepared for the
+verifier is left in the places that the verifier trusts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from pier.errors import SandboxError, VerifierError
+from pier.sandbox.contract import Change, Sandbox
+from pier.verifier.changes import Suspicion, judge
+from pier.verifier.folders import LOGS, TESTS, VERIFIER_LOGS, make_folders
+from pier.verifier.notes import Note, limited
+
+Pristine = Callable[[], AbstractAsyncContextManager[Sandbox]]
+"""Opens a sandbox of the same image that no agent has touched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Secured:
+    """What was found and undone. `compared`: the sandbox could say which files changed."""
+
+    notes: tuple[Note, ...] = ()
+    compared: bool = False
+
+
+async def secure(
+    sandbox: Sandbox,
+    *,
+    before: Iterable[Change] | None,
+    workdir: str,
+    pristine: Pristine,
+    keep_processes: bool = False,
+) -> Secured:
+    """Kill what runs, undo what was planted, empty and re-create the verifier's directories. `before` is what differed
+    from the image when the agent began."""
+    notes: list[Note] = []
+    if keep_processes:
+        notes.append(Note("processes", "the task asks for the agent's processes to be kept while it is graded"))
+    elif killed := await sandbox.kill_all():
+        notes.append(Note("processes", f"{killed} processes of the agent were still running", stopped=True))
+    after = await sandbox.changes()
+    if after is not None:
+        changed = _since(before or (), after)
+        notes += _prepared(changed)
+        notes += await _undo(sandbox, judge(changed, workdir=workdir), pristine)
+    else:
+        notes += await _probe(sandbox)
+    await _reset(sandbox, workdir)
+    return Secured(tuple(limited(notes)), after is not None)
+
+
+def _since(before: Iterable[Change], after: Iterable[Change]) -> list[Change]:
+    old = {change.path: change for change in before}
+    gone = [Change(path, "removed") for path in old.keys() - {change.path for change in after}]
+    return [change for change in after if old.get(change.path) != change] + gone
+
+
+def _prepared(changed: Iterable[Change]) -> list[Note]:
+    """Notes on what lies where only the verifier should write."""
+    notes: list[Note] = []
+    for change in changed:
+        if change.kind == "removed":
+            continue
+        for kind, place in (("reward", VERIFIER_LOGS), ("tests", TESTS)):
+            if change.path == place or change.path.startswith(f"{place}/"):
+                notes.append(Note(kind, "written before the verifier ran", change.path, stopped=True))
+        if change.path == LOGS:
+            notes.append(Note("reward", "the directory of the logs was replaced", change.path, stopped=True))
+    return notes
+
+
+async def _probe(sandbox: Sandbox) -> list[Note]:
+    """For a sandbox that cannot tell what changed: look at the few places that matter most."""
+    notes: list[Note] = []
+    for path in (f"{VERIFIER_LOGS}/reward.json", f"{VERIFIER_LOGS}/reward.txt", f"{TESTS}/test.sh"):
+        if await _is_there(sandbox, path):
+            kind = "tests" if path.startswith(TESTS) else "reward"
+            notes.append(Note(kind, "written before the verifier ran", path, stopped=True))
+    if await _is_there(sandbox, "/etc/ld.so.preload"):
+        notes.append(Note("loader", "libraries named here are loaded into every program", "/etc/ld.so.preload"))
+    return notes
+
+
+async def _is_there(sandbox: Sandbox, path: str) -> bool:
+    try:
+        await sandbox.read_file(path, max_bytes=1)
+    except FileNotFoundError:
+        return False
+    except SandboxError as error:
+        return error.code in ("not_regular", "too_large")
+    return True
+
+
+async def _undo(sandbox: Sandbox, suspicions: list[Suspicion], pristine: Pristine) -> list[Note]:
+    for suspicion in suspicions:
+        if suspicion.action == "remove":
+            await sandbox.remove(suspicion.path)
+    replaced = [suspicion.path for suspicion in suspicions if suspicion.action == "restore"]
+    if replaced:
+        async with pristine() as clean:
+            for path in replaced:
+                await sandbox.remove(path)
+                await sandbox.put_tar(clean.get_tar(path), str(PurePosixPath(path).parent))
+    return [Note(each.kind, each.detail, each.path, stopped=each.action != "note") for each in suspicions]
+
+
+async def _reset(sandbox: Sandbox, workdir: str) -> None:
+    try:
+        await sandbox.remove(TESTS)
+        await _remove_below_logs(sandbox)
+        await make_folders(sandbox, {TESTS: 0o755, LOGS: 0o755, VERIFIER_LOGS: 0o777})
+    except SandboxError as error:
+        raise VerifierError(
+            f"{TESTS} and {VERIFIER_LOGS} could not be emptied: {error}", code="reset", blame="agent"
+        ) from error
+    if workdir != "/" and await _is_missing(sandbox, workdir):
+        await make_folders(sandbox, {workdir: 0o755})
+
+
+async def _remove_below_logs(sandbox: Sandbox) -> None:
+    try:
+        await sandbox.remove(VERIFIER_LOGS)
+    except SandboxError as error:
+        if error.code != "not_directory":
+            raise
+        await sandbox.remove(LOGS)
+
+
+async def _is_missing(sandbox: Sandbox, path: str) -> bool:
+    """Whether a path is neither there nor anything else."""
+    try:
+        await sandbox.read_file(path, max_bytes=1)
+    except FileNotFoundError:
+        return True
+    except SandboxError:
+        return False
+    return False
