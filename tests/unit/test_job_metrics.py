@@ -79,6 +79,11 @@ def test_attempts_of_one_task_are_not_counted_as_independent() -> None:
     assert repeated.high - repeated.low > 0.5
 
 
+def test_many_attempts_at_few_tasks_do_not_make_certain() -> None:
+    found = confidence([[0] * 100] * 2)
+    assert found is not None and found.low == 0 and found.high > 0.5
+
+
 def test_one_fraction_has_no_interval() -> None:
     assert confidence([[0.5]]) is None
     assert confidence([]) is None

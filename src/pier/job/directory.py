@@ -85,6 +85,7 @@ def _tasks_of(source: DatasetConfig | TaskConfig, config: JobConfig) -> list[Pla
             source=task.origin.source or (source.source if isinstance(source, TaskConfig) else None),
             git_url=task.origin.git_url,
             git_commit_id=task.origin.git_commit,
+            git_path=task.origin.git_path,
         )
         for task in tasks
     ]

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from pier.job.ledger import Outcome, now
 from pier.job.plan import PlannedTrial
 from pier.job.progress import tell
-
-REDACTED = "[REDACTED]"
+from pier.trial.redact import Redactor
 
 
 class JobLog:
     """An open `job.log`. A `Watcher` of the schedule."""
 
-    def __init__(self, path: Path, secrets: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path, redactor: Redactor) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._secrets = secrets
+        self._redactor = redactor
 
     def say(self, text: str) -> None:
         """Add a line."""
-        for secret in self._secrets:
-            text = text.replace(secret, REDACTED)
-        os.write(self._fd, f"{now()} {text}\n".encode(errors="replace"))
+        os.write(self._fd, f"{now()} {self._redactor.text(text)}\n".encode(errors="replace"))
 
     def started(self, trial: PlannedTrial, number: int) -> None:
         if number > 1:

@@ -24,7 +24,8 @@ class Graded:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A 95% confidence interval; `method` is `wilson` for independent 0/1 values, `clustered` otherwise."""
+    """A 95% confidence interval. `method` is `wilson` for independent 0/1 values; `clustered` where attempts of one
+    task are alike (for 0/1 values again Wilson's, with as many values as they are worth)."""
 
     low: float
     high: float
@@ -116,25 +117,29 @@ def confidence(groups: Sequence[Sequence[float]]) -> Interval | None:
     if not values:
         return None
     binary = all(value in (0, 1) for value in values)
+    mean = math.fsum(values) / len(values)
     if binary and (len(groups) == 1 or all(len(group) == 1 for group in groups)):
-        return _wilson(sum(value == 1 for value in values), len(values))
+        return _wilson(mean, len(values), "wilson")
     clusters = groups if len(groups) > 1 else [[value] for value in values]
     if len(clusters) < 2:
         return None
-    mean = math.fsum(values) / len(values)
     spread = math.fsum(math.fsum(value - mean for value in cluster) ** 2 for cluster in clusters)
-    half = Z95 * math.sqrt(spread * len(clusters) / (len(clusters) - 1)) / len(values)
+    error = math.sqrt(spread * len(clusters) / (len(clusters) - 1)) / len(values)
+    if binary:
+        worth = mean * (1 - mean) / error**2 if error else 0.0
+        return _wilson(mean, min(max(worth, len(clusters)), len(values)), "clustered")
+    half = Z95 * error
     low, high = mean - half, mean + half
     if all(0 <= value <= 1 for value in values):
         low, high = max(low, 0.0), min(high, 1.0)
     return Interval(low, high, "clustered")
 
 
-def _wilson(successes: int, n: int) -> Interval:
-    share = successes / n
+def _wilson(share: float, n: float, method: str) -> Interval:
+    """The interval of a share that was seen in `n` independent values, or in more that are worth `n`."""
     scale = 1 + Z95**2 / n
     centre = (share + Z95**2 / (2 * n)) / scale
     half = Z95 * math.sqrt(share * (1 - share) / n + Z95**2 / (4 * n * n)) / scale
-    low = 0.0 if successes == 0 else max(centre - half, 0.0)
-    high = 1.0 if successes == n else min(centre + half, 1.0)
-    return Interval(low, high, "wilson")
+    low = 0.0 if share == 0 else max(centre - half, 0.0)
+    high = 1.0 if share == 1 else min(centre + half, 1.0)
+    return Interval(low, high, method)

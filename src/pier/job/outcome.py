@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from pier.errors import PierError
 from pier.job.ledger import Fault, Outcome
-from pier.trial.model import TrialResult
+from pier.trial.model import AgentResult, TrialResult
+from pier.trial.redact import Redactor
 
 RESULT = "result.json"
 CANCELLED = "CancelledError"
@@ -16,7 +19,8 @@ CANCELLED = "CancelledError"
 
 def outcome_of(result: TrialResult, directory: Path) -> Outcome:
     """The outcome that a result says."""
-    info, used = result.exception_info, result.agent_result
+    info = result.exception_info
+    used = [result.agent_result] if result.agent_result else [step.agent_result for step in result.step_results or ()]
     cancelled = info is not None and info.exception_type == CANCELLED
     fault = None
     if info is not None and not cancelled:
@@ -33,14 +37,20 @@ def outcome_of(result: TrialResult, directory: Path) -> Outcome:
         rewards=dict(rewards) if rewards is not None else None,
         fault=fault,
         cancelled=cancelled,
-        tokens=(used.n_input_tokens, used.n_cache_tokens, used.n_output_tokens) if used else (None, None, None),
-        cost=used.cost_usd if used else None,
+        tokens=(_sum(used, "n_input_tokens"), _sum(used, "n_cache_tokens"), _sum(used, "n_output_tokens")),
+        cost=_sum(used, "cost_usd"),
         seconds=(ended - began).total_seconds() if began and ended else 0.0,
         size=size_of(directory),
     )
 
 
-def outcome_of_error(error: BaseException) -> Outcome:
+def _sum(used: Sequence[AgentResult | None], name: str) -> Any:
+    """The sum over the steps of a trial of what is known; None if nothing is."""
+    known = [value for each in used if each is not None and (value := getattr(each, name)) is not None]
+    return sum(known) if known else None
+
+
+def outcome_of_error(error: Exception, redactor: Redactor) -> Outcome:
     """The outcome of a trial that broke before it could seal a result of its own."""
     known = isinstance(error, PierError)
     fault = Fault(
@@ -48,7 +58,7 @@ def outcome_of_error(error: BaseException) -> Outcome:
         code=error.code if known else type(error).__name__,
         blame=error.blame if known else "infra",
         retryable=error.retryable if known else False,
-        message=str(error) or type(error).__name__,
+        message=redactor.text(str(error)) or type(error).__name__,
     )
     return Outcome(fault=fault)
 

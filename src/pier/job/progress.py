@@ -84,7 +84,7 @@ class Progress:
     @property
     def seconds_left(self) -> float | None:
         rate = self.per_minute
-        return (self.total - self.done) * 60 / rate if rate else None
+        return (self.total - self.done) * 60 / rate if self.done - self.before >= 3 else None
 
     def line(self) -> str:
         """Where the job stands, in one line."""

@@ -41,7 +41,8 @@ def print_report(
     words = [f"{len(done)} of {len(ledger.plan.trials)} trials done"]
     if seconds is not None:
         words.append(f"in {seconds:.1f} s")
-    words.append(f"cost ${cost:.4f}" if cost is not None else "no model cost known")
+    if any(agent.get("model_name") for agent in ledger.plan.agents):
+        words.append(f"cost ${cost:.4f}" if cost is not None else "cost unknown")
     out.print(", ".join(words), highlight=False)
     out.print(f"files: {directory}", highlight=False, markup=False)
     out.print(f"next:  {next_command(directory, ledger, interrupted=interrupted)}", highlight=False, markup=False)
@@ -49,7 +50,7 @@ def print_report(
 
 def _table(ledger: Ledger) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("agent", "model", "dataset", "verdicts", "mean reward (95% interval)", "pass@k"):
+    for heading in ("agent", "model", "dataset", "verdicts", "mean reward (95%)", "pass@k"):
         table.add_column(heading)
     for group in groups_of(ledger):
         summary = group.summary()
@@ -69,7 +70,8 @@ def _means(summary: Summary) -> str:
 
 
 def _passes(summary: Summary) -> str:
-    return "  ".join(f"{k}: {value:.3f}" for k, value in summary.pass_at_k.items()) or "-"
+    shown = [k for k in summary.pass_at_k if k.bit_count() == 1][:4]
+    return "  ".join(f"{k}: {summary.pass_at_k[k]:.3f}" for k in shown) or "-"
 
 
 def _print_faults(ledger: Ledger, out: Console) -> None:

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from pier.errors import JobError
@@ -24,6 +24,7 @@ from pier.job.schedule import Schedule, Watcher
 from pier.job.specs import Specs
 from pier.lease import Lease, sweep
 from pier.sandbox import open_backend
+from pier.trial.images import TrialImages
 from pier.trial.run import run_trial
 from pier.trial.spec import TrialServices
 
@@ -54,7 +55,7 @@ class _Watchers:
 async def run_job(job: Job, env: Mapping[str, str], progress: Progress) -> bool:
     """Run all that is owed. Says whether the user interrupted it. Whatever ends it, the files tell where it stands."""
     specs = Specs(job.config, job.ledger.plan, job.ledger.id, env)
-    log = JobLog(job.directory / LOG, specs.secrets)
+    log = JobLog(job.directory / LOG, specs.redactor)
     owed = [job.ledger.plan.by_id[id] for id in job.ledger.owed()]
     job.ledger.write({"e": "run", "pid": os.getpid(), "at": now(), "owed": len(owed)})
     log.say(f"process {os.getpid()} runs {len(owed)} of {len(job.ledger.plan.trials)} trials")
@@ -90,7 +91,7 @@ async def _run_owed(
                 # A trial's outcome is captured here: whatever broke it may not end its siblings, save a full disk.
                 if isinstance(error, OSError) and error.errno in FULL_DISK:
                     raise
-                return outcome_of_error(error)
+                return outcome_of_error(error, specs.redactor)
             return outcome_of(result, directory)
 
         schedule = Schedule(
@@ -109,17 +110,21 @@ async def _run_owed(
 
 @asynccontextmanager
 async def _services(job: Job, env: Mapping[str, str]) -> AsyncIterator[TrialServices]:
+    """What all trials share: opened before the first, closed after the last."""
     from pier.image.store import ImageStore
-    from pier.trial.images import TrialImages
 
-    with Lease(label=f"job {job.directory.name}") as lease:
-        async with open_backend(job.config.environment.backend, lease) as backend:
-            await sweep(dict.fromkeys(backend.kinds, backend.destroy))
-            images = TrialImages(ImageStore().resolve, builds=job.config.n_concurrent_builds)
-            try:
-                yield TrialServices(backend=backend, images=images, environ=env)
-            finally:
-                await images.close()
+    async with AsyncExitStack() as stack:
+        lease = stack.enter_context(Lease(label=f"job {job.directory.name}"))
+        backend = await stack.enter_async_context(open_backend(job.config.environment.backend, lease))
+        await sweep(dict.fromkeys(backend.kinds, backend.destroy))
+        images = TrialImages(ImageStore().resolve, builds=job.config.n_concurrent_builds)
+        stack.push_async_callback(images.close)
+        gateway = None
+        if any(agent.model_name for agent in job.config.agents):
+            from pier.gateway import Directory, Gateway
+
+            gateway = await stack.enter_async_context(Gateway(providers=Directory.load(env)))
+        yield TrialServices(backend=backend, images=images, gateway=gateway, environ=env)
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from pier.task import Task, load_task
 from pier.task.config import Artifact, McpServerTable
 from pier.task.git import check_out
 from pier.task.model import Origin
+from pier.trial.redact import Redactor
 from pier.trial.spec import AgentChoice, Multipliers, SandboxChoice, TrialSpec, VerifierChoice
 
 CACHED_TASKS = 64
@@ -51,7 +52,8 @@ class Specs:
             environment_build=config.environment_build_timeout_multiplier,
         )
         self._artifacts = _read(tuple[Artifact, ...], config.artifacts, "artifacts")
-        self.secrets = tuple(sorted(set(secrets_in(dumped, env))))
+        self._secrets = tuple(sorted(set(secrets_in(dumped, env))))
+        self.redactor = Redactor(self._secrets)
 
     def spec(self, trial: PlannedTrial, directory: Path) -> TrialSpec:
         """What to run for `trial`, in `directory`. A task that changed since it was planned is a `TaskError`."""
@@ -68,7 +70,7 @@ class Specs:
             artifacts=self._artifacts,
             extra_instructions=tuple(self._config.extra_instructions),
             keep_sandbox=not self._config.environment.delete,
-            secrets=self.secrets,
+            secrets=self._secrets,
         )
 
     def _task(self, place: int) -> Task:
@@ -80,7 +82,7 @@ class Specs:
             _where(planned),
             strict=self._config.strict,
             verify=not self._config.verifier.disable,
-            origin=Origin(Path(planned.path), planned.source, planned.git_url, planned.git_commit_id),
+            origin=_origin(planned),
         )
         if task.digest != planned.digest:
             raise TaskError(
@@ -92,6 +94,10 @@ class Specs:
         if len(self._tasks) > CACHED_TASKS:
             self._tasks.popitem(last=False)
         return task
+
+
+def _origin(planned: PlannedTask) -> Origin:
+    return Origin(Path(planned.path), planned.source, planned.git_url, planned.git_commit_id, git_path=planned.git_path)
 
 
 def _where(planned: PlannedTask) -> Path:

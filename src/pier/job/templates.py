@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pier.errors import UsageError
+from pier.trial.redact import HIDDEN, looks_secret
 
-HIDDEN = "****"
-"""What stands on disk for a value that must not be there."""
-
-_SENSITIVE = re.compile(r"KEY|SECRET|TOKEN(?!S)|PASSWORD|CREDENTIAL|AUTH", re.IGNORECASE)
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _MIN_SECRET = 6
 
@@ -50,7 +47,7 @@ def hide(value: Any, env: Mapping[str, str], name: str = "") -> Any:
         return {key: hide(each, env, str(key)) for key, each in value.items()}
     if isinstance(value, list):
         return [hide(each, env, name) for each in value]
-    if isinstance(value, str) and value and _SENSITIVE.search(name) and not _TEMPLATE.fullmatch(value):
+    if isinstance(value, str) and value and looks_secret(name) and not _TEMPLATE.fullmatch(value):
         return f"${{{name}}}" if env.get(name) == value else HIDDEN
     return value
 
@@ -66,7 +63,7 @@ def secrets_in(value: Any, env: Mapping[str, str], name: str = "") -> Iterator[s
     elif isinstance(value, str):
         match = _TEMPLATE.fullmatch(value)
         real = env.get(match.group(1), "") if match else value
-        secret = _SENSITIVE.search(name) or (match and _SENSITIVE.search(match.group(1)))
+        secret = looks_secret(name) or (match is not None and looks_secret(match.group(1)))
         if secret and len(real) >= _MIN_SECRET:
             yield real
 
