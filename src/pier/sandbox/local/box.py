@@ -14,7 +14,7 @@ from typing import Any
 from pier.errors import SandboxError
 from pier.lease import Lease
 from pier.sandbox.cgroup import Group, Hierarchies
-from pier.sandbox.contract import Limits
+from pier.sandbox.contract import Change, Limits
 from pier.sandbox.local.channel import Answer, Channel
 from pier.sandbox.local.zygotes import Zygotes
 
@@ -32,6 +32,8 @@ class Box:
         self.id = id or secrets.token_hex(6)
         self.directory = base / self.id
         self.channel: Channel
+        self._layers: list[str] = []
+        self._upper_is_visible = True
         self._lease = lease
         self._zygotes = zygotes
         self._asked: asyncio.Future[Answer] | None = None
@@ -43,6 +45,7 @@ class Box:
     async def start(self, plan: dict[str, Any], layers: list[str], cage: tuple[Hierarchies, Limits] | None) -> None:
         """Make everything; when this raises or is cancelled, `stop` removes what was made. `cage`: where to make a
         control group, and with which limits."""
+        self._layers, self._upper_is_visible = layers, not plan["upper_size"]
         groups = [str(path) for path in cage[0].place(self.id)] if cage else []
         self._lease.write(KIND, self.id, {"directory": str(self.directory), "groups": groups})
         self.directory.mkdir(parents=True)
@@ -74,6 +77,15 @@ class Box:
             await asyncio.wait([ready])
             if not ready.cancelled():
                 ready.exception()
+
+    async def changes(self) -> list[Change] | None:
+        """What differs from the layers; None where the upper layer cannot be seen from outside."""
+        if not self._upper_is_visible:
+            return None
+        message, _ = await self._zygotes.ask_any(
+            {"op": "changes", "directory": str(self.directory), "layers": self._layers}
+        )
+        return [Change(*row) for row in message["changes"]]
 
     def oom_kills(self) -> int:
         return self._group.oom_kills() if self._group else 0

@@ -15,6 +15,7 @@ from pier.image.model import Image
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.contract import (
     OUTPUT_LIMIT,
+    Change,
     Command,
     Listener,
     OnOutput,
@@ -190,6 +191,15 @@ class LocalSandbox(Sandbox):
     def get_tar(self, source: str) -> AsyncIterator[bytes]:
         request = {"op": "pack", "source": source, "exclude": [], "max_bytes": None}
         return copying.stream(self.box.channel, request)
+
+    async def remove(self, target: str) -> None:
+        request = {"op": "remove", "target": target}
+        await copying.copy(self.box.channel, request, inward=True, work=lambda fd: copying.write_bytes(fd, b""))
+
+    async def changes(self) -> list[Change] | None:
+        if self.box.channel.closed:
+            raise self.box.channel.lost()
+        return await self.box.changes()
 
     async def set_network(self, policy: NetworkPolicy) -> None:
         if policy != self.spec.network:

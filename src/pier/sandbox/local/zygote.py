@@ -20,6 +20,7 @@ from typing import Any
 
 from pier.sandbox import tree
 from pier.sandbox.local import init, kernel, wire
+from pier.sandbox.local.changes import changes
 from pier.sandbox.local.remove import remove
 from pier.sandbox.local.root import HOST
 
@@ -28,7 +29,7 @@ _NAMESPACES = (
 )  # fmt: skip
 _LOWERS_KEPT = 128
 _REMOVED_AT_ONCE = 200
-"""Trees with more entries than this are removed by a child, so that starts do not wait."""
+"""Trees with more entries than this are removed and looked through by a child, so that starts do not wait."""
 
 
 class Zygote:
@@ -80,6 +81,8 @@ class Zygote:
                 self._start(message, fds)
             elif message["op"] == "remove":
                 self._remove(message)
+            elif message["op"] == "changes":
+                self._changes(message)
             elif message["op"] == "forget":
                 self._forget(message["path"])
         except OSError as error:
@@ -235,6 +238,17 @@ class Zygote:
                 wire.send(self.sock, {"id": message["id"]})
             except OSError as error:
                 wire.send(self.sock, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
+            finally:
+                os._exit(0)
+
+    def _changes(self, message: dict[str, Any]) -> None:
+        upper, layers = f"{HOST}{message['directory']}/u", [HOST + path for path in message["layers"]]
+        rows = changes(upper, layers, budget=_REMOVED_AT_ONCE)
+        if rows is not None:
+            wire.send(self.sock, {"id": message["id"], "changes": rows})
+        elif os.fork() == 0:
+            try:
+                wire.send(self.sock, {"id": message["id"], "changes": changes(upper, layers)})
             finally:
                 os._exit(0)
 

@@ -119,16 +119,15 @@ class Zygotes:
             self._all.remove(one)
             one.close()
 
-    async def ask_any(self, message: dict[str, Any]) -> None:
+    async def ask_any(self, message: dict[str, Any]) -> Answer:
         """Have one of them do something that any can do; once more with another if the first one dies."""
-        for last in (False, True):
-            zygote = await self.pick()
-            try:
-                await zygote.ask(message)
-                return
-            except SandboxError:
-                if last or not zygote.channel.closed:
-                    raise
+        zygote = await self.pick()
+        try:
+            return await zygote.ask(message)
+        except SandboxError:
+            if not zygote.channel.closed:
+                raise
+        return await (await self.pick()).ask(message)
 
     async def tell_all(self, message: dict[str, Any]) -> None:
         for one in self._all:

@@ -1,7 +1,7 @@
 """Trees of files through tar streams, safe against whatever lies on either side.
 
-`serve` runs in a forked child inside a sandbox's root and does one request (pack, unpack, read, write); `receive` runs
-on the host, for a stream that came out of a sandbox. Neither ever reads or writes outside of the directory it was
+`serve` runs in a forked child inside a sandbox's root and does one request (pack, unpack, read, write, remove);
+`receive` runs on the host, for a stream that came out of a sandbox. Neither ever reads or writes outside of the directory it was
 given, whatever the stream or the tree holds: symlinked parents, `..`, absolute names, hard links, devices, fifos, or
 a tree that changes under its hands. Each path is resolved by the kernel in one step (`openat2`) with the limits of the
 request, and last parts are never followed.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import fnmatch
 import os
+import shutil
 import stat
 import tarfile
 from typing import Any
@@ -55,6 +56,7 @@ def serve(request: dict[str, Any], fd: int) -> dict[str, Any]:
     {"op": "unpack", "target", "owner": null | [uid, gid], "max_bytes": null}    reads one; answers "skipped"
     {"op": "read", "source", "max_bytes"}    writes the file's content
     {"op": "write", "target", "mode", "owner": null | [uid, gid]}    reads the file's content
+    {"op": "remove", "target"}    removes a file, link or tree
     """
     try:
         root = os.open("/", DIRECTORY)
@@ -141,4 +143,35 @@ def _serve_write(root: int, fd: int, request: dict[str, Any]) -> None:
         os.close(above)
 
 
-_OPERATIONS = {"pack": _serve_pack, "unpack": _serve_unpack, "read": _serve_read, "write": _serve_write}
+def _serve_remove(root: int, fd: int, request: dict[str, Any]) -> None:
+    """No link on the way is followed: whoever removes a path means that path."""
+    parent, _, name = request["target"].rstrip("/").rpartition("/")
+    if name in ("", ".", ".."):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), request["target"])
+    try:
+        above = open_in(root, parent or ".", DIRECTORY, IN_ROOT | NO_SYMLINKS | NO_MAGICLINKS)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise TreeError("not_directory", f"not a directory: {parent}") from None
+        raise
+    try:
+        status = os.stat(name, dir_fd=above, follow_symlinks=False)
+        if stat.S_ISDIR(status.st_mode):
+            shutil.rmtree(name, dir_fd=above)
+        else:
+            os.unlink(name, dir_fd=above)
+    except FileNotFoundError:
+        return
+    finally:
+        os.close(above)
+
+
+_OPERATIONS = {
+    "pack": _serve_pack,
+    "unpack": _serve_unpack,
+    "read": _serve_read,
+    "write": _serve_write,
+    "remove": _serve_remove,
+}
