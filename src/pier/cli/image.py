@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -26,14 +29,102 @@ def image() -> None:
 
 
 @image.command(name="import")
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source", required=False, type=click.Path(path_type=Path, allow_dash=True))
 @click.argument("name", required=False)
+@click.option("--from-docker", metavar="IMAGE", help="Take an image from the Docker engine.")
 @_json
-def import_(source: Path, name: str | None, as_json: bool) -> None:
-    """Import a root file system (tar or directory), a docker-archive or an OCI layout."""
+def import_(source: Path | None, name: str | None, from_docker: str | None, as_json: bool) -> None:
+    """Import a root file system (tar or directory), a docker-archive or an OCI layout.
+
+    SOURCE may be `-` for a tar on stdin. With --from-docker the first argument is the new name, if one is wanted.
+    """
+    if from_docker is not None:
+        made = asyncio.run(_import_from_docker(from_docker, str(source) if source else None))
+    elif source is None:
+        raise click.UsageError("a source is needed, or --from-docker")
+    else:
+        made = asyncio.run(_import(source, name))
+    _tell(made, as_json)
+
+
+async def _import(source: Path, name: str | None) -> Image:
     from pier.image.importing import import_image
 
-    _tell(asyncio.run(import_image(_store(), source, name)), as_json)
+    store = _store()
+    if str(source) != "-":
+        return await import_image(store, source, name)
+    store.prepare("tmp")
+    async with store.layers.scratch() as directory:
+        with (directory / "stdin.tar").open("wb") as sink:
+            shutil.copyfileobj(sys.stdin.buffer, sink, 1 << 20)
+        return await import_image(store, directory / "stdin.tar", name, told="stdin")
+
+
+async def _import_from_docker(image: str, name: str | None) -> Image:
+    from pier.errors import ImageError
+    from pier.image.engine import take_from_engine
+
+    found = await take_from_engine(_store(), image, name)
+    if found is None:
+        raise ImageError(f"the Docker engine has no image {image!r}", code="not_found", blame="user")
+    return found
+
+
+@image.command()
+@click.argument("name")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
+@_json
+def pull(name: str, quiet: bool, as_json: bool) -> None:
+    """Pull an image from its registry."""
+    from pier.image.fetch import pull_image
+
+    _tell(asyncio.run(pull_image(_store(), name, on_progress=None if quiet else _progress)), as_json)
+
+
+@image.command()
+@click.argument("context", default=".", type=click.Path(path_type=Path))
+@click.option("-f", "--file", "dockerfile", type=click.Path(path_type=Path), help="Default: CONTEXT/Dockerfile.")
+@click.option("-t", "--tag", help="The image's name.")
+@click.option("--build-arg", "build_args", multiple=True, metavar="NAME=VALUE", help="The value of an ARG.")
+@click.option("--target", help="The stage to build, instead of the last one.")
+@click.option("--network", type=click.Choice(["public", "none"]), default="public", help="What RUN may reach.")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
+@_json
+def build(
+    context: Path,
+    dockerfile: Path | None,
+    tag: str | None,
+    build_args: tuple[str, ...],
+    target: str | None,
+    network: Literal["public", "none"],
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Build an image from a Dockerfile, without a daemon."""
+    from pier.image.build import build_image
+    from pier.network.policy import NetworkPolicy
+    from pier.sandbox.building import open_runner
+
+    values = {}
+    for row in build_args:
+        key, equals, value = row.partition("=")
+        values[key] = value if equals else os.environ.get(key, "")
+
+    async def work() -> Image:
+        async with open_runner() as runner:
+            return await build_image(
+                _store(),
+                context,
+                dockerfile,
+                build_args=values,
+                runner=runner,
+                network=NetworkPolicy(network),
+                on_progress=None if quiet else _progress,
+                tag=tag,
+                target=target,
+            )
+
+    _tell(asyncio.run(work()), as_json)
 
 
 @image.command(name="list")
@@ -131,6 +222,10 @@ def _summary(store: ImageStore, record: ImageRecord) -> dict[str, Any]:
         "origin": record.origin,
         "created": record.created,
     }
+
+
+def _progress(line: str) -> None:
+    click.echo(line, err=True)
 
 
 def _tell(made: Image, as_json: bool) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from pier.errors import ImageError
 from pier.image.dockerfile import Dockerfile, Instruction, read
 from pier.image.ignore import Ignore, read_ignore
 from pier.image.model import HOST, SCRATCH, Image
+from pier.image.platforms import architecture
 from pier.image.stage import DEFAULT_PATH, SETTINGS, Stage, arg_pairs, located
 from pier.image.steps import StepRunner
 from pier.image.store import ImageStore
@@ -137,8 +137,7 @@ def _from(build: Build, instruction: Instruction) -> Part:
 
 
 def _platform_args() -> dict[str, str]:
-    machine = platform.machine()
-    arch = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm"}.get(machine, machine)
+    arch = architecture()
     values = {"PLATFORM": f"linux/{arch}", "OS": "linux", "ARCH": arch, "VARIANT": ""}
     return {f"{side}{key}": value for side in ("TARGET", "BUILD") for key, value in values.items()}
 

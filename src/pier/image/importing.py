@@ -2,34 +2,63 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 from pier.errors import ImageError
 from pier.image import owner
+from pier.image.assemble import LayerSource, Origins, assemble
+from pier.image.compression import decompressed
 from pier.image.model import Image, ImageConfig
+from pier.image.platforms import choose_platform
+from pier.image.records import Origin
+from pier.image.reference import parse
 from pier.image.store import ImageStore, canonical
+from pier.image.unpack import entries, unpack
+from pier.image.view import View
+
+_ARCHIVE_NAME = re.compile(r"blobs(/.*)?|oci-layout|manifest\.json|index\.json|repositories|[0-9a-f]{64}(\.json|/.*)?")
+_REF_NAME = "org.opencontainers.image.ref.name"
+_FULL_NAME = "io.containerd.image.name"
 
 
-async def import_image(store: ImageStore, source: Path, reference: str | None = None) -> Image:
-    """Import whatever `source` is. `reference` is needed for a root file system; an archive may name itself."""
+async def import_image(
+    store: ImageStore, source: Path, reference: str | None = None, *, origin: Origin = "import", told: str = ""
+) -> Image:
+    """Import whatever `source` is. `reference` is needed for a root file system; an archive may name itself.
+
+    A broken or hostile archive is an `ImageError` (codes `broken_archive`, `unsafe_archive`, `digest`), and leaves
+    nothing behind. `told` is what is written down as the image's source.
+    """
     if not source.exists():
         raise ImageError(f"{source} does not exist", code="not_found", blame="user")
     if reference:
         canonical(reference)
-    if source.is_dir() and not (source / "oci-layout").is_file():
-        return await _import_rootfs(store, source, _named(source, reference))
-    return await _import_rootfs(store, source, _named(source, reference))
-
-
-async def _import_rootfs(store: ImageStore, source: Path, reference: str) -> Image:
+    origins = Origins(origin, told or str(source))
     store.prepare("layers")
+    if source.is_dir():
+        if (source / "oci-layout").is_file() or (source / "manifest.json").is_file():
+            return await _import_unpacked(store, source, reference, origins)
+        return await _import_rootfs(store, source, _named(source, reference), origins)
+    if not await asyncio.to_thread(_is_image_archive, source):
+        return await _import_rootfs(store, source, _named(source, reference), origins)
+    async with store.layers.scratch() as directory:
+        await asyncio.to_thread(_unpack_here, source, directory)
+        return await _import_unpacked(store, directory, reference, origins)
+
+
+async def _import_rootfs(store: ImageStore, source: Path, reference: str, origins: Origins) -> Image:
     async with store.layers.draft() as draft:
         if source.is_dir():
             made = await owner.run("copy_tree", source=str(source), target=str(draft.path))
         else:
             made = await owner.run("unpack_archive", archive=str(source), target=str(draft.path))
-        await draft.keep(made["digest"], size=made["size"], origin="import", source=str(source))
-    return store.put(reference, [made["digest"]], ImageConfig(), origin="import", source=str(source))
+        await draft.keep(made["digest"], size=made["size"], origin=origins.origin, source=origins.source)
+    return store.put(reference, [made["digest"]], ImageConfig(), origin=origins.origin, source=origins.source)
 
 
 def _named(source: Path, reference: str | None) -> str:
@@ -41,3 +70,130 @@ def _named(source: Path, reference: str | None) -> str:
         blame="user",
         hint=f"pier image import {source} NAME",
     )
+
+
+def _is_image_archive(source: Path) -> bool:
+    """Whether a tar holds an image and not a root file system, told by its first names."""
+    with decompressed(str(source)) as stream:
+        for _, member in entries(stream):
+            name = member.name.removeprefix("./").strip("/")
+            if name and name != ".":
+                return bool(_ARCHIVE_NAME.fullmatch(name))
+    return False
+
+
+def _unpack_here(source: Path, directory: Path) -> None:
+    with decompressed(str(source)) as stream:
+        unpack(stream, str(directory), owners=False)
+
+
+async def _import_unpacked(store: ImageStore, directory: Path, reference: str | None, origins: Origins) -> Image:
+    files = _Files(directory)
+    if files.has("manifest.json"):
+        return await _import_docker(store, files, reference, origins)
+    if files.has("index.json"):
+        return await _import_oci(store, files, reference, origins)
+    raise ImageError("the archive has neither a manifest.json nor an index.json", code="broken_archive")
+
+
+class _Files:
+    """The files of an unpacked archive; its symbolic links lead nowhere else."""
+
+    def __init__(self, directory: Path) -> None:
+        self._view = View([str(directory)])
+
+    def has(self, name: str) -> bool:
+        return (entry := self._view.find(name)) is not None and entry.is_file
+
+    def path(self, name: str) -> Path:
+        entry = self._view.find(name)
+        if entry is None or not entry.is_file:
+            raise ImageError(f"the archive has no {name}", code="broken_archive")
+        return Path(entry.place)
+
+    def json(self, name: str) -> Any:
+        try:
+            return json.loads(self.path(name).read_bytes())
+        except ValueError as error:
+            raise ImageError(f"{name} of the archive is not JSON: {error}", code="broken_archive") from None
+
+    async def blob(self, digest: str) -> Path:
+        """A blob whose content was checked against its digest."""
+        algorithm, _, value = digest.partition(":")
+        if algorithm != "sha256" or not re.fullmatch(r"[0-9a-f]{64}", value):
+            raise ImageError(f"{digest!r} is not a sha256 digest", code="broken_archive")
+        path = self.path(f"blobs/sha256/{value}")
+        found = await asyncio.to_thread(_digest, path)
+        if found != value:
+            raise ImageError(f"a blob has the digest sha256:{found}, not {digest}", code="digest")
+        return path
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+async def _import_docker(store: ImageStore, files: _Files, reference: str | None, origins: Origins) -> Image:
+    manifests = files.json("manifest.json")
+    if not isinstance(manifests, list) or not manifests:
+        raise ImageError("manifest.json of the archive lists no image", code="broken_archive")
+    tags = [tag for manifest in manifests for tag in manifest.get("RepoTags") or []]
+    chosen = manifests[0] if len(manifests) == 1 else None
+    for manifest in manifests:
+        if reference and canonical(reference) in [str(parse(tag)) for tag in manifest.get("RepoTags") or []]:
+            chosen = manifest
+    if chosen is None:
+        raise ImageError(f"the archive holds several images: {', '.join(tags)}", hint="name one of them", blame="user")
+    name = reference or next(iter(chosen.get("RepoTags") or []), None)
+    raw = files.path(chosen["Config"]).read_bytes()
+    layers = [_local(layer, files) for layer in chosen.get("Layers") or []]
+    digest = f"sha256:{hashlib.sha256(raw).hexdigest()}"
+    return await assemble(store, name, raw, layers, Origins(origins.origin, origins.source, digest))
+
+
+def _local(name: str, files: _Files) -> LayerSource:
+    async def fetch() -> Path:
+        return files.path(name)
+
+    return LayerSource(name, fetch)
+
+
+async def _import_oci(store: ImageStore, files: _Files, reference: str | None, origins: Origins) -> Image:
+    descriptors = files.json("index.json").get("manifests") or []
+    chosen = _choose(descriptors, reference)
+    name = reference or _name_of(chosen)
+    manifest: dict[str, Any] = {}
+    for _ in range(4):
+        manifest = json.loads((await files.blob(chosen["digest"])).read_bytes())
+        if "manifests" not in manifest:
+            break
+        chosen = choose_platform(manifest["manifests"], "the OCI layout")
+    if "config" not in manifest:
+        raise ImageError("the OCI layout holds no image manifest", code="broken_archive")
+    raw = (await files.blob(manifest["config"]["digest"])).read_bytes()
+    layers = [_checked(layer["digest"], files) for layer in manifest.get("layers") or []]
+    return await assemble(store, name, raw, layers, Origins(origins.origin, origins.source, chosen["digest"]))
+
+
+def _checked(digest: str, files: _Files) -> LayerSource:
+    return LayerSource(digest, lambda: files.blob(digest))
+
+
+def _choose(descriptors: list[dict[str, Any]], reference: str | None) -> dict[str, Any]:
+    if not descriptors:
+        raise ImageError("the OCI layout lists no image", code="broken_archive")
+    if len(descriptors) == 1:
+        return descriptors[0]
+    if reference:
+        for descriptor in descriptors:
+            if reference in (descriptor.get("annotations") or {}).values():
+                return descriptor
+    return choose_platform(descriptors, "the OCI layout")
+
+
+def _name_of(descriptor: dict[str, Any]) -> str | None:
+    """What a layout calls an image; a bare tag is no name."""
+    notes = descriptor.get("annotations") or {}
+    name = notes.get(_FULL_NAME) or notes.get(_REF_NAME) or ""
+    return name if "/" in name or ":" in name else None

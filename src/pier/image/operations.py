@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pier.errors import ImageError
+from pier.image.adopt import adopt_layer
 from pier.image.copying import copy_into, make_directories
 from pier.image.trees import copy_tree, measure, remove_tree, unpack_archive
 
@@ -15,6 +16,7 @@ OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "copy_tree": copy_tree,
     "remove_tree": remove_tree,
     "measure": measure,
+    "adopt_layer": adopt_layer,
     "copy_into": copy_into,
     "make_directories": make_directories,
 }

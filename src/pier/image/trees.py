@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
 from pier.image.compression import HashingReader, decompressed
-from pier.image.unpack import is_kept_xattr, unpack
+from pier.image.unpack import OPAQUE, is_kept_xattr, make_whiteout, unpack
 
 
 def unpack_archive(archive: str, target: str, *, owners: bool = True) -> dict[str, Any]:
@@ -56,9 +56,13 @@ def measure(path: str) -> dict[str, Any]:
 
 
 class TreeCopier:
-    """Copies files as they are: owners, modes, times, links, kept attributes. Devices and sockets are left out."""
+    """Copies files as they are: owners, modes, times, links, kept attributes. Devices and sockets are left out.
 
-    def __init__(self, owners: bool) -> None:
+    With `overlay` whiteouts and opaque directories are copied for what they are.
+    """
+
+    def __init__(self, owners: bool, *, overlay: bool = False) -> None:
+        self._overlay = overlay
         self.hash = hashlib.sha256()
         self.size = 0
         self._owners = owners
@@ -73,6 +77,9 @@ class TreeCopier:
     def _copy(self, source: str, target: str, name: str) -> None:
         status = os.lstat(source)
         kind = stat.S_IFMT(status.st_mode)
+        if self._overlay and stat.S_ISCHR(kind) and status.st_rdev == 0:
+            make_whiteout(target)
+            return
         if kind not in (stat.S_IFDIR, stat.S_IFREG, stat.S_IFLNK, stat.S_IFIFO):
             return
         content = b""
@@ -110,6 +117,8 @@ class TreeCopier:
             os.chown(target, status.st_uid, status.st_gid, follow_symlinks=False)
         if not stat.S_ISLNK(status.st_mode):
             os.chmod(target, stat.S_IMODE(status.st_mode))
-            for name in filter(is_kept_xattr, os.listxattr(source)):
+            for name in os.listxattr(source):
+                if not (is_kept_xattr(name) or (self._overlay and name == OPAQUE)):
+                    continue
                 os.setxattr(target, name, os.getxattr(source, name))
         os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)

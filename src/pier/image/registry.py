@@ -1,0 +1,258 @@
+"""Talks to OCI registries: finds manifests and downloads blobs, each checked against its digest.
+
+A download that was cut off goes on where it stopped, in this process or in a later one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ipaddress
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from pier.errors import ImageError
+from pier.image.credentials import Credentials, find_credentials
+from pier.image.platforms import choose_platform
+from pier.image.reference import DEFAULT_REGISTRY, Reference
+
+_MANIFESTS = ", ".join(
+    f"application/vnd.{kind}+json"
+    for kind in (
+        "oci.image.index.v1",
+        "oci.image.manifest.v1",
+        "docker.distribution.manifest.list.v2",
+        "docker.distribution.manifest.v2",
+    )
+)
+_TRIES = 5
+_CHUNK = 1 << 18
+_CHALLENGE = re.compile(r'([a-z_]+)="([^"]*)"')
+
+OnProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """An image's manifest for this machine, and its digest."""
+
+    digest: str
+    config: str
+    layers: tuple[tuple[str, int], ...]
+
+
+class Registry:
+    """One repository of a registry. Make it with `open_registry`."""
+
+    def __init__(self, session: aiohttp.ClientSession, reference: Reference) -> None:
+        self._session = session
+        self._reference = reference
+        self._authorization = ""
+        self._login = asyncio.Lock()
+        self._base = ""
+
+    async def manifest(self) -> Manifest:
+        """The manifest that the reference names; of several platforms' the one for this machine."""
+        wanted = self._reference.digest or self._reference.tag
+        digest, value = await self._manifest(wanted)
+        for _ in range(3):
+            if "manifests" not in value:
+                break
+            chosen = choose_platform(value["manifests"], str(self._reference))
+            _, value = await self._manifest(chosen["digest"])
+        if "config" not in value or "layers" not in value:
+            raise ImageError(f"{self._reference} is not a container image", code="manifest")
+        layers = tuple((layer["digest"], int(layer.get("size", 0))) for layer in value["layers"])
+        return Manifest(digest, value["config"]["digest"], layers)
+
+    async def _manifest(self, wanted: str) -> tuple[str, dict[str, Any]]:
+        async with self._get(f"manifests/{wanted}", {"Accept": _MANIFESTS}) as answer:
+            body = await answer.read()
+        digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
+        if wanted.startswith("sha256:") and digest != wanted:
+            raise ImageError(f"the manifest {wanted} of {self._reference} has the digest {digest}", code="digest")
+        try:
+            return digest, json.loads(body)
+        except ValueError:
+            raise ImageError(f"the manifest of {self._reference} is not JSON", code="manifest") from None
+
+    async def blob(self, digest: str) -> bytes:
+        """A small blob."""
+        async with self._get(f"blobs/{digest}") as answer:
+            body = await answer.read()
+        _check(digest, hashlib.sha256(body).hexdigest(), self._reference)
+        return body
+
+    async def download(self, digest: str, target: Path, on_progress: OnProgress) -> None:
+        """Download a blob to `target`; what is there already is not asked for again."""
+        for attempt in range(_TRIES):
+            try:
+                await self._download(digest, target, on_progress)
+                break
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if attempt == _TRIES - 1:
+                    raise _unreachable(self._reference, error) from error
+                await asyncio.sleep(0.2 * 2**attempt)
+        found = await asyncio.to_thread(_digest_of, target)
+        if f"sha256:{found}" != digest:
+            target.unlink(missing_ok=True)
+        _check(digest, found, self._reference)
+
+    async def _download(self, digest: str, target: Path, on_progress: OnProgress) -> None:
+        there = target.stat().st_size if target.exists() else 0
+        headers = {"Range": f"bytes={there}-", "Accept-Encoding": "identity"} if there else {}
+        async with self._get(f"blobs/{digest}", headers, allowed=(200, 206, 416)) as answer:
+            if answer.status == 416:
+                return
+            with target.open("ab" if answer.status == 206 else "wb") as sink:
+                total = (answer.content_length or 0) + sink.tell()
+                last = asyncio.get_running_loop().time()
+                async for chunk in answer.content.iter_chunked(_CHUNK):
+                    sink.write(chunk)
+                    now = asyncio.get_running_loop().time()
+                    if now - last > 1:
+                        last = now
+                        on_progress(f"  {digest[7:19]}  {sink.tell() / 1e6:.1f} of {total / 1e6:.1f} MB")
+
+    @asynccontextmanager
+    async def _get(
+        self, path: str, headers: dict[str, str] | None = None, allowed: tuple[int, ...] = (200,)
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        base = await self._find_base()
+        url = f"{base}/v2/{self._reference.repository}/{path}"
+        for attempt in range(2):
+            used = self._authorization
+            sent = dict(headers or {}) | ({"Authorization": used} if used else {})
+            async with self._session.get(url, headers=sent) as answer:
+                if answer.status == 401 and attempt == 0:
+                    await self._log_in(answer.headers.get("WWW-Authenticate", ""), used)
+                    continue
+                await self._check_status(answer, allowed)
+                yield answer
+                return
+
+    async def _check_status(self, answer: aiohttp.ClientResponse, allowed: tuple[int, ...]) -> None:
+        if answer.status in allowed:
+            return
+        text = (await answer.text(errors="replace"))[:300].strip()
+        name = str(self._reference)
+        if answer.status in (401, 403):
+            raise ImageError(
+                f"{self._reference.registry} refuses {name}: {text}",
+                code="unauthorized",
+                blame="user",
+                hint=f"docker login {self._reference.registry}",
+            )
+        if answer.status == 404:
+            raise ImageError(f"{self._reference.registry} has no {name}", code="not_found", blame="user")
+        if answer.status >= 500:
+            answer.raise_for_status()
+        raise ImageError(f"{self._reference.registry} answered {answer.status}: {text}", code="registry")
+
+    async def _find_base(self) -> str:
+        """Where the registry is. One on this machine's loopback may speak plain HTTP, as with Docker."""
+        if self._base:
+            return self._base
+        host = "registry-1.docker.io" if self._reference.registry == DEFAULT_REGISTRY else self._reference.registry
+        if _is_loopback(host):
+            try:
+                async with self._session.get(f"https://{host}/v2/"):
+                    pass
+            except (aiohttp.ClientSSLError, aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                self._base = f"http://{host}"
+                return self._base
+        self._base = f"https://{host}"
+        return self._base
+
+    async def _log_in(self, challenge: str, used: str) -> None:
+        async with self._login:
+            if self._authorization != used:
+                return
+            credentials = await find_credentials(self._reference.registry)
+            kind, _, rest = challenge.partition(" ")
+            if kind.lower() == "basic":
+                if credentials is None:
+                    raise self._refused("it wants a user name and a password")
+                self._authorization = aiohttp.encode_basic_auth(credentials.username, credentials.password)
+            elif kind.lower() == "bearer":
+                self._authorization = f"Bearer {await self._token(dict(_CHALLENGE.findall(rest)), credentials)}"
+            else:
+                raise self._refused(f"it wants {kind or 'an unknown kind of'} authentication")
+
+    async def _token(self, asked: dict[str, str], credentials: Credentials | None) -> str:
+        realm = asked.get("realm", "")
+        scope = asked.get("scope") or f"repository:{self._reference.repository}:pull"
+        if credentials is not None and credentials.identity_token:
+            form = {
+                "grant_type": "refresh_token",
+                "refresh_token": credentials.identity_token,
+                "client_id": "pier",
+                "service": asked.get("service", ""),
+                "scope": scope,
+            }
+            request = self._session.post(realm, data=form)
+        else:
+            query = {"service": asked.get("service", ""), "scope": scope}
+            headers = {}
+            if credentials is not None:
+                headers["Authorization"] = aiohttp.encode_basic_auth(credentials.username, credentials.password)
+            request = self._session.get(realm, params=query, headers=headers)
+        async with request as answer:
+            if answer.status != 200:
+                raise self._refused(f"its token server answered {answer.status}")
+            value = await answer.json(content_type=None)
+        return value.get("token") or value.get("access_token") or ""
+
+    def _refused(self, why: str) -> ImageError:
+        return ImageError(
+            f"{self._reference.registry} refuses {self._reference}: {why}",
+            code="unauthorized",
+            blame="user",
+            hint=f"docker login {self._reference.registry}",
+        )
+
+
+@asynccontextmanager
+async def open_registry(reference: Reference) -> AsyncIterator[Registry]:
+    """The registry of a reference; not being able to reach it is an `ImageError` with code `unreachable`."""
+    timeout = aiohttp.ClientTimeout(total=None, connect=30, sock_read=120)
+    async with aiohttp.ClientSession(timeout=timeout, trust_env=True, headers={"User-Agent": "pier"}) as session:
+        try:
+            yield Registry(session, reference)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise _unreachable(reference, error) from error
+
+
+def _unreachable(reference: Reference, error: BaseException) -> ImageError:
+    return ImageError(
+        f"the registry {reference.registry} cannot be reached: {error or type(error).__name__}",
+        code="unreachable",
+        retryable=True,
+    )
+
+
+def _check(digest: str, found: str, reference: Reference) -> None:
+    if f"sha256:{found}" != digest:
+        raise ImageError(f"a blob of {reference} has the digest sha256:{found}, not {digest}", code="digest")
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _is_loopback(host: str) -> bool:
+    name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,66 @@
+"""Runs the RUN steps of Dockerfiles in sandboxes: what a step wrote becomes the layer of its instruction."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from pier.errors import SandboxError
+from pier.image import owner
+from pier.image.steps import OnOutput, Step
+from pier.lease import Lease
+from pier.sandbox import open_backend
+from pier.sandbox.contract import Backend, Mount, SandboxSpec, Stream
+
+
+class SandboxRunner:
+    """A `StepRunner` on a backend that can snapshot. The backend is opened when the first step needs it."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def run(self, step: Step, layer: Path, on_output: OnOutput) -> int:
+        """See `pier.image.steps.StepRunner`."""
+        spec = SandboxSpec(
+            image=step.image,
+            network=step.network,
+            mounts=tuple(Mount(each.target, each.source, each.read_only, each.size) for each in step.mounts),
+            name="build",
+        )
+
+        def pass_on(_: Stream, data: bytes) -> None:
+            on_output(data)
+
+        async with await self._backend.start(spec) as sandbox:
+            result = await sandbox.exec(
+                list(step.command),
+                cwd=step.workdir,
+                env=dict(step.env),
+                user=step.user or None,
+                on_output=pass_on,
+            )
+            if result.exit_code != 0:
+                return result.exit_code
+            snapshot = await sandbox.snapshot()
+        try:
+            if len(snapshot.layers) <= len(step.image.layers):
+                raise SandboxError("the snapshot of a build step has no layer of its own", retryable=False)
+            await owner.run(
+                "adopt_layer",
+                source=str(snapshot.layers[-1]),
+                target=str(layer),
+                below=(["/"] if step.image.is_host else []) + [str(each) for each in step.image.layers],
+                stubs=[each.target for each in step.mounts],
+            )
+        finally:
+            await self._backend.remove_snapshot(snapshot)
+        return 0
+
+
+@contextlib.asynccontextmanager
+async def open_runner(backend: str = "local") -> AsyncIterator[SandboxRunner]:
+    """A runner on a backend of its own, for one build."""
+    with Lease(label="build") as lease:
+        async with open_backend(backend, lease) as opened:
+            yield SandboxRunner(opened)
