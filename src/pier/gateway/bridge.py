@@ -16,9 +16,18 @@ from aiohttp import ClientResponse, web
 
 from pier.errors import ProviderError
 from pier.gateway.body import parse
-from pier.gateway.canonical import Delta, StreamError, Text, Tokens, Turn, TurnBuilder, TurnEnd, stream_turn
+from pier.gateway.canonical import (
+    Delta,
+    ModelFailed,
+    StreamError,
+    Text,
+    Tokens,
+    Turn,
+    TurnBuilder,
+    TurnEnd,
+    stream_turn,
+)
 from pier.gateway.dialect import BadResponse
-from pier.gateway.dialect.shared import kind_of_status
 from pier.gateway.exchange import Exchange
 from pier.gateway.providers import Target
 from pier.gateway.redact import Scrubber
@@ -81,9 +90,10 @@ async def decided(x: Exchange, policy: Policy) -> web.StreamResponse:
                 return await _deliver(x, Turn((Text(turn),)) if isinstance(turn, str) else turn)
             x.turn.spend()
             return await _render(x, cast("AsyncIterator[Delta]", answer))
+    except ModelFailed as failed:
+        return await x.fail(failed.status, str(failed), failed.kind)
     except ProviderError as error:
-        status = getattr(error, "status", 502)
-        return await x.fail(status, str(error), kind_of_status(status))
+        return await x.fail(502, str(error), "server")
 
 
 async def _deltas(

@@ -17,7 +17,7 @@ from typing import Any
 from pier.errors import UsageError
 from pier.gateway.canonical import Usage
 
-FILE_NAME = "calls.jsonl"
+FILE_NAMES = ("calls.jsonl", "recording.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,10 +287,13 @@ class Reader:
 
 def find(path: Path) -> Path:
     """The recording at `path`: the file itself, or the one in a trial's directory."""
-    for candidate in (path, path / FILE_NAME, path / "gateway" / FILE_NAME, path / "agent" / FILE_NAME):
-        if candidate.is_file():
-            return candidate
-    raise UsageError(f"there is no recording at {path}", hint="give a calls.jsonl, or a trial directory that has one")
+    if path.is_file():
+        return path
+    for folder in (path, path / "agent"):
+        for name in FILE_NAMES:
+            if (folder / name).is_file():
+                return folder / name
+    raise UsageError(f"there is no recording at {path}", hint="give a recording, or a trial directory that has one")
 
 
 def read(path: Path) -> Recording:

@@ -19,6 +19,8 @@ SECRET_HEADERS = frozenset(
     }
 )
 REDACTED = "[redacted]"
+_SHORTEST_SECRET = 16
+"""Shorter keys are stand-ins such as `EMPTY`, which may well be words of an answer."""
 _KEY_IN_QUERY = re.compile(r"([?&](?:key|api[_-]?key|access_token)=)[^&]*", re.IGNORECASE)
 
 
@@ -36,7 +38,7 @@ class Scrubber:
     """Removes given secrets from bytes, for the case that an upstream echoes what it was sent."""
 
     def __init__(self, *secrets: str | None) -> None:
-        self._secrets = tuple(secret.encode() for secret in secrets if secret)
+        self._secrets = tuple(secret.encode() for secret in secrets if secret and len(secret) >= _SHORTEST_SECRET)
 
     def __call__(self, data: bytes) -> bytes:
         for secret in self._secrets:

@@ -99,7 +99,10 @@ class Session:
             task.cancel()
         if self._calls:
             await asyncio.wait(self._calls, timeout=10)
-        self.recorder.close(self.ended or reason)
+        try:
+            self.recorder.close(self.ended or reason)
+        except OSError as error:
+            log.warning("the end of session %s could not be recorded: %s", self.id, error)
 
     async def __aenter__(self) -> Session:
         return self
