@@ -39,7 +39,8 @@ class Cline(PackedAgent):
                 "model": model,
                 "baseUrl": f"{run.endpoint.url}/v1",
             }
-            providers = {"version": 1, "lastUsedProvider": PROVIDER, "providers": {PROVIDER: {"settings": settings}}}
+            entry = {"settings": settings, "updatedAt": "2000-01-01T00:00:00.000Z", "tokenSource": "manual"}
+            providers = {"version": 1, "lastUsedProvider": PROVIDER, "modes": {}, "providers": {PROVIDER: entry}}
             files.append(AgentFile(f"{HOME}/data/settings/providers.json", json.dumps(providers).encode()))
         if run.mcp_servers:
             servers = json.dumps({"mcpServers": mcp_servers(run)}).encode()

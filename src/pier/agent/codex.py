@@ -1,16 +1,15 @@
-"""OpenAI Codex, as one static program. Speaks the Responses API; its home is below the agent's logs."""
+"""OpenAI Codex, as one static program. Speaks the Responses API; its sessions are kept in the agent's logs."""
 
 from __future__ import annotations
 
 import tomllib
 from typing import Any
 
-from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, McpServer, PackSpec
+from pier.agent.contract import PACK_PATH, AgentFile, AgentRun, Launch, McpServer, PackSpec
 from pier.agent.options import EFFORTS, choice, merged, toml
 from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, model_of
 from pier.errors import UsageError
 
-HOME = f"{AGENT_LOGS}/codex"
 PROVIDER = "pier"
 
 
@@ -19,6 +18,7 @@ class Codex(PackedAgent):
 
     name = "codex"
     dialect = "responses"
+    logs = ((".codex/sessions", "sessions"),)
     pack = PackSpec("npm", "@openai/codex", "0.166.0", program="@openai/codex-linux-{arch}/vendor/*/bin/codex")
     options = (
         "reasoning_effort",
@@ -34,10 +34,10 @@ class Codex(PackedAgent):
         model = str(run.options.get("command_model_name") or model_of(run))
         argv = [f"{PACK_PATH}/bin/codex", "exec", "--dangerously-bypass-approvals-and-sandbox"]
         argv += ["--skip-git-repo-check", "--json", *(["--model", model] if model else []), "-"]
-        env = {"CODEX_HOME": HOME}
+        env = {"CODEX_HOME": _home(run)}
         if run.endpoint:
             env["PIER_MODEL_KEY"] = run.endpoint.key
-        config = AgentFile(f"{HOME}/config.toml", toml(self._config(run)).encode())
+        config = AgentFile(f"{_home(run)}/config.toml", toml(self._config(run)).encode())
         return Launch(argv, env, (config,), stdin=run.instruction.encode())
 
     def _config(self, run: AgentRun) -> dict[str, Any]:
@@ -71,7 +71,11 @@ class Codex(PackedAgent):
         return merged(config, own)
 
     def skills_into(self, run: AgentRun) -> str | None:
-        return f"{HOME}/skills"
+        return f"{_home(run)}/skills"
+
+
+def _home(run: AgentRun) -> str:
+    return f"{run.home.rstrip('/')}/.codex"
 
 
 def _mcp(server: McpServer) -> dict[str, Any]:

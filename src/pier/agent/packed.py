@@ -11,12 +11,13 @@ import signal
 import tarfile
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, Agent, AgentFile, AgentRun, Launch
-from pier.errors import AgentError
+from pier.errors import SandboxError
 from pier.sandbox.contract import OnOutput, Process, Result, Sandbox
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -29,8 +30,8 @@ CLIENT_TIMEOUT = 3600
 class PackedAgent(Agent):
     """An agent from a pack. `launch` stays pure; `run` does what it says."""
 
-    logs: ClassVar[tuple[str, ...]] = ()
-    """Paths below the home directory where it keeps session logs that no variable moves to `AGENT_LOGS`."""
+    logs: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Session logs that no variable moves to `AGENT_LOGS`: a path below the home directory, and one below the logs."""
 
     def skills_into(self, run: AgentRun) -> str | None:
         """The directory where it looks for skills; None if it has no notion of them."""
@@ -64,11 +65,11 @@ class PackedAgent(Agent):
             return await _until_deadline(process, run.seconds)
 
     async def _keep_logs(self, sandbox: Sandbox, run: AgentRun) -> None:
-        for path in self.logs:
-            try:
-                await sandbox.put_tar(sandbox.get_tar(f"{run.home}/{path}"), f"{AGENT_LOGS}/{path.lstrip('./')}")
-            except (FileNotFoundError, AgentError):
-                continue
+        """Copy the session logs to where logs are collected; an agent that died early has none."""
+        for source, target in self.logs:
+            with suppress(FileNotFoundError, SandboxError):
+                path = PurePosixPath(AGENT_LOGS, target)
+                await sandbox.put_tar(sandbox.get_tar(f"{run.home.rstrip('/')}/{source}"), str(path.parent))
 
 
 def model_of(run: AgentRun, default: str = "") -> str:

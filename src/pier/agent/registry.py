@@ -33,19 +33,22 @@ AGENTS: dict[str, str] = {
 
 
 def find_agent(name: str) -> type[Agent]:
-    """The class of the agent called `name`: built in, by entry point (`pier.agents`) or `module:Class`. A version
-    (`name@version`) says which pack it comes in, not which class it is."""
-    found = find("agent", name.partition("@")[0], AGENTS)
+    """The class of the agent called `name`: built in, by entry point (`pier.agents`) or `module:Class`. With a version
+    (`name@version`) it comes in a pack of that version."""
+    plain, _, version = name.partition("@")
+    found = find("agent", plain, AGENTS)
     if not (isinstance(found, type) and issubclass(found, Agent)):
         raise UsageError(f"{name!r} is no agent: it must be a subclass of pier.agent.contract.Agent", code="plugin")
-    return found
+    if not version:
+        return found
+    if found.pack is None:
+        raise UsageError(f"the agent {plain!r} comes in no pack, so it has no versions", hint=f"-a {plain}")
+    return type(found.__name__, (found,), {"pack": replace(found.pack, version=version)})
 
 
 def pack_spec(name: str) -> PackSpec | None:
     """What the pack of `name` or `name@version` is built from; None for agents without a pack."""
-    spec = find_agent(name).pack
-    version = name.partition("@")[2]
-    return replace(spec, version=version) if spec is not None and version else spec
+    return find_agent(name).pack
 
 
 def agent_names() -> list[str]:
