@@ -1,0 +1,188 @@
+"""`pier gateway`: the gateway alone in front of any agent on this machine, and a look at what was recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from pier.gateway.recording import Call, Recording
+
+
+@click.group()
+def gateway() -> None:
+    """Intercept, record and replay model calls."""
+
+
+@gateway.command()
+@click.option("-m", "--model", help="Serve every call with this model: PROVIDER/NAME, script:PATH or replay:PATH.")
+@click.option("--upstream", help="Address or name of the provider, e.g. http://127.0.0.1:8000/v1.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=4000, show_default=True, help="Port to listen on; 0 takes a free one.")
+@click.option("--unix", type=click.Path(path_type=Path), help="Listen on this unix socket too.")
+@click.option("-o", "--recording", type=click.Path(path_type=Path), help="File to record to, e.g. calls.jsonl.")
+@click.option("--tokens", is_flag=True, help="Ask for token ids and log-probs (vLLM) and record them.")
+@click.option("--closed-book", is_flag=True, help="Take web search and other hosted tools out of requests.")
+@click.option("--max-turns", type=int, help="End after so many generations.")
+@click.option("--max-tokens", type=int, help="End after so many tokens, input and output together.")
+@click.option("--max-cost", type=float, help="End after so many US dollars.")
+@click.option("--max-seconds", type=float, help="End so many seconds after the first call.")
+@click.option("--rpm", type=int, help="Let so many requests pass in a minute.")
+def serve(**options: Any) -> None:
+    """Serve one session until interrupted, and print what to export for each agent."""
+    import asyncio
+
+    try:
+        asyncio.run(_serve(**options))
+    except KeyboardInterrupt:
+        click.echo("stopped", err=True)
+
+
+async def _serve(
+    *,
+    model: str | None,
+    upstream: str | None,
+    host: str,
+    port: int,
+    unix: Path | None,
+    recording: Path | None,
+    tokens: bool,
+    closed_book: bool,
+    **limits: Any,
+) -> None:
+    import asyncio
+    import signal
+
+    from pier.gateway import Gateway
+
+    async with Gateway() as running:
+        session = running.session(
+            model,
+            upstream=upstream,
+            budget=_budget(limits),
+            recording=recording,
+            tokens=tokens,
+            closed_book=closed_book,
+            labels={"by": "pier gateway serve"},
+        )
+        url = await running.serve(host, port)
+        if unix:
+            await running.serve_unix(unix)
+        click.echo("\n".join(variables(url, session.key, session.model)))
+        click.echo(f"# serving {model or 'every model by its name'} at {url}", err=True)
+        stopped = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+        await stopped.wait()
+
+
+def _budget(limits: dict[str, Any]) -> Any:
+    from pier.gateway import Budget
+
+    return Budget(
+        turns=limits["max_turns"],
+        total_tokens=limits["max_tokens"],
+        cost_usd=limits["max_cost"],
+        wall_time=limits["max_seconds"],
+        requests_per_minute=limits["rpm"],
+    )
+
+
+def variables(url: str, key: str, model: str) -> list[str]:
+    """Lines for a shell, by agent."""
+    return [
+        "# Claude Code",
+        f"export ANTHROPIC_BASE_URL={url}",
+        f"export ANTHROPIC_API_KEY={key}",
+        f"export ANTHROPIC_MODEL={model}",
+        "# OpenAI clients, mini-swe-agent, aider, OpenCode",
+        f"export OPENAI_BASE_URL={url}/v1",
+        f"export OPENAI_API_KEY={key}",
+        "# Gemini CLI",
+        f"export GOOGLE_GEMINI_BASE_URL={url}",
+        f"export GEMINI_API_KEY={key}",
+        f"export GEMINI_MODEL={model}",
+        "# Codex: codex exec -c model_provider=pier -c 'model_providers.pier="
+        f'{{name="pier",base_url="{url}/v1",env_key="OPENAI_API_KEY",wire_api="responses"}}\' -m {model}',
+    ]
+
+
+@gateway.command()
+@click.argument("path", type=click.Path(exists=True, path_type=Path))
+@click.argument("number", type=int, required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--all", "every", is_flag=True, help="Show probes and token counts too, not only generations.")
+def show(path: Path, number: int | None, as_json: bool, every: bool) -> None:
+    """Print the calls of a recording or a trial; with NUMBER, all of that one call."""
+    from pier.errors import UsageError
+    from pier.gateway import recording
+
+    found = recording.read(path)
+    if number is not None:
+        call = next((call for call in found.calls if call.number == number), None)
+        if call is None:
+            raise UsageError(
+                f"there is no call {number}, the last is {len(found.calls)}", hint=f"pier gateway show {path}"
+            )
+        click.echo(json.dumps(_whole(call), indent=2, ensure_ascii=False))
+        return
+    calls = found.calls if every else found.generations()
+    if as_json:
+        click.echo(json.dumps([_row(call) for call in calls], indent=2))
+        return
+    click.echo("\n".join(_table(found, calls)))
+
+
+def _row(call: Call) -> dict[str, Any]:
+    usage = call.usage
+    first = call.answer.chunks[0].at - call.at if call.answer and call.answer.chunks else None
+    return {
+        "number": call.number,
+        "kind": call.kind,
+        "dialect": call.dialect,
+        "model": call.model,
+        "served_by": call.upstream.model if call.upstream else None,
+        "stream": call.stream,
+        "outcome": call.outcome,
+        "status": call.status,
+        "attempts": len(call.attempts),
+        "seconds": round(call.ended - call.at, 3) if call.ended else None,
+        "first_byte": round(first, 3) if first is not None else None,
+        "input_tokens": usage.input_tokens if usage else None,
+        "output_tokens": usage.output_tokens if usage else None,
+        "edits": len(call.edits),
+        "error": call.error,
+    }
+
+
+def _table(found: Recording, calls: list[Call]) -> list[str]:
+    lines = [f"{'#':>4} {'DIALECT':10} {'MODEL':28} {'OUTCOME':12} {'SECONDS':>8} {'IN':>8} {'OUT':>7}"]
+    for call in calls:
+        row = _row(call)
+        seconds = "-" if row["seconds"] is None else f"{row['seconds']:.2f}"
+        counts = ["-" if row[name] is None else str(row[name]) for name in ("input_tokens", "output_tokens")]
+        model = (row["model"] or "-")[:28]
+        said = f"  {row['error']}" if row["error"] else ""
+        lines.append(
+            f"{row['number']:>4} {row['dialect']:10} {model:28} {row['outcome']:12} {seconds:>8} "
+            f"{counts[0]:>8} {counts[1]:>7}{said}"
+        )
+    lines.append(f"{len(calls)} calls; " + (f"closed: {found.closed}" if found.closed else "not closed"))
+    return lines
+
+
+def _whole(call: Call) -> dict[str, Any]:
+    answer = call.answer
+    return {
+        **_row(call),
+        "headers": dict(call.headers),
+        "request": call.request or call.body.decode(errors="replace"),
+        "answer": answer.body.decode(errors="replace") if answer else None,
+        "attempts": [
+            {"url": attempt.url, "dialect": attempt.dialect, "error": attempt.error, "wait": attempt.wait}
+            for attempt in call.attempts
+        ],
+        "edits": [dict(edit) for edit in call.edits],
+    }
