@@ -43,6 +43,8 @@ class AgentRun:
     mcp_servers: tuple[McpServer, ...] = ()
     skills_dir: str | None = None
     seconds: float | None = None
+    outside: Endpoint | None = None
+    """The same model for a caller outside the sandbox; only for agents that declare `outside`."""
     solution: Path | None = None
     """The task's solution directory on the host; only the agent `oracle` may look at it."""
 
@@ -92,6 +94,8 @@ class Agent(ABC):
     """Hosts that it needs beyond the gateway; usually none."""
     options: ClassVar[tuple[str, ...]] = ()
     """The names of the options it takes; others are refused by name."""
+    outside: ClassVar[bool] = False
+    """Whether it calls its model from outside the sandbox."""
     exit_code_counts: ClassVar[bool] = True
     """Whether an exit code other than 0 is the agent's failure; the trial is graded either way."""
 

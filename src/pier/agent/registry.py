@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from pier.agent.contract import Agent, PackSpec
+from pier.agent.harbor import adapt, is_harbor_agent
 from pier.errors import UsageError
 from pier.plugin import find, names
 
@@ -37,8 +38,13 @@ def find_agent(name: str) -> type[Agent]:
     (`name@version`) it comes in a pack of that version."""
     plain, _, version = name.partition("@")
     found = find("agent", plain, AGENTS)
+    if is_harbor_agent(found) and not issubclass(found, Agent):
+        found = adapt(found)
     if not (isinstance(found, type) and issubclass(found, Agent)):
-        raise UsageError(f"{name!r} is no agent: it must be a subclass of pier.agent.contract.Agent", code="plugin")
+        raise UsageError(
+            f"{name!r} is no agent: it must be a subclass of pier.agent.contract.Agent or of Harbor's BaseAgent",
+            code="plugin",
+        )
     if not version:
         return found
     if found.pack is None:

@@ -1,0 +1,198 @@
+"""Runs agents that are written against Harbor's interface: `setup(environment)`, then `run(instruction, ...)`.
+
+The sandbox is shown to them as the part of Harbor's environment that agents use, by shape and not by type; so their
+package is needed only where they need it themselves. Agents that call their model from outside the sandbox get the
+gateway's address on this machine, those that start a program inside get the one in the sandbox, by variables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from pier.agent.contract import AGENT_LOGS, Agent, AgentRun, Launch
+from pier.endpoint import Endpoint
+from pier.errors import AgentError, PierError
+from pier.sandbox.contract import OnOutput, Result, Sandbox
+
+_OURS = frozenset(
+    {"self", "logs_dir", "model_name", "logger", "mcp_servers", "skills_dir", "extra_env", "kwargs", "args"}
+)
+
+
+def is_harbor_agent(kind: Any) -> bool:
+    """Whether a class looks like an agent of Harbor's."""
+    return isinstance(kind, type) and all(callable(getattr(kind, name, None)) for name in ("setup", "run", "name"))
+
+
+def adapt(kind: type) -> type[Agent]:
+    """The class of a Harbor agent as one of pier's."""
+    name: Any = getattr(kind, "name")  # noqa: B009 - a class of another package, known by its shape only
+    return type(kind.__name__, (HarborAgent,), {"name": name(), "kind": kind, "options": option_names(kind)})
+
+
+def option_names(kind: type) -> tuple[str, ...]:
+    """The options of a Harbor agent: what its constructors take, and the fields of its options model."""
+    fields = getattr(getattr(kind, "options_model", None), "model_fields", ())
+    return tuple(name for name in (*_parameters(kind), *fields) if name not in _OURS)
+
+
+def _parameters(kind: type) -> dict[str, None]:
+    """The names that the constructors of a class and of its bases take."""
+    names: dict[str, None] = {}
+    for base in kind.__mro__[:-1]:
+        if "__init__" in vars(base):
+            names |= dict.fromkeys(inspect.signature(base.__init__).parameters)
+    return names
+
+
+class HarborAgent(Agent):
+    """The adapter; `adapt` fills in the class that it drives."""
+
+    kind: ClassVar[type]
+    dialect = "chat"
+    outside = True
+
+    def launch(self, run: AgentRun) -> Launch:
+        raise AgentError(f"{self.name} runs through Harbor's interface and has no command of its own", code="harbor")
+
+    async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
+        with tempfile.TemporaryDirectory(prefix="pier-harbor-") as logs:
+            try:
+                async with asyncio.timeout(run.seconds):
+                    await self._drive(SandboxEnvironment(sandbox, run, Path(logs), on_output), run, Path(logs))
+            except TimeoutError:
+                return Result(137, timed_out=True)
+            finally:
+                await sandbox.upload(Path(logs), AGENT_LOGS, owner=run.user)
+        return Result(0)
+
+    async def _drive(self, environment: SandboxEnvironment, run: AgentRun, logs: Path) -> None:
+        try:
+            agent = self.kind(**self._arguments(run, logs))
+            await agent.setup(environment)
+            await agent.run(run.instruction, environment, _context())
+        except (PierError, TimeoutError):
+            raise
+        except Exception as error:
+            said = str(error) or type(error).__name__
+            raise AgentError(f"the agent {self.name!r} failed: {said}", code="harbor_agent") from error
+
+    def _arguments(self, run: AgentRun, logs: Path) -> dict[str, Any]:
+        accepted = _parameters(self.kind)
+        model = run.endpoint.model if run.endpoint else run.options.get("model_name")
+        given: dict[str, Any] = {
+            "logs_dir": logs,
+            "model_name": f"openai/{model}" if run.endpoint else model,
+            "logger": logging.getLogger(f"pier.harbor.{self.name}"),
+            "extra_env": {**_variables(run.endpoint), **run.env},
+            "mcp_servers": list(run.mcp_servers),
+            "skills_dir": run.skills_dir,
+        }
+        if run.outside:
+            given["api_base"] = f"{run.outside.url}/v1"
+            given["api_key"] = run.outside.key
+        return {name: value for name, value in given.items() if name in accepted} | dict(run.options)
+
+
+def _variables(endpoint: Endpoint | None) -> dict[str, str]:
+    """The gateway inside the sandbox, by the variables that agents read."""
+    if endpoint is None:
+        return {}
+    bases = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE", "LLM_BASE_URL"), f"{endpoint.url}/v1")
+    bases |= {"ANTHROPIC_BASE_URL": endpoint.url, "GOOGLE_GEMINI_BASE_URL": endpoint.url}
+    keys = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", "LLM_API_KEY")
+    return bases | dict.fromkeys(keys, endpoint.key)
+
+
+def _context() -> Any:
+    """Harbor's own context if Harbor is here, else one that takes whatever is set on it."""
+    try:
+        from harbor.models.agent.context import AgentContext  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return SimpleNamespace(n_input_tokens=None, n_output_tokens=None, cost_usd=None, metadata=None)
+    return AgentContext()
+
+
+@dataclass(frozen=True, slots=True)
+class ExecResult:
+    """How a command ended, in Harbor's words."""
+
+    stdout: str
+    stderr: str
+    return_code: int
+
+
+class SandboxEnvironment:
+    """A sandbox with the methods of Harbor's environment that agents call."""
+
+    def __init__(self, sandbox: Sandbox, run: AgentRun, logs: Path, on_output: OnOutput | None = None) -> None:
+        self._sandbox, self._run, self._on_output = sandbox, run, on_output
+        self._scoped: dict[str, str] = {}
+        self.default_user = run.user
+        self.session_id = self.environment_name = sandbox.id
+        self.trial_paths = SimpleNamespace(agent_dir=logs, trial_dir=logs.parent)
+
+    async def exec(
+        self,
+        command: str,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_sec: float | None = None,
+        user: str | int | None = None,
+    ) -> ExecResult:
+        """Run a command in bash."""
+        who = self.default_user if user is None else str(user)
+        done = await self._sandbox.exec(
+            ["bash", "-c", command],
+            cwd=cwd or self._run.workdir,
+            env={**self._scoped, **(env or {})},
+            user=who,
+            timeout=timeout_sec,
+        )
+        if self._on_output is not None and (shown := self._on_output("stdout", done.stdout)) is not None:
+            await shown
+        return ExecResult(done.text, done.error_text, 124 if done.timed_out else done.exit_code)
+
+    async def upload_file(self, source_path: Path | str, target_path: str) -> None:
+        await self._sandbox.upload(Path(source_path), str(target_path), owner=self.default_user)
+
+    async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
+        await self._sandbox.upload(Path(source_dir), str(target_dir), owner=self.default_user)
+
+    async def download_file(self, source_path: str, target_path: Path | str) -> None:
+        Path(target_path).unlink(missing_ok=True)
+        await self._sandbox.download(str(source_path), Path(target_path))
+
+    async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
+        await self._sandbox.download(str(source_dir), Path(target_dir))
+
+    async def is_dir(self, path: str, user: str | int | None = None) -> bool:
+        return (await self.exec(f"test -d '{path}'", user=user)).return_code == 0
+
+    async def is_file(self, path: str, user: str | int | None = None) -> bool:
+        return (await self.exec(f"test -f '{path}'", user=user)).return_code == 0
+
+    @contextmanager
+    def with_default_user(self, user: str | int | None) -> Iterator[None]:
+        before, self.default_user = self.default_user, None if user is None else str(user)
+        try:
+            yield
+        finally:
+            self.default_user = before
+
+    @contextmanager
+    def scoped_exec_env(self, env: Mapping[str, str]) -> Iterator[None]:
+        before, self._scoped = self._scoped, {**self._scoped, **env}
+        try:
+            yield
+        finally:
+            self._scoped = before
