@@ -9,6 +9,7 @@ import bz2
 import gzip
 import hashlib
 import lzma
+import os
 import shutil
 import subprocess
 import zlib
@@ -53,6 +54,7 @@ def decompressed(path: str) -> Iterator[BinaryIO]:
 def _zstd(file: BinaryIO, path: str) -> Iterator[BinaryIO]:
     if shutil.which("zstd") is None:
         raise ImageError(f"{path} is compressed with zstd, and there is no zstd program", hint="apt-get install zstd")
+    os.lseek(file.fileno(), 0, os.SEEK_SET)
     process = subprocess.Popen(["zstd", "-dcq"], stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
