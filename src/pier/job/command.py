@@ -15,10 +15,13 @@ from rich.console import Console
 from pier.job.again import Wanted, void
 from pier.job.config import JobConfig
 from pier.job.directory import Job, open_existing, open_for, plan_job
+from pier.job.interrupts import Interrupts
 from pier.job.layout import result_of, to_disk
+from pier.job.plan import Plan
 from pier.job.progress import LiveProgress, PlainProgress, Progress
 from pier.job.report import exit_code, print_report
 from pier.job.runner import run_job
+from pier.job.specs import Specs
 
 
 class Show(Enum):
@@ -31,6 +34,7 @@ class Show(Enum):
 
 def run_and_report(config: JobConfig, env: Mapping[str, str], show: Show) -> int:
     """Run the job that `config` asks for, or continue it; the answer is the exit code."""
+    Specs(config, Plan(), "", env)
     with open_for(config, env) as job:
         return _run(job, env, show)
 
@@ -52,7 +56,8 @@ def _run(job: Job, env: Mapping[str, str], show: Show) -> int:
     if show is Show.FULL and job.continued:
         done, total = progress.done, len(job.ledger.plan.trials)
         click.echo(f"continuing {job.directory}: {done} of {total} trials are done", err=True)
-    interrupted = asyncio.run(run_job(job, env, progress))
+    with Interrupts() as interrupts:
+        interrupted = asyncio.run(run_job(job, env, progress, interrupts))
     if show is Show.JSON:
         click.echo(json.dumps({**result_of(job.ledger, job.config), "directory": str(job.directory)}))
     elif show is Show.FULL:
@@ -77,6 +82,7 @@ def print_config(config: JobConfig, env: Mapping[str, str]) -> None:
 
 def print_plan(config: JobConfig, env: Mapping[str, str]) -> None:
     """Print what would be run, without running it."""
+    Specs(config, Plan(), "", env)
     plan, _ = plan_job(config, env)
     for task in plan.tasks:
         click.echo(f"{task.name}  {task.digest}  {task.path}")

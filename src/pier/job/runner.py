@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import errno
 import os
-import signal
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from pier.errors import JobError
 from pier.job.directory import Job
+from pier.job.interrupts import Interrupts
 from pier.job.layout import LOG, write_result
 from pier.job.ledger import Outcome, now
 from pier.job.log import JobLog
@@ -22,6 +22,7 @@ from pier.job.plan import PlannedTrial
 from pier.job.progress import Progress
 from pier.job.schedule import Schedule, Watcher
 from pier.job.specs import Specs
+from pier.job.templates import fill
 from pier.lease import Lease, sweep
 from pier.sandbox import open_backend
 from pier.trial.images import TrialImages
@@ -29,8 +30,6 @@ from pier.trial.run import run_trial
 from pier.trial.spec import TrialServices
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-HURRY_SECONDS = 5.0
-"""How long clean-up may still take after the second Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class _Watchers:
             watcher.retrying(trial, outcome, wait)
 
 
-async def run_job(job: Job, env: Mapping[str, str], progress: Progress) -> bool:
+async def run_job(job: Job, env: Mapping[str, str], progress: Progress, interrupts: Interrupts) -> bool:
     """Run all that is owed. Says whether the user interrupted it. Whatever ends it, the files tell where it stands."""
     specs = Specs(job.config, job.ledger.plan, job.ledger.id, env)
     log = JobLog(job.directory / LOG, specs.redactor)
@@ -60,10 +59,7 @@ async def run_job(job: Job, env: Mapping[str, str], progress: Progress) -> bool:
     job.ledger.write({"e": "run", "pid": os.getpid(), "at": now(), "owed": len(owed)})
     log.say(f"process {os.getpid()} runs {len(owed)} of {len(job.ledger.plan.trials)} trials")
     try:
-        if owed:
-            interrupted = await _run_owed(job, owed, specs, log, progress, env)
-        else:
-            interrupted = False
+        interrupted = bool(owed) and await _run_owed(job, owed, specs, log, progress, env, interrupts)
         if not interrupted and job.ledger.finished_at is None:
             job.ledger.finish()
         log.say("interrupted" if interrupted else "done")
@@ -78,7 +74,13 @@ async def run_job(job: Job, env: Mapping[str, str], progress: Progress) -> bool:
 
 
 async def _run_owed(
-    job: Job, owed: list[PlannedTrial], specs: Specs, log: JobLog, progress: Progress, env: Mapping[str, str]
+    job: Job,
+    owed: list[PlannedTrial],
+    specs: Specs,
+    log: JobLog,
+    progress: Progress,
+    env: Mapping[str, str],
+    interrupts: Interrupts,
 ) -> bool:
     async with _services(job, env) as services:
 
@@ -102,9 +104,16 @@ async def _run_owed(
             retry=job.config.retry,
             watcher=_Watchers((progress, log)),
         )
-        with progress.show(), _signals(schedule, services, progress):
+
+        def stop() -> None:
+            progress.stop_noticed()
+            schedule.stop()
+
+        interrupts.connect(stop)
+        with progress.show():
             async with _kept_up(job, schedule):
                 await schedule.run(owed)
+        interrupts.connect(lambda: None)
     return schedule.stopping
 
 
@@ -124,6 +133,8 @@ async def _services(job: Job, env: Mapping[str, str]) -> AsyncIterator[TrialServ
             from pier.gateway import Directory, Gateway
 
             gateway = await stack.enter_async_context(Gateway(providers=Directory.load(env)))
+            for model in {agent.model_name for agent in job.config.agents if agent.model_name}:
+                await gateway.session(fill(model, env)).close()
         yield TrialServices(backend=backend, images=images, gateway=gateway, environ=env)
 
 
@@ -147,34 +158,6 @@ async def _kept_up(job: Job, schedule: Schedule) -> AsyncIterator[None]:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-
-
-@contextmanager
-def _signals(schedule: Schedule, services: TrialServices, progress: Progress) -> Iterator[None]:
-    """The first Ctrl-C starts nothing more and cleans up, the second bounds the clean-up, the third leaves at once."""
-    loop = asyncio.get_running_loop()
-    count = 0
-
-    def interrupt() -> None:
-        nonlocal count
-        count += 1
-        if count == 1:
-            progress.stop_noticed()
-            schedule.stop()
-        elif count == 2:
-            schedule.stop()
-            loop.call_later(HURRY_SECONDS, os._exit, 130)
-        else:
-            os._exit(130)
-
-    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in caught:
-        loop.add_signal_handler(number, interrupt)
-    try:
-        yield
-    finally:
-        for number in caught:
-            loop.remove_signal_handler(number)
 
 
 def _explain(job: Job, group: BaseExceptionGroup[OSError]) -> JobError:

@@ -13,11 +13,14 @@ from pier.errors import TaskError, UsageError
 from pier.job.config import AgentConfig, EnvironmentConfig, JobConfig
 from pier.job.plan import Plan, PlannedTask, PlannedTrial
 from pier.job.templates import fill, secrets_in
+from pier.plugin import find
+from pier.sandbox import BACKENDS
 from pier.sandbox.contract import Limits, Mount
 from pier.task import Task, load_task
 from pier.task.config import Artifact, McpServerTable
 from pier.task.git import check_out
 from pier.task.model import Origin
+from pier.trial.agents import make_agent
 from pier.trial.redact import Redactor
 from pier.trial.spec import AgentChoice, Multipliers, SandboxChoice, TrialSpec, VerifierChoice
 
@@ -37,6 +40,8 @@ class Specs:
         self._config = config
         self._tasks: OrderedDict[int, Task] = OrderedDict()
         self._agents = [_agent(agent, env) for agent in config.agents]
+        for choice in self._agents:
+            _check_agent(choice)
         self._sandbox = _sandbox(config, env)
         self._verifier = VerifierChoice(
             enabled=not config.verifier.disable,
@@ -121,8 +126,18 @@ def _agent(agent: AgentConfig, env: Mapping[str, str]) -> AgentChoice:
     )
 
 
+def _check_agent(choice: AgentChoice) -> None:
+    """Refuse an agent that does not exist, options that it does not take, and a missing model, before anything runs."""
+    agent = make_agent(choice)
+    if agent.dialect is not None and choice.model is None:
+        raise UsageError(f"the agent {choice.name} needs a model", hint="add -m MODEL", code="no-model")
+
+
 def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
     environment = config.environment
+    find("backend", environment.backend, BACKENDS)
+    if environment.override_gpus:
+        raise UsageError("environment.override_gpus: pier does not do this yet: GPUs", code="not-done")
     for name in ("cpu_enforcement_policy", "memory_enforcement_policy"):
         if getattr(environment, name) not in ("auto", "limit"):
             raise UsageError(f"environment.{name}: pier knows only auto and limit, which are the same", code="not-done")

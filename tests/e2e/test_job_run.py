@@ -1,0 +1,170 @@
+"""`pier run` and `pier job` as a user types them: real processes, real sandboxes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pier.cli.main import main
+from tests.job_tasks import make_task, pier, rewards_of, snapshot, trials_of
+
+pytestmark = pytest.mark.plain
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    make_task(tmp_path / "tasks" / "one")
+    make_task(tmp_path / "tasks" / "two")
+    return tmp_path / "tasks"
+
+
+def test_a_job_from_start_to_finish(tmp_path: Path, tasks: Path) -> None:
+    done = pier("run", "-p", "tasks", "-a", "oracle", "-k", "2", "--job-name", "j", cwd=tmp_path)
+    job = tmp_path / "jobs" / "j"
+    assert rewards_of(job) == [1, 1, 1, 1]
+    assert "4/4" in done.stdout and "files: jobs/j" in done.stdout and "next:" in done.stdout
+    result = json.loads((job / "result.json").read_text())
+    assert result["finished_at"] and result["stats"]["n_completed_trials"] == 4
+    assert result["stats"]["evals"]["oracle__tasks"]["pass_at_k"] == {"1": 1.0, "2": 1.0}
+    assert len(json.loads((job / "lock.json").read_text())["trials"]) == 4
+    assert (job / "job.log").read_text().count("reward 1") == 4
+
+    before = snapshot(job)
+    again = pier("run", "-p", "tasks", "-a", "oracle", "-k", "2", "--job-name", "j", cwd=tmp_path)
+    after = snapshot(job)
+    changed = {name for name in before if before[name] != after[name]}
+    assert "4 of 4" in again.stderr
+    assert changed <= {"result.json", "job.log", "journal.jsonl", ".owner"}
+
+    pier("run", "-p", "tasks", "-a", "oracle", "-k", "3", "--job-name", "j", cwd=tmp_path)
+    assert rewards_of(job) == [1] * 6
+    assert {name: after[name] for name in after if "/" in name}.items() <= snapshot(job).items()
+
+    refused = pier("run", "-p", "tasks", "-a", "nop", "--job-name", "j", cwd=tmp_path, code=2)
+    assert "does not ask for" in refused.stderr and "--job-name" in refused.stderr
+
+
+def test_looking_at_jobs(tmp_path: Path, tasks: Path) -> None:
+    made = pier("run", "-p", "tasks", "-a", "nop", "--job-name", "j", "--json", cwd=tmp_path)
+    assert json.loads(made.stdout)["stats"]["n_completed_trials"] == 2
+    (row,) = json.loads(pier("job", "list", "--json", cwd=tmp_path).stdout)
+    assert (row["name"], row["state"], row["done"], row["mean"]) == ("j", "done", 2, 0)
+    shown = json.loads(pier("job", "show", "jobs/j", "--json", cwd=tmp_path).stdout)
+    assert [trial["rewards"] for trial in shown["trials"]] == [{"reward": 0}, {"reward": 0}]
+    assert trials_of(tmp_path / "jobs" / "j")[0].name in pier("job", "show", "--trials", "jobs/j", cwd=tmp_path).stdout
+
+    again = pier("job", "retry", "jobs/j", "--only", "failed", "-q", cwd=tmp_path)
+    assert again.stdout == again.stderr == ""
+    assert len(list((tmp_path / "jobs" / "j" / ".retries").iterdir())) == 2
+    assert rewards_of(tmp_path / "jobs" / "j") == [0, 0]
+
+
+def test_a_job_file_with_two_agents_templates_and_an_env_file(tmp_path: Path, tasks: Path) -> None:
+    make_task(tasks / "one", test='test "$WORD" = yes; echo $((! $?)) > /logs/verifier/reward.txt')
+    (tmp_path / "job.yaml").write_text(
+        "job_name: j\nagents: [{name: oracle}, {name: nop}]\ndatasets: [{path: tasks, task_names: [one]}]\n"
+        "verifier: {env: {WORD: '${SECRET_TOKEN_WORD}', A_KEY: canary-literal-value}}\n"
+    )
+    (tmp_path / ".env").write_text("SECRET_TOKEN_WORD=yes\n")
+    missing = pier("run", "-c", "job.yaml", cwd=tmp_path, code=2)
+    assert "SECRET_TOKEN_WORD" in missing.stderr
+    pier("run", "-c", "job.yaml", "--env-file", ".env", cwd=tmp_path)
+    job = tmp_path / "jobs" / "j"
+    assert rewards_of(job) == [1, 1]
+    result = json.loads((job / "result.json").read_text())
+    assert set(result["stats"]["evals"]) == {"oracle__tasks", "nop__tasks"}
+    held = [name for name, (_, _, data) in snapshot(job).items() if b"canary-literal-value" in data]
+    assert held == []
+    refused = pier("job", "resume", "jobs/j", "--env-file", ".env", cwd=tmp_path, code=2)
+    assert "A_KEY" in refused.stderr
+
+
+def test_an_unfinished_job_of_the_same_command_is_continued(tmp_path: Path, tasks: Path) -> None:
+    pier("run", "-p", "tasks", "-a", "oracle", cwd=tmp_path)
+    (job,) = (tmp_path / "jobs").iterdir()
+    (trials_of(job)[0] / "result.json").write_text("")
+    lines = (job / "journal.jsonl").read_text().splitlines(keepends=True)
+    (job / "journal.jsonl").write_text("".join(line for line in lines if '"e":"done"' not in line))
+    pier("run", "-p", "tasks", "-a", "oracle", cwd=tmp_path)
+    assert list((tmp_path / "jobs").iterdir()) == [job]
+    assert rewards_of(job) == [1, 1]
+    pier("run", "-p", "tasks", "-a", "oracle", cwd=tmp_path)
+    assert len(list((tmp_path / "jobs").iterdir())) == 2
+
+
+def test_a_moved_job_is_resumed_elsewhere(tmp_path: Path, tasks: Path) -> None:
+    pier("run", "-p", "tasks", "-a", "oracle", "--job-name", "j", cwd=tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    moved = (tmp_path / "jobs" / "j").rename(tmp_path / "elsewhere" / "renamed")
+    (trials_of(moved)[0] / "result.json").unlink()
+    pier("job", "resume", str(moved), cwd=tmp_path)
+    assert rewards_of(moved) == [1, 1]
+
+
+def test_a_changed_task_is_not_mixed_with_its_old_results(tmp_path: Path, tasks: Path) -> None:
+    pier("run", "-p", "tasks", "-a", "oracle", "--job-name", "j", cwd=tmp_path)
+    (trials_of(tmp_path / "jobs" / "j")[0] / "result.json").unlink()
+    make_task(tasks / "one", solve="echo hi > /tmp/answer; true")
+    resumed = pier("job", "resume", "jobs/j", cwd=tmp_path, code=1)
+    assert "changed since" in resumed.stderr
+    refused = pier("run", "-p", "tasks", "-a", "oracle", "--job-name", "j", cwd=tmp_path, code=2)
+    assert "does not ask for" in refused.stderr
+
+
+def test_errors_are_no_zeros_and_can_be_retried(tmp_path: Path, tasks: Path) -> None:
+    make_task(tasks / "one", test="true")
+    done = pier("run", "-p", "tasks", "-a", "oracle", "-r", "2", "--job-name", "j", cwd=tmp_path, code=1)
+    result = json.loads((tmp_path / "jobs" / "j" / "result.json").read_text())
+    (stats,) = result["stats"]["evals"].values()
+    assert stats["metrics"] == [{"mean": 1.0}] and stats["pier"]["coverage"] == 0.5
+    assert list(stats["exception_stats"]) == ["RewardFileNotFoundError"]
+    assert result["stats"]["n_retries"] == 0
+    assert "RewardFileNotFoundError" in done.stdout and "pier job retry jobs/j --only errored" in done.stdout
+    retried = pier("run", "-p", "tasks", "-a", "oracle", "-r", "1", "--retry-include", "RewardFileNotFoundError",
+                   "--job-name", "k", cwd=tmp_path, code=1)  # fmt: skip
+    assert "again in" in retried.stderr
+    kept = list((tmp_path / "jobs" / "k" / ".retries").iterdir())
+    assert len(kept) == 1 and (kept[0] / "result.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["-p", "nowhere"], "nowhere"),
+        ([], "there is no task"),
+        (["-p", "tasks", "-a", "orakel"], "oracle"),
+        (["-p", "tasks", "-a", "codex"], "-m MODEL"),
+        (["-p", "tasks", "--ak", "nothing=1"], "nothing"),
+        (["-p", "tasks", "-e", "lokal"], "local"),
+        (["-p", "tasks", "--user-agent", "x"], "simulated users"),
+        (["-p", "tasks", "--launch"], "hosted service"),
+        (["-p", "tasks", "-k", "0"], "-k"),
+        (["-p", "tasks", "--ak", "wrong"], "NAME=VALUE"),
+        (["-p", "tasks", "--cpus", "guarantee"], "cpu_enforcement_policy"),
+        (["-c", "gone.yaml"], "gone.yaml"),
+        (["-p", "tasks", "-i", "zzz"], "zzz"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_words(
+    tmp_path: Path,
+    tasks: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    args: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", *args])
+    said = capsys.readouterr()
+    assert stopped.value.code == 2 and words in said.err and "Traceback" not in said.err
+    assert not (tmp_path / "jobs").exists()
+
+
+def test_dry_run_and_print_config_run_nothing(tmp_path: Path, tasks: Path) -> None:
+    assert "4 trials" in pier("run", "-p", "tasks", "-k", "2", "--dry-run", cwd=tmp_path).stdout
+    config = json.loads(pier("run", "-p", "tasks", "--ae", "A_KEY=hidden-value", "--print-config", cwd=tmp_path).stdout)
+    assert config["agents"][0]["env"] == {"A_KEY": "****"}
+    assert not (tmp_path / "jobs").exists()

@@ -1,0 +1,198 @@
+"""What kills or hinders a runner, and that the job goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.job_tasks import (
+    gate_mount,
+    gated_task,
+    make_task,
+    pier,
+    rewards_of,
+    snapshot,
+    start_pier,
+    trials_of,
+    wait_for,
+)
+
+pytestmark = pytest.mark.plain
+
+
+def _journal(job: Path, event: str) -> int:
+    try:
+        return (job / "journal.jsonl").read_bytes().count(f'"e":"{event}"'.encode())
+    except FileNotFoundError:
+        return 0
+
+
+def _assert_nothing_is_owned(home: Path) -> None:
+    left = [str(path) for path in (home / "leases").rglob("*")] if (home / "leases").is_dir() else []
+    assert left == []
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    os.kill(child.pid, signal.SIGKILL)
+    child.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("phase", ["agent", "verify"])
+def test_a_runner_killed_in_a_phase(tmp_path: Path, pier_home: Path, phase: str) -> None:
+    gate = tmp_path / "gate"
+    make_task(tmp_path / "tasks" / "a-quick")
+    gated_task(tmp_path / "tasks" / "gated", gate, phase)
+    command = ["run", "-p", "tasks", "-a", "oracle", "-n", "1", "--job-name", "j", *gate_mount(gate)]
+    job = tmp_path / "jobs" / "j"
+    with start_pier(*command, cwd=tmp_path) as child:
+        wait_for(lambda: list(gate.glob(f"{phase}.*")), child)
+        _kill(child)
+    (quick,) = (trial for trial in trials_of(job) if trial.name.startswith("a-quick"))
+    before = snapshot(quick)
+    assert "interrupted" in pier("job", "list", cwd=tmp_path).stdout
+    (gate / "go").touch()
+    pier(*command, cwd=tmp_path)
+    assert rewards_of(job) == [1, 1]
+    assert snapshot(quick) == before
+    assert len(list((job / ".retries").iterdir())) == 1
+    _assert_nothing_is_owned(pier_home)
+
+
+def test_runners_killed_again_and_again(tmp_path: Path, pier_home: Path) -> None:
+    make_task(tmp_path / "tasks" / "hello")
+    command = ["run", "-p", "tasks", "-a", "oracle", "-n", "2", "-k", "8", "--job-name", "j"]
+    job = tmp_path / "jobs" / "j"
+    sealed: dict[str, dict] = {}
+    for event, more in (("start", 1), ("end", 1), ("start", 2), ("end", 2)):
+        seen = _journal(job, event)
+        with start_pier(*command, cwd=tmp_path) as child:
+            wait_for(
+                lambda seen=seen, event=event, more=more: (
+                    _journal(job, event) >= seen + more or child.poll() is not None
+                )
+            )
+            _kill(child)
+        for trial in trials_of(job):
+            if trial.name in sealed:
+                assert snapshot(trial) == sealed[trial.name]
+            elif (trial / "result.json").exists():
+                sealed[trial.name] = snapshot(trial)
+    pier("job", "resume", "jobs/j", cwd=tmp_path)
+    assert rewards_of(job) == [1] * 8
+    assert all(snapshot(job / name) == files for name, files in sealed.items())
+    _assert_nothing_is_owned(pier_home)
+
+
+def test_torn_empty_and_missing_results_are_owed_again(tmp_path: Path) -> None:
+    make_task(tmp_path / "tasks" / "hello")
+    command = ["run", "-p", "tasks", "-a", "oracle", "-k", "4", "--job-name", "j"]
+    pier(*command, cwd=tmp_path)
+    job = tmp_path / "jobs" / "j"
+    torn, empty, missing, whole = trials_of(job)
+    data = (torn / "result.json").read_bytes()
+    (torn / "result.json").write_bytes(data[: len(data) // 2])
+    (empty / "result.json").write_bytes(b"")
+    (missing / "result.json").unlink()
+    before = snapshot(whole)
+    again = pier(*command, cwd=tmp_path)
+    assert "1 of 4" in again.stderr
+    assert rewards_of(job) == [1] * 4
+    assert snapshot(whole) == before
+    for name in ("config.json", "lock.json", "result.json"):
+        (job / name).write_bytes(b"")
+    pier(*command, cwd=tmp_path)
+    assert json.loads((job / "result.json").read_text())["stats"]["n_completed_trials"] == 4
+
+
+def test_a_sealed_result_counts_though_its_end_was_not_written_down(tmp_path: Path) -> None:
+    make_task(tmp_path / "tasks" / "hello")
+    command = ["run", "-p", "tasks", "-a", "oracle", "--job-name", "j"]
+    pier(*command, cwd=tmp_path)
+    job = tmp_path / "jobs" / "j"
+    (trial,) = trials_of(job)
+    before = snapshot(trial)
+    lines = (job / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    cut = next(index for index, line in enumerate(lines) if b'"e":"end"' in line)
+    (job / "journal.jsonl").write_bytes(b"".join(lines[:cut]) + lines[cut][:25])
+    assert "1 of 1" in pier(*command, cwd=tmp_path).stderr
+    assert snapshot(trial) == before
+
+
+def test_ctrl_c_once_cleans_up_and_keeps_what_is_done(tmp_path: Path, pier_home: Path) -> None:
+    gate = tmp_path / "gate"
+    make_task(tmp_path / "tasks" / "a-quick")
+    gated_task(tmp_path / "tasks" / "gated", gate, "agent")
+    make_task(tmp_path / "tasks" / "never")
+    command = ["run", "-p", "tasks", "-a", "oracle", "-n", "1", "--job-name", "j", *gate_mount(gate)]
+    job = tmp_path / "jobs" / "j"
+    with start_pier(*command, cwd=tmp_path) as child:
+        wait_for(lambda: list(gate.glob("agent.*")), child)
+        os.kill(child.pid, signal.SIGINT)
+        out, err = child.communicate(timeout=120)
+    assert child.returncode == 130, err
+    assert "stopping" in err and "pier job resume jobs/j" in out and "Traceback" not in err
+    assert _journal(job, "start") == 2
+    _assert_nothing_is_owned(pier_home)
+    (gate / "go").touch()
+    pier("job", "resume", "jobs/j", cwd=tmp_path)
+    assert rewards_of(job) == [1, 1, 1]
+
+
+def test_a_storm_of_ctrl_c(tmp_path: Path, pier_home: Path) -> None:
+    make_task(tmp_path / "tasks" / "hello")
+    command = ["run", "-p", "tasks", "-a", "oracle", "-n", "2", "-k", "6", "--job-name", "j"]
+    job = tmp_path / "jobs" / "j"
+    with start_pier(*command, cwd=tmp_path) as child:
+        wait_for(lambda: _journal(job, "start"), child)
+        while child.poll() is None:
+            os.kill(child.pid, signal.SIGINT)
+            time.sleep(0.01)
+        _, err = child.communicate(timeout=120)
+    assert child.returncode == 130 and "Traceback" not in err
+    pier(*command, cwd=tmp_path)
+    assert rewards_of(job) == [1] * 6
+    _assert_nothing_is_owned(pier_home)
+
+
+def test_the_second_runner_is_refused_and_told_of_the_first(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gated_task(tmp_path / "tasks" / "gated", gate, "agent")
+    command = ["run", "-p", "tasks", "-a", "oracle", "--job-name", "j", *gate_mount(gate)]
+    with start_pier(*command, cwd=tmp_path) as first:
+        wait_for(lambda: list(gate.glob("agent.*")), first)
+        for second in (command, ["job", "resume", "jobs/j"], ["job", "retry", "jobs/j", "--only", "failed"]):
+            refused = pier(*second, cwd=tmp_path, code=2)
+            assert f"process {first.pid} " in refused.stderr
+        assert "running" in pier("job", "list", cwd=tmp_path).stdout
+        (gate / "go").touch()
+        _, err = first.communicate(timeout=120)
+    assert first.returncode == 0, err
+    assert rewards_of(tmp_path / "jobs" / "j") == [1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk can only be mounted by root")
+def test_a_full_disk_stops_the_job_and_space_lets_it_go_on(tmp_path: Path) -> None:
+    make_task(tmp_path / "tasks" / "hello")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=4k", "small", str(disk)], check=True)
+    try:
+        ballast = disk / "ballast"
+        ballast.write_bytes(b"x" * (900 << 10))
+        command = ["run", "-p", "tasks", "-a", "oracle", "-n", "2", "-k", "40", "--job-name", "j", "-o", "disk"]
+        full = pier(*command, cwd=tmp_path, code=1)
+        assert "full" in full.stderr and "Traceback" not in full.stderr
+        sealed = {t.name: snapshot(t) for t in trials_of(disk / "j") if (t / "result.json").exists()}
+        ballast.unlink()
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        pier(*command, cwd=tmp_path)
+        assert rewards_of(disk / "j") == [1] * 40
+        assert all(snapshot(disk / "j" / name) == files for name, files in sealed.items())
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
