@@ -217,7 +217,9 @@ def render_item(part: Part, *, answer: bool, id_: str | None = None) -> dict[str
             if not answer and part.origin != "responses":
                 return None
             summary = [{"type": "summary_text", "text": part.text}] if part.text else []
-            item = {"type": "reasoning", "id": part.id or id_ or fresh_id("rs_"), "summary": summary}
+            item: dict[str, Any] = {"type": "reasoning", "summary": summary}
+            if answer or part.id:
+                item["id"] = part.id or id_ or fresh_id("rs_")
             if signature := sign(part, "responses"):
                 item["encrypted_content"] = signature
             return item

@@ -1,0 +1,332 @@
+"""A trajectory from the wire: ATIF for any agent, derived from the recording of its model calls alone.
+
+`Derivation` follows a recording and rewrites the trajectory file whenever calls have ended, so that a running trial can
+be watched; `write_trajectory` does it once, at the end. Totals cover everything that was spent, with a breakdown by
+kind of call; a cost is the provider's own figure, else from the price table with its version, else null.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from pier import files
+from pier.gateway.canonical import Request, Tokens, Turn, TurnBuilder
+from pier.gateway.cost import cost_of
+from pier.gateway.derivation_steps import Priced, Steps, tool_definitions
+from pier.gateway.dialect import DIALECTS, BadRequest, BadResponse, recognise
+from pier.gateway.lineage import Lineage, Node, Thread
+from pier.gateway.recording import Answer, Call, Reader, find
+from pier.trajectory import model as atif
+from pier.trajectory import write as atif_file
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a trajectory says of its agent."""
+
+    agent_name: str
+    agent_version: str | None = None
+    model_name: str | None = None
+    session_id: str | None = None
+
+
+@dataclass(slots=True)
+class Totals:
+    """What some calls used. `cost_usd` is None as soon as one of them has no known cost."""
+
+    calls: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    cost_usd: float | None = None
+    unpriced: int = 0
+
+    def add(self, turn: Turn, priced: Priced) -> None:
+        usage = turn.usage
+        self.calls += 1
+        self.prompt_tokens = _sum(self.prompt_tokens, usage.input_tokens)
+        self.completion_tokens = _sum(self.completion_tokens, usage.output_tokens)
+        self.cached_tokens = _sum(self.cached_tokens, usage.cached_tokens)
+        self.unpriced += priced.cost_usd is None
+        known = _sum(self.cost_usd, priced.cost_usd)
+        self.cost_usd = None if self.unpriced else known
+
+    def merge(self, other: Totals) -> None:
+        self.calls += other.calls
+        self.prompt_tokens = _sum(self.prompt_tokens, other.prompt_tokens)
+        self.completion_tokens = _sum(self.completion_tokens, other.completion_tokens)
+        self.cached_tokens = _sum(self.cached_tokens, other.cached_tokens)
+        self.unpriced += other.unpriced
+        self.cost_usd = None if self.unpriced else _sum(self.cost_usd, other.cost_usd)
+
+
+def _sum(one: Any, other: Any) -> Any:
+    return other if one is None else one if other is None else one + other
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a derivation found. `path` is None when there was nothing to write."""
+
+    path: Path | None
+    steps: int = 0
+    agent_steps: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    cost_usd: float | None = None
+    cost_source: str | None = None
+    peak_context_tokens: int | None = None
+    summarization_count: int = 0
+    calls: dict[str, int] = field(default_factory=dict)
+    """Generations by kind: main, compaction, sub_agent, side, foreign, retry."""
+
+
+@dataclass(slots=True)
+class _Read:
+    node: Node
+    priced: Priced
+
+
+class Derivation:
+    """Follows one recording. Each call is read once; who is who is sorted out anew each time."""
+
+    def __init__(self, recording: Path, target: Path, about: About) -> None:
+        self._reader = Reader(find(recording))
+        self._target = target
+        self._about = about
+        self._read: dict[int, _Read] = {}
+        self.trajectory: atif.Trajectory | None = None
+
+    def update(self) -> Summary:
+        """Take in what was recorded since the last time and write the file, if there is anything to say."""
+        for call in self._reader.poll():
+            if call.kind == "generate" and (read := _read_call(call)):
+                self._read[call.number] = read
+        lineage = Lineage()
+        for number in sorted(self._read):
+            lineage.add(self._read[number].node)
+        threads = lineage.threads()
+        if not threads:
+            return Summary(None)
+        self.trajectory, media = _Builder(self._read, threads, self._about).build()
+        if not self.trajectory.steps:
+            return Summary(None, calls=_kinds(lineage))
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        for path, data in media.items():
+            file = self._target.parent / path
+            if not file.exists():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                files.write(file, data)
+        atif_file.write(self._target, self.trajectory)
+        return _summary(self._target, self.trajectory, _kinds(lineage))
+
+
+def write_trajectory(
+    recording: Path,
+    target: Path,
+    *,
+    agent_name: str,
+    agent_version: str | None = None,
+    model_name: str | None = None,
+    session_id: str | None = None,
+) -> Summary:
+    """Write to `target` the trajectory of the recording at `recording`, a file or a trial's directory."""
+    return Derivation(recording, target, About(agent_name, agent_version, model_name, session_id)).update()
+
+
+def _read_call(call: Call) -> _Read | None:
+    parsed = _request_of(call)
+    if parsed is None:
+        return None
+    turn = turn_of(call, parsed)
+    headers = {name.lower(): value for name, value in call.headers.items()}
+    node = Node(call.number, parsed, turn, call.at, _end_of(call), headers)
+    return _Read(node, _price(call, turn))
+
+
+def _request_of(call: Call) -> Request | None:
+    parts = urlsplit(call.path)
+    route = recognise("POST", parts.path, dict(parse_qsl(parts.query)), {})
+    try:
+        return DIALECTS[call.dialect].parse_request(call.request, route)
+    except BadRequest:
+        return None
+
+
+def turn_of(call: Call, request: Request) -> Turn | None:
+    """The answer that the agent received whole, with the usage and tokens that the upstream gave; None without one."""
+    turn = _parse_answer(call.answer, call.dialect)
+    if turn is None:
+        return None
+    served = call.upstream.model if call.upstream else None
+    source = None
+    if call.upstream and call.upstream.dialect != call.dialect:
+        source = _parse_answer(call.upstream.answer, call.upstream.dialect)
+    usage = call.usage or (source or turn).usage
+    tokens = turn.tokens or (source.tokens if source else None) or _noted_tokens(call)
+    native = source.native_stop if source else turn.native_stop
+    named = (source.model if source else turn.model if call.upstream else None) or served or request.model
+    return replace(turn, usage=usage, tokens=tokens, model=named, native_stop=native)
+
+
+def _parse_answer(answer: Answer | None, dialect: str) -> Turn | None:
+    if answer is None or answer.status >= 400:
+        return None
+    if not answer.streamed:
+        try:
+            return DIALECTS[dialect].parse_response(answer.json())
+        except (ValueError, BadResponse):
+            return None
+    parser = DIALECTS[dialect].stream_parser()
+    builder = TurnBuilder().extend(parser.feed(answer.body)).extend(parser.close())
+    return builder.turn() if builder.ended else None
+
+
+def _noted_tokens(call: Call) -> Tokens | None:
+    for note in call.notes:
+        if isinstance(note.get("tokens"), dict):
+            found = {name: tuple(value) for name, value in note["tokens"].items() if value is not None}
+            return Tokens(**found)
+    return None
+
+
+def _end_of(call: Call) -> float | None:
+    if call.ended is not None:
+        return call.ended
+    return call.answer.chunks[-1].at if call.answer and call.answer.chunks else None
+
+
+def _price(call: Call, turn: Turn | None) -> Priced:
+    if turn is None or call.upstream is None:
+        return Priced(None, None)
+    if turn.usage.cost_usd is not None:
+        return Priced(turn.usage.cost_usd, "provider")
+    cost = cost_of(turn.usage, call.upstream.model, call.upstream.provider)
+    return Priced(cost, None if cost is None else f"genai-prices {version('genai-prices')}")
+
+
+class _Builder:
+    """Makes one trajectory of sorted threads: the main one, with sub-agents embedded where they were begun."""
+
+    def __init__(self, read: dict[int, _Read], threads: list[Thread], about: About) -> None:
+        self._read = read
+        self._threads = threads
+        self._about = about
+        self._media: dict[str, bytes] = {}
+        self._subs = [thread for thread in threads if thread.kind == "sub_agent"]
+
+    def build(self) -> tuple[atif.Trajectory, dict[str, bytes]]:
+        main = self._threads[0]
+        session = self._about.session_id
+        trajectory = self._trajectory(main, session, session, self._subs_of(main, top=True))
+        breakdown: dict[str, Totals] = {}
+        for thread in self._threads:
+            for node in thread.nodes:
+                if node.turn is not None:
+                    kind = "main" if node.kind == "compaction" else node.kind
+                    breakdown.setdefault(kind, Totals()).add(node.turn, self._read[node.number].priced)
+        trajectory.final_metrics = self._final(trajectory, main, breakdown)
+        return trajectory, self._media
+
+    def _subs_of(self, thread: Thread, *, top: bool) -> list[Thread]:
+        inside = {id(node) for node in thread.nodes}
+        found = [sub for sub in self._subs if sub.root.spawned_by and id(sub.root.spawned_by[0]) in inside]
+        return found + [sub for sub in self._subs if top and sub.root.spawned_by is None]
+
+    def _trajectory(self, thread: Thread, session: str | None, name: str | None, subs: list[Thread]) -> atif.Trajectory:
+        steps = Steps()
+        for node in thread.nodes:
+            if node.kind not in ("retry", "side"):
+                steps.take(node, self._read[node.number].priced)
+        self._media.update(steps.media)
+        embedded = [self._embedded(sub, session, name, number, steps) for number, sub in enumerate(subs, 1)]
+        first = thread.root.request
+        return atif.Trajectory(
+            session_id=session,
+            trajectory_id=name,
+            agent=atif.Agent(
+                name=self._about.agent_name,
+                version=self._about.agent_version or "unknown",
+                model_name=self._about.model_name or first.model,
+                tool_definitions=tool_definitions(first.tools),
+            ),
+            steps=steps.steps,
+            subagent_trajectories=embedded or None,
+        )
+
+    def _embedded(
+        self, sub: Thread, session: str | None, name: str | None, number: int, steps: Steps
+    ) -> atif.Trajectory:
+        label = f"{name or 'trajectory'}-sub-{number}"
+        inner = self._trajectory(sub, session, label, self._subs_of(sub, top=False))
+        totals = Totals()
+        for node in sub.nodes:
+            if node.turn is not None and node.kind != "retry":
+                totals.add(node.turn, self._read[node.number].priced)
+        inner.final_metrics = self._final(inner, sub, {"main": totals})
+        if sub.root.spawned_by is not None:
+            steps.refer(sub.root.spawned_by[1], label)
+        return inner
+
+    def _final(self, trajectory: atif.Trajectory, thread: Thread, breakdown: dict[str, Totals]) -> atif.FinalMetrics:
+        total = Totals()
+        for part in breakdown.values():
+            total.merge(part)
+        nodes = [node for node in thread.nodes if node.kind != "retry"]
+        compactions = sum(node.kind == "compaction" for node in nodes)
+        prompts = [step.metrics.prompt_tokens for step in trajectory.agent_steps if step.metrics]
+        peak = max((count for count in prompts if count is not None), default=None)
+        extra: dict[str, Any] = {"summarization_count": compactions}
+        if compactions:
+            extra["compacted"] = True
+        if peak is not None:
+            extra["peak_context_tokens"] = peak
+        if total.cost_usd is not None:
+            extra["cost_source"] = self._cost_source()
+        extra["breakdown"] = {kind: _plain(part) for kind, part in breakdown.items()}
+        return atif.FinalMetrics(
+            total_prompt_tokens=total.prompt_tokens,
+            total_completion_tokens=total.completion_tokens,
+            total_cached_tokens=total.cached_tokens,
+            total_cost_usd=total.cost_usd,
+            total_steps=len(trajectory.steps),
+            extra=extra,
+        )
+
+    def _cost_source(self) -> str:
+        sources = {read.priced.source for read in self._read.values() if read.priced.source}
+        return ", ".join(sorted(sources))
+
+
+def _plain(totals: Totals) -> dict[str, Any]:
+    return {key: value for key, value in asdict(totals).items() if value is not None and key != "unpriced"}
+
+
+def _kinds(lineage: Lineage) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for node in lineage.nodes:
+        counts[node.kind] = counts.get(node.kind, 0) + 1
+    return counts
+
+
+def _summary(path: Path, trajectory: atif.Trajectory, kinds: dict[str, int]) -> Summary:
+    final = trajectory.final_metrics or atif.FinalMetrics()
+    extra = final.extra or {}
+    return Summary(
+        path=path,
+        steps=len(trajectory.steps),
+        agent_steps=len(trajectory.agent_steps),
+        prompt_tokens=final.total_prompt_tokens,
+        completion_tokens=final.total_completion_tokens,
+        cached_tokens=final.total_cached_tokens,
+        cost_usd=final.total_cost_usd,
+        cost_source=extra.get("cost_source"),
+        peak_context_tokens=extra.get("peak_context_tokens"),
+        summarization_count=extra.get("summarization_count", 0),
+        calls=kinds,
+    )

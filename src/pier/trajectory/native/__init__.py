@@ -1,0 +1,1 @@
+"""Readers of agents' own session logs, one module per agent."""

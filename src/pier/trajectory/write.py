@@ -1,0 +1,61 @@
+"""Reads and writes trajectory files. Written as Harbor does: indented, without nulls, number lists on one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from pier import files
+from pier.errors import UsageError
+from pier.trajectory.model import Trajectory
+
+_NUMBERS = re.compile(r"\[\s*(-?\d[\d.eE+-]*(?:,\s*-?\d[\d.eE+-]*)*)\s*\]")
+
+
+def dump(trajectory: Trajectory) -> str:
+    """The text of a trajectory file."""
+    text = json.dumps(trajectory.model_dump(exclude_none=True), indent=2, ensure_ascii=False)
+    return "".join(_compact(line) for line in _outside_strings(text)) + "\n"
+
+
+def _outside_strings(text: str) -> list[str]:
+    """The text in pieces, each either one JSON string or what stands between two."""
+    return re.split(r'("(?:[^"\\]|\\.)*")', text)
+
+
+def _compact(piece: str) -> str:
+    if piece.startswith('"'):
+        return piece
+    return _NUMBERS.sub(lambda found: "[" + re.sub(r",\s*", ", ", found[1]) + "]", piece)
+
+
+def write(path: Path, trajectory: Trajectory) -> None:
+    """Replace the file at `path`, all of it or not at all."""
+    files.write(path, dump(trajectory))
+
+
+def read(path: Path) -> Trajectory:
+    """The trajectory at `path`; `UsageError` says what is wrong with the file."""
+    try:
+        return Trajectory.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", code="trajectory") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(step) for step in first["loc"])
+        raise UsageError(
+            f"{path} is not a trajectory: {place}: {first['msg']}", hint=f"pier trajectory validate {path}"
+        ) from error
+
+
+def find(path: Path) -> Path:
+    """The trajectory file at `path`: the file itself, or the one of a trial's directory."""
+    for candidate in (path, path / "agent" / "trajectory.json", path / "trajectory.json"):
+        if candidate.is_file():
+            return candidate
+    raise UsageError(
+        f"there is no trajectory at {path}", hint="give a trajectory.json, or a trial directory that has one"
+    )
