@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import get_args
 
 from pier.errors import PolicyError, SandboxError
 from pier.home import pier_home
 from pier.idmap import IdMap
 from pier.image.model import Image
 from pier.lease import Held, Lease
+from pier.network.policy import NetworkMode
 from pier.sandbox import cgroup
-from pier.sandbox.contract import Backend, Capabilities, Finding, SandboxSpec
-from pier.sandbox.host import HostRoot, prepare
-from pier.sandbox.local.box import KIND, Box
-from pier.sandbox.local.plan import layers_of, make_plan
+from pier.sandbox.contract import Backend, Capabilities, Change, Finding, SandboxSpec
+from pier.sandbox.host import HostRoot, host_image, prepare
+from pier.sandbox.local import sweeping
+from pier.sandbox.local.box import KIND, Box, make_private
+from pier.sandbox.local.changes import merge
+from pier.sandbox.local.doctor import examine
+from pier.sandbox.local.plan import layers_of, limits_of, make_plan
 from pier.sandbox.local.sandbox import LocalSandbox
+from pier.sandbox.local.snapshots import KIND as SNAPSHOT
+from pier.sandbox.local.snapshots import Snapshots
 from pier.sandbox.local.zygotes import Zygotes
+
+_LOST_ZYGOTE_TRIES = 2
 
 
 class LocalBackend(Backend):
@@ -27,12 +36,13 @@ class LocalBackend(Backend):
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
         self._ids = IdMap.detect()
-        self._zygotes: Zygotes | None = None
+        self._base = pier_home() / "sandboxes"
+        self._groups = cgroup.find()
+        self._zygotes = Zygotes(self._ids)
+        self._snapshots = Snapshots(lease, self._zygotes, pier_home() / "snapshots")
         self._sandboxes: set[LocalSandbox] = set()
         self._host: HostRoot | None = None
         self._host_lock = asyncio.Lock()
-        self._base = pier_home() / "sandboxes"
-        self._groups = cgroup.find()
 
     @property
     def lease(self) -> Lease:
@@ -40,42 +50,47 @@ class LocalBackend(Backend):
 
     @property
     def kinds(self) -> frozenset[str]:
-        return frozenset({KIND})
+        return frozenset({KIND, SNAPSHOT})
 
     @property
-    def zygotes(self) -> Zygotes:
-        if self._zygotes is None:
-            self._zygotes = Zygotes(self._ids)
-        return self._zygotes
+    def zygotes(self) -> list[int]:
+        """The processes that sandboxes are forked from."""
+        return self._zygotes.pids()
 
     async def capabilities(self) -> Capabilities:
-        return Capabilities(users=self._ids.mode != "single", limits=self._enforced_by())
-
-    def _enforced_by(self) -> dict[str, str]:
-        found = {"processes": "rlimit", "open_files": "rlimit"}
-        if self._groups is not None:
-            found |= dict.fromkeys(self._groups.limits, "cgroup")
-        return found
+        return Capabilities(snapshot=True, users=self._ids.mode != "single", limits=limits_of(self._groups))
 
     async def start(self, spec: SandboxSpec) -> LocalSandbox:
-        if spec.network.mode != "none":
-            raise PolicyError(f"the local backend cannot enforce the network policy {spec.network.mode!r} here")
-        host = await self._prepare_host() if spec.image.is_host else None
-        enforced = self._enforced_by()
-        plan = make_plan(spec, self._ids, host, enforced_by=enforced)
-        layers = layers_of(spec, host)
-        box = Box(self._lease, self.zygotes, self._base)
-        limits = spec.limits
-        wants_group = limits.memory is not None or limits.processes is not None or limits.cpus is not None
-        cage = (self._groups, limits) if self._groups is not None and wants_group else None
-        try:
-            await box.start(plan, layers, cage)
-        except BaseException:
-            await asyncio.shield(box.stop())
-            raise
-        sandbox = LocalSandbox(spec, box)
+        capabilities = await self.capabilities()
+        _refuse_what_lacks(spec, capabilities)
+        box = await self._start_box(spec, ())
+        sandbox = LocalSandbox(spec, box, self)
+        self._snapshots.hold(sandbox.id, spec.image.layers)
         self._sandboxes.add(sandbox)
         return sandbox
+
+    async def _start_box(self, spec: SandboxSpec, frozen: tuple[Path, ...]) -> Box:
+        """Start what runs a sandbox; with another zygote, when the one that was asked died meanwhile."""
+        host = await self._prepare_host() if spec.image.is_host else None
+        enforced = limits_of(self._groups)
+        limits = spec.limits
+        wanted = {name for name in ("memory", "processes", "cpus") if getattr(limits, name) is not None}
+        cage = (self._groups, limits) if self._groups is not None and wanted else None
+        layers = [*layers_of(spec, host), *map(str, frozen)]
+        for last in range(_LOST_ZYGOTE_TRIES):
+            plan = make_plan(spec, self._ids, host, enforced_by=enforced, caged=cage is not None)
+            box = Box(self._lease, self._zygotes, self._base)
+            try:
+                await box.start(plan, layers, cage)
+            except BaseException as error:
+                await asyncio.shield(box.stop())
+                if isinstance(error, SandboxError) and error.code == "zygote_gone" and not last:
+                    continue
+                raise
+            if limits.disk is not None:
+                box.watch_disk(limits.disk)
+            return box
+        raise AssertionError("the last try returns or raises")
 
     async def _prepare_host(self) -> HostRoot:
         async with self._host_lock:
@@ -83,29 +98,79 @@ class LocalBackend(Backend):
                 id = f"host-{self._lease.owner}"
                 directory = self._base / id
                 self._lease.write(KIND, id, {"directory": str(directory), "groups": []})
-                directory.mkdir(parents=True)
+                make_private(directory)
                 self._host = await asyncio.to_thread(prepare, directory, whole=self._ids.mode == "root")
             return self._host
 
+    async def snapshot(self, sandbox: LocalSandbox) -> Image:
+        """Freeze what a sandbox wrote and let it go on, above that, with new processes."""
+        before = sandbox.box
+        if before.channel.closed:
+            raise before.channel.lost()
+        await before.end()
+        layer = await self._snapshots.freeze(before.directory / "u")
+        spec = sandbox.spec
+        digest = f"snapshot:{layer.parent.name}"
+        layers = (*spec.image.layers, *sandbox.frozen, layer)
+        self._snapshots.hold(digest, layers)
+        self._snapshots.hold(sandbox.id, layers)
+        sandbox.frozen = (*sandbox.frozen, layer)
+        await before.remove()
+        sandbox.box = await self._start_box(spec, sandbox.frozen)
+        reference = digest.replace(":", "-")
+        return Image(reference, digest, layers, spec.image.config, on_host=spec.image.is_host)
+
     async def remove_snapshot(self, image: Image) -> None:
-        raise SandboxError("snapshots are not there yet")
+        await self._snapshots.release(image.digest)
+
+    async def changes(self, sandbox: LocalSandbox) -> list[Change]:
+        """What a sandbox wrote since it began, in all its layers."""
+        layers = layers_of(sandbox.spec, self._host if sandbox.spec.image.is_host else None)
+        looks: list[list[list[str]]] = []
+        for upper in (*sandbox.frozen, sandbox.box.directory / "u"):
+            message, _ = await self._zygotes.ask_any({"op": "changes", "path": str(upper), "layers": layers})
+            looks.append(message["changes"])
+            layers = [*layers, str(upper)]
+        own = {"/etc/hosts", "/etc/hostname", "/etc/resolv.conf", *(mount.target for mount in sandbox.spec.mounts)}
+        return [Change(*row) for row in merge(looks) if row[0] not in own]
+
+    async def end(self, sandbox: LocalSandbox) -> None:
+        """Remove every trace of a sandbox."""
+        await sandbox.box.stop()
+        await self._snapshots.release(sandbox.id)
+        self._sandboxes.discard(sandbox)
 
     async def doctor(self) -> list[Finding]:
-        return []
+        problem = ""
+        try:
+            async with await self.start(SandboxSpec(host_image())) as sandbox:
+                await sandbox.exec(["true"])
+        except (SandboxError, OSError) as error:
+            problem = str(error)
+        return examine(self._ids, self._groups, problem)
 
     async def destroy(self, held: Held) -> None:
-        directory = Path(held.data["directory"])
-        if directory.exists():
-            await self.zygotes.ask_any({"op": "remove", "path": str(directory)})
+        await sweeping.destroy(held, self._zygotes)
 
     async def close(self) -> None:
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes)))
-        self._sandboxes.clear()
         if self._host is not None:
             id = f"host-{self._lease.owner}"
-            await self.zygotes.ask_any({"op": "remove", "path": str(self._base / id)})
+            await self._zygotes.ask_any({"op": "remove", "path": str(self._base / id)})
             self._lease.strike(KIND, id)
             self._host = None
-        if self._zygotes is not None:
-            self._zygotes.close()
-            self._zygotes = None
+        self._zygotes.close()
+
+
+def _refuse_what_lacks(spec: SandboxSpec, capabilities: Capabilities) -> None:
+    mode = spec.network.mode
+    if mode not in capabilities.networks:
+        known = ", ".join(name for name in get_args(NetworkMode) if name in capabilities.networks)
+        raise PolicyError(f"the local backend cannot enforce the network policy {mode!r} here; it can: {known}")
+    if spec.gpus:
+        raise SandboxError("the local backend has no gpus", code="no_gpus", blame="user", retryable=False)
+    for name in ("cpus", "memory", "processes", "disk", "open_files"):
+        if getattr(spec.limits, name) is not None and name not in capabilities.limits:
+            raise SandboxError(
+                f"nothing here can limit {name}", code="no_limit", blame="user", retryable=False, hint="pier doctor"
+            )

@@ -14,14 +14,16 @@ from typing import Any
 from pier.errors import SandboxError
 from pier.lease import Lease
 from pier.sandbox.cgroup import Group, Hierarchies
-from pier.sandbox.contract import Change, Limits
+from pier.sandbox.contract import Limits
 from pier.sandbox.local.channel import Answer, Channel
+from pier.sandbox.local.wire import OUT_OF_MEMORY
 from pier.sandbox.local.zygotes import Zygotes
 
 KIND = "sandbox"
 _START_SECONDS = 120
 _STOP_SECONDS = 60
-_OWN_PROCESSES = 4
+_WATCH_SECONDS = 0.5
+_OWN_PROCESSES = 3
 """Init and its workers, which the limit on processes does not count."""
 
 
@@ -32,27 +34,28 @@ class Box:
         self.id = id or secrets.token_hex(6)
         self.directory = base / self.id
         self.channel: Channel
-        self._layers: list[str] = []
-        self._upper_is_visible = True
         self._lease = lease
         self._zygotes = zygotes
         self._asked: asyncio.Future[Answer] | None = None
         self._pidfd = -1
         self._group: Group | None = None
         self._stopping: asyncio.Task[None] | None = None
+        self._oom_kills = 0
+        self._watching: asyncio.Task[None] | None = None
         self.pid = 0
+        self.over_disk = False
 
     async def start(self, plan: dict[str, Any], layers: list[str], cage: tuple[Hierarchies, Limits] | None) -> None:
         """Make everything; when this raises or is cancelled, `stop` removes what was made. `cage`: where to make a
         control group, and with which limits."""
-        self._layers, self._upper_is_visible = layers, not plan["upper_size"]
         groups = [str(path) for path in cage[0].place(self.id)] if cage else []
         self._lease.write(KIND, self.id, {"directory": str(self.directory), "groups": groups})
-        self.directory.mkdir(parents=True)
+        make_private(self.directory)
         if cage is not None:
             self._group = cage[0].make(self.id, cage[1], own_processes=_OWN_PROCESSES)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel = Channel(ours, f"the sandbox {self.id} is gone")
+        self.channel.hear(OUT_OF_MEMORY, self._on_out_of_memory)
         try:
             zygote = await self._zygotes.pick()
             message = {"op": "start", "directory": str(self.directory), "plan": plan, "layers": layers}
@@ -78,17 +81,31 @@ class Box:
             if not ready.cancelled():
                 ready.exception()
 
-    async def changes(self) -> list[Change] | None:
-        """What differs from the layers; None where the upper layer cannot be seen from outside."""
-        if not self._upper_is_visible:
-            return None
-        message, _ = await self._zygotes.ask_any(
-            {"op": "changes", "directory": str(self.directory), "layers": self._layers}
-        )
-        return [Change(*row) for row in message["changes"]]
+    def _on_out_of_memory(self, message: dict[str, Any], _: list[int]) -> None:
+        self._oom_kills += 1 if message else 0
 
     def oom_kills(self) -> int:
-        return self._group.oom_kills() if self._group else 0
+        """How many processes were killed because of the limit on memory."""
+        return self._oom_kills + (self._group.oom_kills() if self._group else 0)
+
+    def watch_disk(self, limit: int) -> None:
+        """From now on kill everything inside whenever what it wrote takes more than `limit` bytes."""
+        self._watching = asyncio.create_task(self._watch_disk(limit))
+
+    async def _watch_disk(self, limit: int) -> None:
+        loop = asyncio.get_running_loop()
+        pause = _WATCH_SECONDS
+        while not self.channel.closed:
+            await asyncio.sleep(pause)
+            began = loop.time()
+            try:
+                answer, _ = await self._zygotes.ask_any({"op": "measure", "path": str(self.directory / "u")})
+                self.over_disk = answer["bytes"] > limit
+                if self.over_disk:
+                    await self.channel.ask({"op": "kill_all"})
+            except SandboxError:
+                continue
+            pause = max(_WATCH_SECONDS, 10 * (loop.time() - began))
 
     async def stop(self) -> None:
         """Kill everything and remove every trace. Callers that come later wait for the first."""
@@ -106,6 +123,9 @@ class Box:
             with contextlib.suppress(SandboxError, TimeoutError):
                 answer, fds = await asyncio.wait_for(asyncio.shield(self._asked), _STOP_SECONDS)
                 self.pid, self._pidfd = answer["pid"], fds[0]
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
         if hasattr(self, "channel"):
             self.channel.close()
         if self._pidfd >= 0:
@@ -120,6 +140,12 @@ class Box:
         if self.directory.exists():
             await self._zygotes.ask_any({"op": "remove", "path": str(self.directory)})
         self._lease.strike(KIND, self.id)
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory that nobody else on this machine can come to: what is inside has owners and set-id bits."""
+    directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    directory.mkdir(mode=0o755)
 
 
 async def kill_and_wait(pidfd: int) -> None:

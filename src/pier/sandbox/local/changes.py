@@ -1,47 +1,120 @@
-"""What a sandbox's upper layer holds beyond its image, seen by a zygote: from outside, with the rights to see it all.
+"""What a sandbox wrote, read from its upper layer: nothing inside can hide it.
 
-Standard library only: this runs in the zygote.
+Runs in a child of a zygote, as root of the ids that the files have. Standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from typing import Any
 
-Row = tuple[str, str, str]
-"""Path, kind, mark."""
-
-
-def changes(upper: str, layers: list[str], budget: int | None = None) -> list[Row] | None:
-    """The files, links and removals in `upper`, with paths as the sandbox sees them; None past `budget` entries."""
-    rows: list[Row] = []
-    seen = 0
-    for path, status in _walk(upper):
-        seen += 1
-        if budget is not None and seen > budget:
-            return None
-        if stat.S_ISDIR(status.st_mode):
-            continue
-        inside = path[len(upper) :]
-        if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
-            rows.append((inside, "removed", ""))
-            continue
-        was_there = any(os.path.lexists(layer.rstrip("/") + inside) for layer in layers)
-        numbers = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_mode)
-        rows.append((inside, "changed" if was_there else "added", ".".join(map(str, numbers))))
-    return rows
+_OPAQUE = "user.overlay.opaque"
 
 
-def _walk(directory: str) -> Iterator[tuple[str, os.stat_result]]:
-    pending = [directory]
-    while pending:
+def compare(upper: str, lowers: list[str]) -> list[list[str]]:
+    """[path, kind, mark] of each path that `upper` makes differ from `lowers` (lowest first)."""
+    found: list[list[str]] = []
+    todo = [(upper, list(reversed(lowers)), "")]
+    while todo:
+        above, below, path = todo.pop()
+        opaque = _is_opaque(above)
+        names = set()
+        with os.scandir(above) as entries:
+            for entry in entries:
+                names.add(entry.name)
+                here = f"{path}/{entry.name}"
+                status = entry.stat(follow_symlinks=False)
+                known = _find(below, entry.name)
+                if _is_whiteout(status):
+                    found.append([here, "removed", ""])
+                elif stat.S_ISDIR(status.st_mode):
+                    todo.append((entry.path, _merged(below, entry.name), here))
+                else:
+                    found.append([here, "changed" if known else "added", _mark(status)])
+        if opaque:
+            found.extend([f"{path}/{name}", "removed", ""] for name in _names(below) if name not in names)
+    return found
+
+
+def merge(looks: list[list[list[Any]]]) -> list[list[Any]]:
+    """Several layers' changes, lowest first, as one: what was added and then removed was never there."""
+    known: dict[str, list[Any]] = {}
+    for look in looks:
+        for path, kind, mark in look:
+            was = known.pop(path, None)
+            if was is not None and was[1] == "added":
+                if kind == "removed":
+                    continue
+                kind = "added"
+            elif was is not None and was[1] == "removed" and kind == "added":
+                kind = "changed"
+            known[path] = [path, kind, mark]
+    return list(known.values())
+
+
+def measure(path: str) -> int:
+    """How many bytes of disk a tree takes."""
+    total = 0
+    todo = [path]
+    while todo:
+        with contextlib.suppress(OSError), os.scandir(todo.pop()) as entries:
+            for entry in entries:
+                status = entry.stat(follow_symlinks=False)
+                total += status.st_blocks * 512 // max(1, status.st_nlink if stat.S_ISREG(status.st_mode) else 1)
+                if stat.S_ISDIR(status.st_mode):
+                    todo.append(entry.path)
+    return total
+
+
+def _mark(status: os.stat_result) -> str:
+    parts = (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_mode, status.st_uid)
+    return "-".join(map(str, parts))
+
+
+def _is_whiteout(status: os.stat_result) -> bool:
+    return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
+
+
+def _is_opaque(path: str) -> bool:
+    try:
+        return os.getxattr(path, _OPAQUE, follow_symlinks=False) == b"y"
+    except OSError:
+        return False
+
+
+def _find(below: list[str], name: str) -> os.stat_result | None:
+    """What the layers below (topmost first) have under a name."""
+    for directory in below:
         try:
-            with os.scandir(pending.pop()) as entries:
-                found = [(entry.path, entry.stat(follow_symlinks=False)) for entry in entries]
+            status = os.lstat(f"{directory}/{name}")
         except OSError:
             continue
-        for path, status in found:
-            yield path, status
-            if stat.S_ISDIR(status.st_mode):
-                pending.append(path)
+        return None if _is_whiteout(status) else status
+    return None
+
+
+def _merged(below: list[str], name: str) -> list[str]:
+    """The directories below that would be merged under a name."""
+    found: list[str] = []
+    for directory in below:
+        path = f"{directory}/{name}"
+        try:
+            status = os.lstat(path)
+        except OSError:
+            continue
+        if not stat.S_ISDIR(status.st_mode):
+            break
+        found.append(path)
+        if _is_opaque(path):
+            break
+    return found
+
+
+def _names(below: list[str]) -> list[str]:
+    seen: set[str] = set()
+    for directory in below:
+        with contextlib.suppress(OSError), os.scandir(directory) as entries:
+            seen.update(entry.name for entry in entries)
+    return [name for name in seen if _find(below, name) is not None]

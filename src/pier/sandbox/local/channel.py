@@ -21,10 +21,13 @@ OnAnswer = Callable[[dict[str, Any], list[int]], None]
 class Channel:
     """One connection. `ended` is called once, when the other end is gone or `close` was called."""
 
-    def __init__(self, sock: socket.socket, gone: str, ended: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, sock: socket.socket, gone: str, ended: Callable[[], None] | None = None, *, code: str = "sandbox_gone"
+    ) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._gone = gone
+        self._code = code
         self._ended = ended
         self._loop = asyncio.get_running_loop()
         self._numbers = 0
@@ -98,7 +101,7 @@ class Channel:
                 os.close(extra)
 
     def lost(self) -> SandboxError:
-        return SandboxError(self._gone, code="sandbox_gone")
+        return SandboxError(self._gone, code=self._code)
 
     def _flush(self) -> None:
         while self._unsent:

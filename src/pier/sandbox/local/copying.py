@@ -19,46 +19,48 @@ _BLAMED_ON_TASK = {"not_regular", "too_large", "unsafe_archive", "no_such_user",
 
 
 async def copy(
-    channel: Channel, request: dict[str, Any], *, inward: bool, work: Callable[[int], Awaitable[Any]]
-) -> Any:
-    """Have a worker do `request` with one end of a pipe while `work` has the other, which it closes."""
+    channel: Channel,
+    request: dict[str, Any],
+    *,
+    inward: bool,
+    work: Callable[[int], Awaitable[Any]],
+    cancellable: bool = False,
+) -> tuple[list[str], Any]:
+    """Have a worker do `request` with one end of a pipe while `work` has the other, which it closes. What the worker
+    left out, and what `work` gave. `cancellable`: `work` may be cancelled, else it ends because the pipe is closed."""
+    if channel.closed:
+        raise channel.lost()
     read, write = os.pipe2(os.O_CLOEXEC)
     theirs, ours = (read, write) if inward else (write, read)
     number = channel.number()
-    half: asyncio.Task[Any] | None = None
 
     def begin() -> None:
         try:
             channel.send({"op": "copy", "id": number, "request": request}, [theirs])
-        except SandboxError:
-            os.close(ours)
-            raise
         finally:
             os.close(theirs)
 
     answer = asyncio.ensure_future(channel.wait(number, begin))
+    half = asyncio.ensure_future(work(ours))
     try:
-        await asyncio.sleep(0)
-        if not answer.done():
-            half = asyncio.ensure_future(work(ours))
         message, _ = await answer
     except asyncio.CancelledError:
         with contextlib.suppress(SandboxError):
             await asyncio.shield(channel.ask({"op": "kill", "job": number}))
         raise
     finally:
+        if cancellable:
+            half.cancel()
         done = await _finish(half)
     _raise_if_failed(message)
     if isinstance(done, BaseException):
         raise done
-    return done if done is not None else message.get("skipped", [])
+    return message.get("skipped", []), done
 
 
-async def _finish(half: asyncio.Task[Any] | None) -> Any:
-    if half is None:
-        return None
+async def _finish(half: asyncio.Future[Any]) -> Any:
     await asyncio.wait([half])
-    return half.exception() or half.result()
+    return None if half.cancelled() else half.exception() or half.result()
 
 
 def _raise_if_failed(message: dict[str, Any]) -> None:
@@ -141,33 +143,51 @@ async def unpack(fd: int, target: Path, max_bytes: int | None) -> list[str] | No
 
 
 async def feed_stream(fd: int, stream: AsyncIterator[bytes]) -> None:
-    """The near half of unpacking a stream that somebody else makes."""
+    """The near half of unpacking a stream that somebody else makes. It may be cancelled at any moment."""
+    os.set_blocking(fd, False)
     try:
         async for data in stream:
-            await asyncio.to_thread(_write_all, fd, data)
+            view = memoryview(data)
+            while view:
+                try:
+                    view = view[os.write(fd, view) :]
+                except BlockingIOError:
+                    await _ready(fd, writable=True)
     except BrokenPipeError:
         return
     finally:
         os.close(fd)
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+async def _ready(fd: int, *, writable: bool) -> None:
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    add, remove = (loop.add_writer, loop.remove_writer) if writable else (loop.add_reader, loop.remove_reader)
+    add(fd, lambda: ready.done() or ready.set_result(None))
+    try:
+        await ready
+    finally:
+        remove(fd)
 
 
 async def stream(channel: Channel, request: dict[str, Any]) -> AsyncIterator[bytes]:
     """Have a worker pack something and give what it writes, as it comes."""
     chunks: asyncio.Queue[bytes] = asyncio.Queue(maxsize=4)
 
-    async def take(fd: int) -> list[str]:
+    async def take(fd: int) -> None:
+        os.set_blocking(fd, False)
         try:
-            while data := await asyncio.to_thread(os.read, fd, _CHUNK):
+            while True:
+                try:
+                    data = os.read(fd, _CHUNK)
+                except BlockingIOError:
+                    await _ready(fd, writable=False)
+                    continue
+                if not data:
+                    return
                 await chunks.put(data)
         finally:
             os.close(fd)
-        return []
 
     work = asyncio.ensure_future(copy(channel, request, inward=False, work=take))
     try:
@@ -182,7 +202,10 @@ async def stream(channel: Channel, request: dict[str, Any]) -> AsyncIterator[byt
     finally:
         if not work.done():
             work.cancel()
-            await asyncio.wait([work])
+            while not work.done():
+                if not chunks.empty():
+                    chunks.get_nowait()
+                await asyncio.wait([work], timeout=0.01)
 
 
 def mode_of(path: Path) -> int:

@@ -17,8 +17,11 @@ import time
 from typing import Any
 
 from pier.sandbox.local import kernel, root, wire, worker
+from pier.sandbox.local.census import Census
+from pier.sandbox.local.wire import OUT_OF_MEMORY
 
 _SPARE = 2
+_WATCH_MS = 100
 _PATIENCE = 5.0
 """Seconds that killing one command's tree may take before everything inside is killed instead."""
 
@@ -33,9 +36,11 @@ def main(control: socket.socket, go: int, plan: dict[str, Any]) -> None:
         root.build(plan)
         root.seal()
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-        init = Init(control, plan)
-        init.add_worker()
+        proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        init = Init(control, plan, Census(proc, without=frozenset({1})))
         wire.send(control, {"id": 0, "ready": True})
+        if not plan["caged"]:
+            init.add_worker()
         init.serve()
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -56,15 +61,19 @@ def _become_root(plan: dict[str, Any]) -> None:
         hard = resource.getrlimit(which)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(which, (value, value))
+    if plan["cores"]:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: plan["cores"]])
 
 
 class Init:
     """The loop of process 1."""
 
-    def __init__(self, control: socket.socket, plan: dict[str, Any]) -> None:
+    def __init__(self, control: socket.socket, plan: dict[str, Any], census: Census) -> None:
         self.control = control
+        self.census = census
         self.confine = {name: plan[name] for name in ("no_new_privileges", "many_ids")}
         self.confine["filter"] = bytes.fromhex(plan["filter"])
+        self.memory = plan["watched_memory"]
         self.workers: dict[int, socket.socket] = {}
         self.idle: list[int] = []
         self.jobs: dict[int, int] = {}
@@ -77,7 +86,7 @@ class Init:
         self.poll.register(self.wake_in, select.POLLIN)
         self.poll.register(self.control, select.POLLIN)
         while True:
-            for fd, _ in self.poll.poll():
+            for fd, _ in self.poll.poll(_WATCH_MS if self.memory else None):
                 if fd == self.wake_in:
                     os.read(self.wake_in, 4096)
                     self._reap()
@@ -91,6 +100,8 @@ class Init:
             if not self.idle:
                 with contextlib.suppress(OSError):
                     self.add_worker()
+            if self.memory:
+                self._watch_memory()
 
     def add_worker(self) -> None:
         """Fork a worker that waits for a command, so that commands do not wait for a fork."""
@@ -204,7 +215,7 @@ class Init:
         """Kill whatever is below this process but not below a worker: the trees of workers that are gone."""
         deadline = time.monotonic() + _PATIENCE
         while True:
-            found = _processes()
+            found = self.census.take()
             strays = [pid for pid in found if not self._is_kept(pid, found)]
             for pid in strays:
                 with contextlib.suppress(ProcessLookupError):
@@ -232,7 +243,7 @@ class Init:
 
     def _kill_all(self) -> int:
         """One signal to every other process here, which none can outrun; then all of them are collected."""
-        killed = sum(1 for pid in _processes() if pid not in self.workers)
+        killed = sum(1 for pid in self.census.take() if pid not in self.workers and self.census.is_running(pid))
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
@@ -242,6 +253,14 @@ class Init:
             self._lose(pid)
         return killed
 
+    def _watch_memory(self) -> None:
+        """Without a control group: kill the largest process when all together have more than the limit."""
+        sizes = {pid: self.census.private_memory(pid) for pid in self.census.take() if pid not in self.workers}
+        if sum(sizes.values()) > self.memory:
+            wire.send(self.control, {"id": OUT_OF_MEMORY})
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(max(sizes, key=sizes.__getitem__), signal.SIGKILL)
+
     def _listen(self, message: dict[str, Any]) -> None:
         family = socket.AF_INET6 if ":" in message["host"] else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
@@ -250,18 +269,3 @@ class Init:
             sock.listen(1024)
             answer = {"id": message["id"], "port": sock.getsockname()[1]}
             wire.send(self.control, answer, [sock.fileno()])
-
-
-def _processes() -> dict[int, int]:
-    """All processes here but this one, with their parents."""
-    found: dict[int, int] = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or name == "1":
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as stream:
-                fields = stream.read().rpartition(b")")[2].split()
-        except OSError:
-            continue
-        found[int(name)] = int(fields[1])
-    return found

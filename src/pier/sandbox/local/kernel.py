@@ -68,6 +68,11 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(flags), "cannot make a namespace")
 
 
+def enter(namespace: int) -> None:
+    """Join a namespace given as an open file."""
+    _check(_libc.setns(namespace, 0), "cannot join a namespace")
+
+
 def mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
     arguments = (_text(source), _text(target), _text(kind), ctypes.c_ulong(flags), _text(options) or None)
     _check(_libc.mount(*arguments), f"cannot mount {kind or source} at {target}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from pier.errors import SandboxError
 from pier.idmap import IdMap
 from pier.sandbox import seccomp
+from pier.sandbox.cgroup import Hierarchies
 from pier.sandbox.contract import Mount, SandboxSpec
 from pier.sandbox.host import HostRoot
 
@@ -15,11 +18,15 @@ _SLACK = 8
 """Processes of pier's own inside, which a limit by rlimit would count too."""
 
 
-def make_plan(spec: SandboxSpec, ids: IdMap, host: HostRoot | None, *, enforced_by: dict[str, str]) -> dict[str, Any]:
-    """The plan for `spec`. `enforced_by` says which limits are left to rlimits."""
+def make_plan(
+    spec: SandboxSpec, ids: IdMap, host: HostRoot | None, *, enforced_by: Mapping[str, str], caged: bool
+) -> dict[str, Any]:
+    """The plan for `spec`. `enforced_by` says which limits are left to init; `caged` that a control group comes."""
     rlimits: dict[str, int] = {"RLIMIT_CORE": 0}
     if spec.limits.open_files is not None:
         rlimits["RLIMIT_NOFILE"] = spec.limits.open_files
+    if spec.limits.disk is not None:
+        rlimits["RLIMIT_FSIZE"] = spec.limits.disk
     if spec.limits.processes is not None and enforced_by.get("processes") == "rlimit":
         rlimits["RLIMIT_NPROC"] = spec.limits.processes + _SLACK
     return {
@@ -36,8 +43,18 @@ def make_plan(spec: SandboxSpec, ids: IdMap, host: HostRoot | None, *, enforced_
         "rlimits": rlimits,
         "no_new_privileges": spec.no_new_privileges,
         "filter": _filter(single=ids.mode == "single"),
-        "upper_size": spec.limits.disk if enforced_by.get("disk") == "tmpfs" else None,
+        "shm_size": max(64 << 20, (spec.limits.memory or 0) // 2),
+        "caged": caged,
+        "watched_memory": (spec.limits.memory or 0) if enforced_by.get("memory") == "watched" else 0,
+        "cores": math.ceil(spec.limits.cpus) if spec.limits.cpus and enforced_by.get("cpus") == "affinity" else 0,
     }
+
+
+def limits_of(groups: Hierarchies | None) -> dict[str, str]:
+    """By what each limit is enforced here."""
+    found = dict.fromkeys(groups.limits if groups else (), "cgroup")
+    weaker = {"processes": "rlimit", "open_files": "rlimit", "memory": "watched", "disk": "watched", "cpus": "affinity"}
+    return weaker | found
 
 
 def layers_of(spec: SandboxSpec, host: HostRoot | None) -> list[str]:

@@ -57,13 +57,7 @@ def build(plan: dict[str, Any]) -> None:
 
 def _mount_overlay(plan: dict[str, Any]) -> None:
     lowers = ":".join(reversed(plan["lowers"]))
-    if plan.get("upper_size"):
-        kernel.mount("tmpfs", "t", "tmpfs", MS_NOSUID | MS_NODEV, f"size={plan['upper_size']},mode=755")
-        os.mkdir("t/u")
-        os.mkdir("t/w")
-    base = "t/" if plan.get("upper_size") else ""
-    options = f"lowerdir={lowers},upperdir={base}u,workdir={base}w,userxattr,volatile"
-    kernel.mount("overlay", "m", "overlay", 0, options)
+    kernel.mount("overlay", "m", "overlay", 0, f"lowerdir={lowers},upperdir=u,workdir=w,userxattr,volatile")
 
 
 def _mount_proc() -> None:
@@ -92,7 +86,7 @@ def _mount_dev(plan: dict[str, Any]) -> None:
     tty = ",gid=5" if plan["many_ids"] else ""
     kernel.mount("devpts", "m/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, f"newinstance,ptmxmode=0666,mode=0620{tty}")
     os.mkdir("m/dev/shm", 0o1777)
-    size = plan.get("shm_size") or 64 << 20
+    size = plan["shm_size"]
     kernel.mount("tmpfs", "m/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"mode=1777,size={size}")
     os.mkdir("m/dev/mqueue", 0o1777)
     links = {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "core": "/proc/kcore"}

@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pier.errors import PolicyError, SandboxError
 from pier.image.model import Image
@@ -31,27 +31,53 @@ from pier.sandbox.local.process import LocalProcess, Output
 if TYPE_CHECKING:
     from pier.sandbox.local.box import Box
 
+
+class Home(Protocol):
+    """What a sandbox needs of its backend."""
+
+    async def snapshot(self, sandbox: LocalSandbox) -> Image: ...
+
+    async def changes(self, sandbox: LocalSandbox) -> list[Change]: ...
+
+    async def end(self, sandbox: LocalSandbox) -> None: ...
+
+
 _TERMINAL_SIZE = [24, 80]
 
 
 class LocalListener(Listener):
     """A server on a socket that init made."""
 
-    def __init__(self, port: int, server: asyncio.Server) -> None:
+    def __init__(self, host: str, port: int, factory: ProtocolFactory) -> None:
+        self.host = host
         self.port = port
-        self._server = server
+        self.closed = False
+        self._factory = factory
+        self._server: asyncio.Server | None = None
+
+    async def serve(self, port: int, sock: socket.socket) -> None:
+        """Serve on a socket; one that was served before belonged to a namespace that is gone."""
+        if self._server is not None:
+            self._server.close()
+        self.port = port
+        self._server = await asyncio.get_running_loop().create_server(self._factory, sock=sock)
 
     async def close(self) -> None:
-        self._server.close()
+        self.closed = True
+        if self._server is not None:
+            self._server.close()
 
 
 class LocalSandbox(Sandbox):
     """A sandbox of the local backend. What runs it is in `box`, which a snapshot replaces."""
 
-    def __init__(self, spec: SandboxSpec, box: Box) -> None:
+    def __init__(self, spec: SandboxSpec, box: Box, home: Home) -> None:
         self.id = box.id
         self.spec = spec
         self.box = box
+        self.frozen: tuple[Path, ...] = ()
+        self._home = home
+        self._lock = asyncio.Lock()
         self._processes: set[LocalProcess] = set()
         self._listeners: list[LocalListener] = []
 
@@ -177,16 +203,24 @@ class LocalSandbox(Sandbox):
         self, source: str, target: Path, *, exclude: Sequence[str] = (), max_bytes: int | None = None
     ) -> list[str]:
         request = {"op": "pack", "source": source, "exclude": list(exclude), "max_bytes": max_bytes}
-        work = lambda fd: copying.unpack(fd, target, max_bytes)  # noqa: E731
-        return await copying.copy(self.box.channel, request, inward=False, work=work)
+        far, near = await copying.copy(
+            self.box.channel, request, inward=False, work=lambda fd: copying.unpack(fd, target, max_bytes)
+        )
+        return [*far, *near]
 
     async def read_file(self, source: str, *, max_bytes: int = OUTPUT_LIMIT) -> bytes:
         request = {"op": "read", "source": source, "max_bytes": max_bytes}
-        return await copying.copy(self.box.channel, request, inward=False, work=copying.read_bytes)
+        return (await copying.copy(self.box.channel, request, inward=False, work=copying.read_bytes))[1]
 
     async def put_tar(self, stream: AsyncIterator[bytes], target: str) -> None:
         request = {"op": "unpack", "target": target, "owner": None}
-        await copying.copy(self.box.channel, request, inward=True, work=lambda fd: copying.feed_stream(fd, stream))
+        await copying.copy(
+            self.box.channel,
+            request,
+            inward=True,
+            work=lambda fd: copying.feed_stream(fd, stream),
+            cancellable=True,
+        )
 
     def get_tar(self, source: str) -> AsyncIterator[bytes]:
         request = {"op": "pack", "source": source, "exclude": [], "max_bytes": None}
@@ -196,36 +230,51 @@ class LocalSandbox(Sandbox):
         request = {"op": "remove", "target": target}
         await copying.copy(self.box.channel, request, inward=True, work=lambda fd: copying.write_bytes(fd, b""))
 
-    async def changes(self) -> list[Change] | None:
+    async def changes(self) -> list[Change]:
+        """Layers that a snapshot froze since the start count too: the image is the one that the sandbox began with."""
         if self.box.channel.closed:
             raise self.box.channel.lost()
-        return await self.box.changes()
+        return await self._home.changes(self)
 
     async def set_network(self, policy: NetworkPolicy) -> None:
         if policy != self.spec.network:
             raise PolicyError("a local sandbox keeps the network that it was started with")
 
     async def listen(self, port: int, factory: ProtocolFactory, *, host: str = "127.0.0.1") -> LocalListener:
-        message, fds = await self.box.channel.ask({"op": "listen", "host": host, "port": port})
-        sock = socket.socket(fileno=fds[0])
-        server = await asyncio.get_running_loop().create_server(factory, sock=sock)
-        listener = LocalListener(message["port"], server)
+        listener = LocalListener(host, port, factory)
+        await self._serve(listener)
         self._listeners.append(listener)
         return listener
+
+    async def _serve(self, listener: LocalListener) -> None:
+        if listener.closed:
+            return
+        message, fds = await self.box.channel.ask({"op": "listen", "host": listener.host, "port": listener.port})
+        await listener.serve(message["port"], socket.socket(fileno=fds[0]))
 
     async def kill_all(self) -> int:
         message, _ = await self.box.channel.ask({"op": "kill_all"})
         return message["killed"]
 
     async def snapshot(self) -> Image:
-        raise SandboxError("snapshots are not there yet")
+        async with self._lock:
+            self._discard_processes()
+            image = await self._home.snapshot(self)
+            for listener in self._listeners:
+                await self._serve(listener)
+        return image
 
-    async def stop(self) -> None:
-        for listener in self._listeners:
-            await listener.close()
-        await self.box.stop()
+    def _discard_processes(self) -> None:
         for process in self._processes:
             process.discard()
+        self._processes.clear()
+
+    async def stop(self) -> None:
+        async with self._lock:
+            for listener in self._listeners:
+                await listener.close()
+            await self._home.end(self)
+            self._discard_processes()
 
 
 def _input(wanted: bool) -> tuple[int, int]:

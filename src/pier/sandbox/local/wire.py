@@ -12,6 +12,9 @@ import os
 import socket
 from typing import Any
 
+OUT_OF_MEMORY = -1
+"""The number of the event that a process was killed because of the limit on memory."""
+
 _PACKET = 64 * 1024
 _FDS = 16
 _ELSEWHERE = b"@"

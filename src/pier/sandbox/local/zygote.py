@@ -19,8 +19,7 @@ import stat
 from typing import Any
 
 from pier.sandbox import tree
-from pier.sandbox.local import init, kernel, wire
-from pier.sandbox.local.changes import changes
+from pier.sandbox.local import attendant, changes, init, kernel, wire
 from pier.sandbox.local.remove import remove
 from pier.sandbox.local.root import HOST
 
@@ -29,7 +28,7 @@ _NAMESPACES = (
 )  # fmt: skip
 _LOWERS_KEPT = 128
 _REMOVED_AT_ONCE = 200
-"""Trees with more entries than this are removed and looked through by a child, so that starts do not wait."""
+"""Trees with more entries than this are removed by a child, so that starts do not wait."""
 
 
 class Zygote:
@@ -79,10 +78,15 @@ class Zygote:
         try:
             if message["op"] == "start":
                 self._start(message, fds)
+            elif message["op"] == "enter":
+                self._enter(message, fds)
             elif message["op"] == "remove":
                 self._remove(message)
-            elif message["op"] == "changes":
-                self._changes(message)
+            elif message["op"] == "move":
+                os.rename(HOST + message["path"], HOST + message["to"])
+                wire.send(self.sock, {"id": message["id"]})
+            elif message["op"] in ("changes", "measure"):
+                self._look(message)
             elif message["op"] == "forget":
                 self._forget(message["path"])
         except OSError as error:
@@ -94,19 +98,34 @@ class Zygote:
     def _start(self, message: dict[str, Any], fds: list[int]) -> None:
         plan = message["plan"]
         directory = HOST + message["directory"]
-        self._make_directories(directory, plan)
+        self._make_directories(directory, plan, HOST + message["layers"][-1])
         plan["lowers"] = [self._lower(path) for path in message["layers"]]
-        attached = [wanted for wanted in (*plan["mounts"], *plan["binds"]) if wanted.get("source")]
-        os.chdir(directory)
+        attached: list[str] = []
         try:
-            for wanted in attached:
-                self._attach(wanted)
+            attached.append(self._attach(directory))
+            for wanted in (*plan["mounts"], *plan["binds"]):
+                if "source" in wanted:
+                    wanted["from"] = self._attach(HOST + wanted["source"])
+                    attached.append(wanted["from"])
+            os.chdir(attached[0])
             self._clone(message, plan, fds)
         finally:
             os.chdir("/")
-            for wanted in attached:
-                if "from" in wanted:
-                    kernel.unmount(wanted["from"])
+            for target in attached:
+                _detach(target)
+
+    def _enter(self, message: dict[str, Any], fds: list[int]) -> None:
+        """Fork a process that serves a container of somebody else's making."""
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            self.sock.close()
+            attendant.main(socket.socket(fileno=fds[0]), message["pid"], message["plan"])
+        pidfd = os.pidfd_open(pid)
+        try:
+            wire.send(self.sock, {"id": message["id"], "pid": pid}, [pidfd])
+        finally:
+            os.close(pidfd)
 
     def _clone(self, message: dict[str, Any], plan: dict[str, Any], fds: list[int]) -> None:
         go_in, go_out = os.pipe2(os.O_CLOEXEC)
@@ -120,7 +139,7 @@ class Zygote:
         try:
             os.close(go_in)
             self._write_maps(pid)
-            with open("pid", "w") as stream:
+            with open(f"{HOST}{message['directory']}/pid", "w") as stream:
                 stream.write(f"{pid} {_start_time(pid)}")
             os.write(go_out, b"1")
             wire.send(self.sock, {"id": message["id"], "pid": pid}, [pidfd])
@@ -131,17 +150,15 @@ class Zygote:
             os.close(go_out)
             os.close(pidfd)
 
-    def _make_directories(self, directory: str, plan: dict[str, Any]) -> None:
-        owner = self.config["root_outside"]
-        os.chown(directory, owner, owner)
-        for name in ("u", "w", "m", "t", "etc"):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(f"{directory}/{name}", 0o755)
-            os.chown(f"{directory}/{name}", owner, owner)
+    def _make_directories(self, directory: str, plan: dict[str, Any], top: str) -> None:
+        for name in ("u", "w", "m", "etc"):
+            os.mkdir(f"{directory}/{name}", 0o755)
+        like = os.stat(top)
+        os.chown(f"{directory}/u", like.st_uid, like.st_gid)
+        os.chmod(f"{directory}/u", stat.S_IMODE(like.st_mode))
         for name, text in plan["etc"].items():
             with open(f"{directory}/etc/{name}", "w") as stream:
                 stream.write(text)
-            os.chown(f"{directory}/etc/{name}", owner, owner)
 
     def _write_maps(self, pid: int) -> None:
         for name, rows in self.config["maps"].items():
@@ -171,7 +188,7 @@ class Zygote:
             return self.lowers[key]
         while len(self.lowers) >= _LOWERS_KEPT:
             oldest = next(iter(self.lowers))
-            kernel.unmount(self.lowers.pop(oldest))
+            _detach(self.lowers.pop(oldest))
         self.counter += 1
         target = f"/lowers/{self.counter}"
         os.mkdir(target, 0o755)
@@ -198,11 +215,10 @@ class Zygote:
 
     def _forget(self, path: str) -> None:
         for key in [key for key in self.lowers if key[0] == path]:
-            kernel.unmount(self.lowers.pop(key))
+            _detach(self.lowers.pop(key))
 
-    def _attach(self, wanted: dict[str, Any]) -> None:
-        """Mount a bind's source where the clone will find it, whoever may read the way there."""
-        source = HOST + wanted["source"]
+    def _attach(self, source: str) -> str:
+        """Mount `source` where a clone will find it, whoever may read the way there."""
         self.counter += 1
         target = f"/mounts/{self.counter}"
         if stat.S_ISDIR(os.stat(source).st_mode):
@@ -214,7 +230,7 @@ class Zygote:
             kernel.attach(fd, target)
         finally:
             os.close(fd)
-        wanted["from"] = target
+        return target
 
     def _open_source(self, source: str) -> int:
         """A copy of a mount, with shifted ids where the file system can do that, else with all that is below it."""
@@ -226,6 +242,15 @@ class Zygote:
             except OSError:
                 os.close(fd)
         return kernel.open_tree(source, recursive=True)
+
+    def _look(self, message: dict[str, Any]) -> None:
+        if os.fork() == 0:
+            try:
+                wire.send(self.sock, {"id": message["id"]} | look(message))
+            except OSError as error:
+                wire.send(self.sock, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
+            finally:
+                os._exit(0)
 
     def _remove(self, message: dict[str, Any]) -> None:
         path = HOST + message["path"]
@@ -241,16 +266,13 @@ class Zygote:
             finally:
                 os._exit(0)
 
-    def _changes(self, message: dict[str, Any]) -> None:
-        upper, layers = f"{HOST}{message['directory']}/u", [HOST + path for path in message["layers"]]
-        rows = changes(upper, layers, budget=_REMOVED_AT_ONCE)
-        if rows is not None:
-            wire.send(self.sock, {"id": message["id"], "changes": rows})
-        elif os.fork() == 0:
-            try:
-                wire.send(self.sock, {"id": message["id"], "changes": changes(upper, layers)})
-            finally:
-                os._exit(0)
+
+def look(message: dict[str, Any]) -> dict[str, Any]:
+    """What a child answers to a question about a tree."""
+    if message["op"] == "measure":
+        return {"bytes": changes.measure(HOST + message["path"])}
+    lowers = [HOST + path for path in message["layers"]]
+    return {"changes": changes.compare(HOST + message["path"], lowers)}
 
 
 def _is_small(path: str) -> bool:
@@ -260,6 +282,14 @@ def _is_small(path: str) -> bool:
         if budget < 0:
             return False
     return True
+
+
+def _detach(target: str) -> None:
+    kernel.unmount(target)
+    if os.path.isdir(target):
+        os.rmdir(target)
+    else:
+        os.unlink(target)
 
 
 def _reap() -> None:

@@ -15,6 +15,7 @@ from pier.idmap import IdMap, IdRange, mapped_argv
 from pier.sandbox.local.channel import Answer, Channel
 
 _BOOT = Path(__file__).resolve().with_name("boot.py")
+_GONE = "the process that sandboxes are forked from has died"
 _PASSED_ON = ("PATH", "PIER_TEST_SESSION")
 
 
@@ -44,15 +45,14 @@ class Zygote:
         theirs.close()
         self.pid = self._process.pid
         self.pending = 0
-        self.channel = Channel(ours, "the process that sandboxes are forked from has died", self._reap)
+        self.channel = Channel(ours, _GONE, self._reap, code="zygote_gone")
         self._ids = ids
 
     async def prepare(self) -> None:
         """Wait until it can start sandboxes."""
         shifted = self._ids.mode == "root"
-        root = self._ids.uids[0].outside if shifted else 0
         maps = {"uid_map": id_rows(self._ids, self._ids.uids), "gid_map": id_rows(self._ids, self._ids.gids)}
-        config = {"shifted": shifted, "root_outside": root, "maps": maps}
+        config = {"shifted": shifted, "maps": maps}
         try:
             await self.channel.wait(0, lambda: self.channel.send(config))
         except SandboxError as error:

@@ -1,0 +1,112 @@
+"""Serves a container from outside: it is in the container's namespaces but not among its processes.
+
+Forked from a zygote, it joins the container's control groups and namespaces; its children, the workers, are born into
+the container's pid namespace, it is not. So nothing inside sees, signals or traces it, and commands, files and sockets
+work as in a local sandbox. It ends when the container or pier does. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from typing import Any
+
+from pier.sandbox.local import kernel, wire
+from pier.sandbox.local.census import Census
+from pier.sandbox.local.init import Init
+from pier.sandbox.local.root import HOST
+
+_NAMESPACES = ("ipc", "uts", "net", "cgroup", "pid", "mnt")
+_CONTROLLERS = ("memory", "pids", "cpu", "devices", "freezer")
+
+
+def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
+    """Run in a fork of a zygote; `pid` is the container's first process as the host numbers it. Does not return."""
+    try:
+        kernel.set_name("pier-attendant")
+        proc = os.open(f"{HOST}/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        container = os.pidfd_open(pid)
+        inside = os.stat(f"{pid}/ns/pid", dir_fd=proc).st_ino
+        if inside == os.stat("self/ns/pid", dir_fd=proc).st_ino:
+            raise OSError(22, "the container has no process namespace of its own")
+        _join_groups(pid)
+        _enter(pid)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        os.umask(0o022)
+        os.setgroups([])
+        census = Census(proc, without=frozenset({pid}), namespace=inside)
+        attendant = Attendant(control, plan, census, container, (proc, inside))
+        wire.send(control, {"id": 0, "ready": True})
+        attendant.serve()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            wire.send(control, {"id": 0, "error": str(error), "errno": error.errno or 0})
+    finally:
+        os._exit(1)
+
+
+class Attendant(Init):
+    """Init's loop for a container that has a first process of its own."""
+
+    def __init__(
+        self, control: socket.socket, plan: dict[str, Any], census: Census, container: int, inside: tuple[int, int]
+    ) -> None:
+        super().__init__(control, plan, census)
+        self._container = container
+        self._inside = inside
+        self.poll.register(container, select.POLLIN)
+
+    def _hear(self, fd: int) -> None:
+        if fd == self._container:
+            os._exit(0)
+        super()._hear(fd)
+
+    def _kill_all(self) -> int:
+        """As for a local sandbox, but by a child: here the signal would reach the host's processes."""
+        killed = sum(1 for pid in self.census.take() if pid not in self.workers and self.census.is_running(pid))
+        child = os.fork()
+        if child == 0:
+            self._kill_others()
+        os.waitpid(child, 0)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+        for pid in list(self.workers):
+            self._lose(pid)
+        while any(self.census.is_running(pid) for pid in self.census.take()):
+            select.select([], [], [], 0.001)
+        return killed
+
+    def _kill_others(self) -> None:
+        proc, inside = self._inside
+        try:
+            if os.stat("self/ns/pid", dir_fd=proc).st_ino == inside:
+                os.kill(-1, signal.SIGKILL)
+        finally:
+            os._exit(0)
+
+
+def _join_groups(pid: int) -> None:
+    """Count as the container's own for its limits. Hierarchies that are mounted elsewhere are passed over."""
+    with open(f"{HOST}/proc/{pid}/cgroup") as stream:
+        rows = [line.rstrip("\n").split(":", 2) for line in stream]
+    for _, controllers, path in rows:
+        names = controllers.split(",")
+        if controllers and not any(name in _CONTROLLERS for name in names):
+            continue
+        places = [f"/sys/fs/cgroup/{controllers}"] if controllers else ["/sys/fs/cgroup/unified", "/sys/fs/cgroup"]
+        for place in places:
+            with contextlib.suppress(OSError), open(f"{HOST}{place}{path}/cgroup.procs", "w") as stream:
+                stream.write("0")
+                break
+
+
+def _enter(pid: int) -> None:
+    fds = [os.open(f"{HOST}/proc/{pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in _NAMESPACES]
+    for fd in fds:
+        kernel.enter(fd)
+        os.close(fd)
+    os.chdir("/")

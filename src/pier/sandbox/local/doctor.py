@@ -1,0 +1,77 @@
+"""What this machine offers to local sandboxes, and the command that mends what is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+from pier.idmap import IdMap
+from pier.sandbox import cgroup, seccomp
+from pier.sandbox.contract import Finding
+
+_KERNEL = (5, 12)
+
+
+def examine(ids: IdMap, groups: cgroup.Hierarchies | None, problem: str) -> list[Finding]:
+    """All findings. `problem` is why a sandbox could not be started a moment ago, empty if one could."""
+    return [_kernel(), _namespaces(problem), _ids(ids), _host_image(ids), _limits(groups), _filter()]
+
+
+def _kernel() -> Finding:
+    release = platform.release()
+    numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit())
+    return Finding("kernel", numbers >= _KERNEL, release, "" if numbers >= _KERNEL else "install Linux 5.12 or newer")
+
+
+def _namespaces(problem: str) -> Finding:
+    if not problem:
+        return Finding("sandboxes", True, "one was started, ran a command and was removed")
+    return Finding("sandboxes", False, problem, _mend_namespaces())
+
+
+def _mend_namespaces() -> str:
+    def reads(path: str, value: str) -> bool:
+        try:
+            return Path(path).read_text().strip() == value
+        except OSError:
+            return False
+
+    if reads("/proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1"):
+        return "sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0"
+    if reads("/proc/sys/kernel/unprivileged_userns_clone", "0"):
+        return "sudo sysctl kernel.unprivileged_userns_clone=1"
+    if reads("/proc/sys/user/max_user_namespaces", "0"):
+        return "sudo sysctl user.max_user_namespaces=15000"
+    if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists():
+        return "start the container with --security-opt seccomp=unconfined --security-opt systempaths=unconfined"
+    return "use the docker backend"
+
+
+def _ids(ids: IdMap) -> Finding:
+    details = {
+        "root": "root: ids in sandboxes are 100000 to 165535 outside",
+        "subids": "subordinate ids: other users exist and packages install",
+        "single": "one id only: sandboxes have no other users, and owners of files are fiction",
+    }
+    return Finding("ids", ids.mode != "single", details[ids.mode], ids.hint)
+
+
+def _host_image(ids: IdMap) -> Finding:
+    if ids.mode == "root":
+        return Finding("host image", True, "this machine's whole root, copy-on-write")
+    return Finding("host image", True, "system directories are read-only in it, since you are not root")
+
+
+def _limits(groups: cgroup.Hierarchies | None) -> Finding:
+    if groups is None:
+        detail = "no writable control groups: memory is watched, cpus are bound to cores, processes by rlimit"
+        return Finding("limits", False, detail, "run as root, or in a session with delegated control groups")
+    return Finding("limits", True, f"control groups v{groups.version}: {', '.join(sorted(groups.limits))}")
+
+
+def _filter() -> Finding:
+    machine = os.uname().machine
+    if seccomp.supported(machine):
+        return Finding("system call filter", True, machine)
+    return Finding("system call filter", False, f"there is no filter for {machine}", "use the docker backend")
