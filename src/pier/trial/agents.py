@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +148,13 @@ async def model_session(
 
 def endpoint_of(session: Session | None) -> Endpoint | None:
     return session.endpoint() if session is not None else None
+
+
+async def outside_of(session: Session | None, services: TrialServices, agent: Agent) -> Endpoint | None:
+    """The session as an agent reaches it that calls its model from outside the sandbox."""
+    if session is None or services.gateway is None or not agent.outside:
+        return None
+    return replace(session.endpoint(), url=await services.gateway.serve(session=session))
 
 
 async def run_agent(agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: OnOutput) -> AgentError | None:

@@ -88,6 +88,8 @@ async def _collect(
         record.log(f"artifact {source}: left out, as neither files nor links: {', '.join(left_out[:10])}")
     is_directory = target.is_dir() and not target.is_symlink()
     status: Status = "empty" if is_directory and not any(target.iterdir()) else "ok"
+    if status == "empty":
+        _remove_empty(target, directory)
     return Collected(source, place, status, is_directory, artifact.exclude)
 
 
@@ -96,6 +98,13 @@ def _discard(target: Path) -> None:
         shutil.rmtree(target, ignore_errors=True)
     else:
         target.unlink(missing_ok=True)
+
+
+def _remove_empty(target: Path, directory: Path) -> None:
+    """Remove an empty directory, and those above it that are empty then."""
+    while target != directory and not any(target.iterdir()):
+        target.rmdir()
+        target = target.parent
 
 
 def _manifest_row(row: Collected) -> dict[str, object]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from pier.errors import ImageError
 from pier.image.model import HOST, Image
+from pier.network.policy import NONE, PUBLIC
+from pier.sandbox.contract import Backend
 from pier.task.digest import tree_digest
 
 
@@ -70,3 +72,20 @@ class TrialImages:
 
 def _context_key(context: Path | None) -> str:
     return tree_digest(context) if context else ""
+
+
+def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
+    """Images from pier's own store, with Dockerfiles built in sandboxes of `backend`."""
+    from pier.image.store import ImageStore
+
+    store = ImageStore()
+
+    async def build(context: Path, _: str) -> Image:
+        from pier.image.build import build_image
+        from pier.sandbox.building import SandboxRunner
+
+        networks = (await backend.capabilities()).networks
+        network = PUBLIC if "public" in networks else NONE
+        return await build_image(store, context, runner=SandboxRunner(backend), network=network)
+
+    return TrialImages(store.resolve, build, builds=builds)

@@ -8,6 +8,7 @@ infrastructure fault leaves a trial without a reward, never with a zero.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Iterable
 from pathlib import Path
@@ -103,9 +104,12 @@ class _Trial:
         with self.clock.phase("start") as starting:
             mounts = (*await agent_mounts(agent, self.spec.agent), *self.spec.sandbox.mounts)
             sandbox = await self._start(room, plan.baseline, self.spec.name, mounts)
-        async with sandbox:
-            with self.clock.phase("start"):
+            try:
                 furnished = await furnish(sandbox, room)
+            except BaseException:
+                await asyncio.shield(sandbox.stop())
+                raise
+        async with sandbox:
             self.result.environment_setup = TimingInfo(
                 started_at=preparing.started_at, finished_at=starting.finished_at
             )

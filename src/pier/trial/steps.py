@@ -11,7 +11,16 @@ from pier.errors import SandboxError, TaskError
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.contract import Change, Sandbox
 from pier.task import Step, resolve_env
-from pier.trial.agents import describe_run, endpoint_of, home_of, model_session, run_agent, usage_of, user_text
+from pier.trial.agents import (
+    describe_run,
+    endpoint_of,
+    home_of,
+    model_session,
+    outside_of,
+    run_agent,
+    usage_of,
+    user_text,
+)
 from pier.trial.clock import Clock
 from pier.trial.collect import Collected, collect_artifacts, take_logs
 from pier.trial.grading import Graded, GradingPlace, grade_separately, grade_shared
@@ -73,6 +82,8 @@ async def run_step(stage: Stage, index: int, network: StepNetwork, directory: Pa
 
 async def _prepare(stage: Stage, step: Step, index: int) -> None:
     sandbox, user = stage.sandbox, user_text(step.agent.user)
+    if not (index or step.workdir or step.healthcheck):
+        return
     with stage.clock.phase("health"):
         if index:
             for path in (TESTS, VERIFIER_LOGS, AGENT_LOGS, ARTIFACTS):
@@ -107,7 +118,9 @@ async def _run_agent(stage: Stage, step: Step, outcome: StepOutcome, policy: Net
         with stage.clock.phase("agent") as outcome.agent_execution:
             async with model_session(spec, stage.services, agent, sandbox, logs) as session:
                 with stage.record.output(logs / f"{agent.name}.txt") as output:
-                    failed = await run_agent(agent, sandbox, replace(run, endpoint=endpoint_of(session)), output)
+                    outside = await outside_of(session, stage.services, agent)
+                    told = replace(run, endpoint=endpoint_of(session), outside=outside)
+                    failed = await run_agent(agent, sandbox, told, output)
                 outcome.agent_result = usage_of(session)
     finally:
         await take_logs(sandbox, AGENT_LOGS, logs, stage.record)

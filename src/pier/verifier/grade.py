@@ -54,7 +54,7 @@ async def grade(sandbox: Sandbox, grading: Grading, on_output: OnOutput | None =
     left = await sandbox.kill_all()
     if result.timed_out:
         raise VerifierError(f"the verifier took longer than {grading.seconds:g} s", code="verifier_timeout")
-    notes = [Note("processes", f"the verifier left {left} processes running", stopped=True)] if left else []
+    notes = [Note("processes", f"still running when the tests had ended: {left}", stopped=True)] if left else []
     files = RewardFiles(await _read(sandbox, "reward.json"), await _read(sandbox, "reward.txt"))
     try:
         verdict = read_verdict(files)

@@ -40,7 +40,7 @@ async def secure(
     if keep_processes:
         notes.append(Note("processes", "the task asks for the agent's processes to be kept while it is graded"))
     elif killed := await sandbox.kill_all():
-        notes.append(Note("processes", f"{killed} processes of the agent were still running", stopped=True))
+        notes.append(Note("processes", f"still running when the agent had ended: {killed}", stopped=True))
     after = await sandbox.changes()
     if after is not None:
         changed = _since(before or (), after)

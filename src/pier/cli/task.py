@@ -1,0 +1,202 @@
+"""`pier task`: make, check, list and show tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from pier.task import Task
+    from pier.task.lint import Problem
+    from pier.trial.check import Proof
+
+
+@click.group()
+def task() -> None:
+    """Make, check and list tasks."""
+
+
+@task.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--org", default="local", show_default=True, help="The part of the task's name before the slash.")
+def init(directory: Path, org: str) -> None:
+    """Write a new task that works as it is, to be changed into yours."""
+    from pier.task.scaffold import create_task
+
+    for path in create_task(directory, org):
+        click.echo(path)
+    click.echo(f"\nnext: pier task check --run {directory}")
+
+
+@task.command()
+@click.argument("sources", nargs=-1, required=True)
+@click.option("--run", is_flag=True, help="Also run it: the oracle must earn 1, doing nothing must not.")
+@click.option(
+    "-k", "--attempts", default=1, show_default=True, type=click.IntRange(1), help="Runs of each, with --run."
+)
+@click.option("--strict", is_flag=True, help="Warnings count as errors.")
+@click.option("--image", help="Run in this image instead of the task's own.")
+@click.option("-e", "--env", "backend", default="local", show_default=True, help="The backend to run on.")
+@click.option("-n", "--concurrency", default=2, show_default=True, type=click.IntRange(1), help="Trials at once.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Keep the trials' files in this directory.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def check(
+    sources: tuple[str, ...],
+    run: bool,
+    attempts: int,
+    strict: bool,
+    image: str | None,
+    backend: str,
+    concurrency: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Look for what is wrong with tasks; with --run, prove that they can be solved and not got for free."""
+    from pier.task.lint import lint
+    from pier.task.sources import find_tasks
+
+    paths = [origin.path for source in sources for origin in find_tasks(source)]
+    problems = [problem for path in paths for problem in lint(path)]
+    failed = any(problem.level == "error" or strict for problem in problems)
+    if not as_json:
+        _print_problems(problems, len(paths))
+    proofs: list[Proof] = []
+    if run and not any(problem.level == "error" for problem in problems):
+        from pier.task import load_task
+
+        tasks = [load_task(path) for path in paths]
+        show = None if as_json else _print_proof
+        proofs = asyncio.run(_prove(tasks, attempts, image, backend, concurrency, output, show))
+        failed = failed or not all(proof.ok for proof in proofs)
+    if as_json:
+        rows = [{"level": p.level, "where": p.where, "message": p.message} for p in problems]
+        click.echo(json.dumps({"ok": not failed, "problems": rows, "runs": [_proof_row(p) for p in proofs]}, indent=2))
+    sys.exit(1 if failed else 0)
+
+
+async def _prove(
+    tasks: list[Task], attempts: int, image: str | None, backend: str, concurrency: int, output: Path | None, show: Any
+) -> list[Proof]:
+    from pier.trial.check import prove
+    from pier.trial.services import open_services
+    from pier.trial.spec import SandboxChoice
+
+    choice = SandboxChoice(backend=backend, image=image)
+    with tempfile.TemporaryDirectory(prefix="pier-check.") as scratch:
+        async with open_services(backend, label="task check") as services:
+            return await prove(
+                tasks,
+                services,
+                output or Path(scratch),
+                attempts=attempts,
+                sandbox=choice,
+                concurrency=concurrency,
+                on_done=show,
+            )
+
+
+def _print_problems(problems: list[Problem], tasks: int) -> None:
+    for problem in problems:
+        click.echo(str(problem))
+    errors = sum(problem.level == "error" for problem in problems)
+    click.echo(f"tasks: {tasks}, errors: {errors}, warnings: {len(problems) - errors}")
+
+
+def _print_proof(proof: Proof) -> None:
+    rewards = ", ".join("none" if each is None else json.dumps(each) for each in proof.rewards)
+    word = "ok" if proof.ok else "flaky" if proof.flaky else "FAILED"
+    click.echo(f"{word:<7} {proof.task} {proof.agent}: {rewards}")
+    for problem in proof.problems:
+        click.echo(f"        {problem.splitlines()[0] if problem else ''}")
+
+
+def _proof_row(proof: Proof) -> dict[str, Any]:
+    return {
+        "task": proof.task,
+        "agent": proof.agent,
+        "ok": proof.ok,
+        "flaky": proof.flaky,
+        "rewards": list(proof.rewards),
+        "problems": list(proof.problems),
+    }
+
+
+@task.command("list")
+@click.argument("sources", nargs=-1, required=True)
+@click.option("-i", "--include", multiple=True, help="Only tasks whose name fits this glob.")
+@click.option("-x", "--exclude", multiple=True, help="No tasks whose name fits this glob.")
+@click.option("-l", "--n-tasks", type=click.IntRange(0), help="At most this many.")
+@click.option("--sample-seed", type=int, help="Take them at random, the same ones for the same seed.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+def list_tasks(
+    sources: tuple[str, ...],
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    n_tasks: int | None,
+    sample_seed: int | None,
+    as_json: bool,
+) -> None:
+    """List the tasks of directories, repositories, dataset.toml and registry.json files."""
+    from pier.task.sources import Selection, resolve_sources
+
+    selection = Selection(include, exclude, n_tasks, sample_seed)
+    for found in resolve_sources(sources, selection, verify=False):
+        if as_json:
+            click.echo(json.dumps(_summary(found)))
+        else:
+            steps = f"  {len(found.steps)} steps" if found.is_multi_step else ""
+            click.echo(f"{found.name}  {found.digest[:19]}  {found.path}{steps}")
+
+
+@task.command()
+@click.argument("source")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def show(source: str, as_json: bool) -> None:
+    """Show one task: its settings with every default filled in, and its instruction."""
+    from pier.errors import UsageError
+    from pier.task.sources import resolve_sources
+
+    found = resolve_sources([source], verify=False)
+    if len(found) != 1:
+        raise UsageError(f"{source} holds {len(found)} tasks", hint=f"pier task list {source}")
+    (one,) = found
+    if as_json:
+        config = one.config.model_dump(mode="json")
+        steps = [{"name": step.name, "instruction": step.instruction} for step in one.steps]
+        click.echo(json.dumps({**_summary(one), "config": config, "steps": steps}, indent=2))
+        return
+    environment, first = one.config.environment, one.steps[0]
+    image = environment.docker_image or ("environment/Dockerfile" if one.dockerfile else "none")
+    rows = {
+        "task": one.name,
+        "path": str(one.path),
+        "digest": one.digest,
+        "image": f"{one.compose.name} (several services)" if one.compose else image,
+        "network": environment.policy.mode,
+        "agent's time": f"{first.agent.timeout_sec:g} s" if first.agent.timeout_sec is not None else "no limit",
+        "verifier": f"{first.verifier_mode}, {first.verifier.timeout_sec:g} s",
+        "steps": ", ".join(step.name for step in one.steps) if one.is_multi_step else "",
+    }
+    for name, value in rows.items():
+        if value:
+            click.echo(f"{name + ':':<14}{value}")
+    for step in one.steps:
+        click.echo(f"\n{'[' + step.name + ']' + chr(10) if step.name else ''}{step.instruction.strip()}")
+
+
+def _summary(found: Task) -> dict[str, Any]:
+    return {
+        "name": found.name,
+        "digest": found.digest,
+        "path": str(found.path),
+        "source": found.origin.source,
+        "git_url": found.origin.git_url,
+        "git_commit_id": found.origin.git_commit,
+        "unknown_keys": [key.key for key in found.unknown],
+    }

@@ -1,0 +1,65 @@
+"""`pier trial`: look at single trials."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from pier.trial.model import Integrity, TrialResult
+
+
+@click.group()
+def trial() -> None:
+    """Look at single trials."""
+
+
+@trial.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+def show(directory: Path, as_json: bool) -> None:
+    """Show how a trial ended: its rewards, what went wrong, how far the verdict can be trusted, where files are."""
+    from pier.trial.read import read_result
+
+    result = read_result(directory)
+    if as_json:
+        click.echo(json.dumps(result.model_dump(mode="json"), indent=2))
+        return
+    for line in _lines(result, directory):
+        click.echo(line)
+
+
+def _lines(result: TrialResult, directory: Path) -> list[str]:
+    model = result.agent_info.model_info
+    agent = result.agent_info.name + (f" on {model.name}" if model else "")
+    lines = [f"trial    {result.trial_name}", f"task     {result.task_name}", f"agent    {agent}"]
+    lines.append(f"reward   {json.dumps(result.rewards) if result.has_verdict else 'none: there is no verdict'}")
+    for step in result.step_results or ():
+        rewards = step.verifier_result.rewards if step.verifier_result else None
+        lines.append(f"  step   {step.step_name}: {json.dumps(rewards) if rewards is not None else 'no verdict'}")
+    if (error := result.exception_info) is not None:
+        blame = f" ({error.blame}'s fault, in the phase {error.phase})" if error.blame else ""
+        lines.append(f"error    {error.exception_type}{blame}: {error.exception_message}")
+        if error.hint:
+            lines.append(f"  try    {error.hint}")
+    parts = [result.integrity, *(step.integrity for step in result.step_results or ())]
+    for integrity in parts:
+        lines += _integrity_lines(integrity)
+    if result.pier is not None:
+        spent = ", ".join(f"{name} {seconds:.2f}" for name, seconds in result.pier.phases.items())
+        lines.append(f"seconds  {spent}")
+        lines += [f"warning  {warning}" for warning in result.pier.warnings]
+    return [*lines, f"files    {directory}"]
+
+
+def _integrity_lines(integrity: Integrity | None) -> list[str]:
+    if integrity is None:
+        return []
+    lines = []
+    for note in integrity.notes:
+        undone = " (undone before grading)" if note.stopped else ""
+        lines.append(f"note     {note.kind}: {note.path + ': ' if note.path else ''}{note.detail}{undone}")
+    return lines
