@@ -56,7 +56,7 @@ class Node:
         if self.parent is None:
             return self.request.messages
         shared = len(self.parent.keys) + 1
-        if self.chain[len(self.parent.keys)] == self.parent.chain[-1] and len(self.request.messages) >= shared:
+        if len(self.keys) >= shared and self.chain[shared - 1] == self.parent.chain[-1]:
             return self.request.messages[shared:]
         known = set(self.parent.keys)
         return tuple(
@@ -213,7 +213,7 @@ def _classify(thread: Thread, main: Thread, threads: list[Thread]) -> None:
         thread.kind = "foreign"
     elif before := _predecessor(root, [node for node in main.nodes if node.number < root.number], earlier):
         root.kind, thread.kind = "compaction", "main"
-        if before in main.nodes and before.turn is not None and not before.turn.calls:
+        if main.offers_tools and before.turn is not None and not before.turn.calls:
             before.kind = "side"
     elif _same_system(root, main.root) or set(root.keys[:1]) & set(main.root.keys[:1]):
         thread.kind = "main"
