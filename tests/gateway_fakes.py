@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from pier.gateway.canonical import Text, ToolCall, Turn, Usage, stream_turn
+from pier.gateway.canonical import Request, Text, ToolCall, Turn, Usage, stream_turn
 from pier.gateway.dialect import DIALECTS, recognise
 from pier.gateway.providers import Provider
 
@@ -73,15 +73,20 @@ async def fake_provider(always: Behaviour | None = None) -> AsyncIterator[FakePr
 
 def says(turn: Turn) -> Behaviour:
     """The turn, in the dialect of the request, streamed if that is asked."""
+    return thinks(lambda request: turn)
+
+
+def thinks(think: Callable[[Request], Turn]) -> Behaviour:
+    """What `think` makes of the request, in its dialect, streamed if that is asked."""
 
     async def behave(request: web.BaseRequest, raw: bytes) -> web.StreamResponse:
-        route = recognise(
-            request.method, request.path, request.query, {k.lower(): v for k, v in request.headers.items()}
-        )
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        route = recognise(request.method, request.path, request.query, headers)
         dialect, body = DIALECTS[route.dialect], json.loads(raw)
         if route.kind == "count_tokens":
             return web.json_response(dialect.count_tokens_body(4321))
         asked = dialect.parse_request(body, route)
+        turn = think(asked)
         if not (asked.stream or route.stream):
             return web.json_response(dialect.render_response(turn, asked))
         renderer = dialect.stream_renderer(asked, route)

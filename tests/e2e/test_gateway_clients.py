@@ -1,0 +1,88 @@
+"""The official libraries as agents: every library with every kind of upstream, plain, streamed and with tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pier.gateway import Budget, Gateway, recording
+from pier.gateway.canonical import Request, Text, ToolResult, Turn, Usage
+from tests.gateway_fakes import HELLO, TOOL, fake_provider, thinks
+
+CLIENTS = Path(__file__).parents[2] / ".cache" / "clients"
+HERE = Path(__file__).parent
+SUM = Turn((Text("It is 3."),), "end", Usage(30, 5), id="turn_3", model="served")
+needs_clients = pytest.mark.skipif(
+    not (CLIENTS / "installed").exists(), reason="the official clients are not installed: run .ci/clients"
+)
+
+
+def think(request: Request) -> Turn:
+    """Says hello; calls the tool if there is one; says the sum once it has the tool's result."""
+    if any(isinstance(part, ToolResult) for part in request.messages[-1].parts):
+        return SUM
+    return TOOL if request.tools else HELLO
+
+
+async def policy(request: Request) -> Turn:
+    return think(request)
+
+
+async def run_client(command: list[str], job: dict[str, Any], cwd: Path | None = None) -> Any:
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=cwd
+    )
+    out, err = await asyncio.wait_for(process.communicate(json.dumps(job).encode()), 240)
+    assert process.returncode == 0, err.decode()[-3000:]
+    return json.loads(out)
+
+
+@needs_clients
+@pytest.mark.parametrize("library", ["chat", "responses", "anthropic", "gemini"])
+async def test_a_python_client_with_every_upstream(library: str, tmp_path: Path) -> None:
+    async with fake_provider(thinks(think)) as fake, Gateway() as gateway:
+        url = await gateway.serve()
+        kinds = ["chat", "responses", "anthropic", "gemini", "policy"]
+        made = {
+            kind: gateway.session(
+                "m", upstream=policy if kind == "policy" else fake.provider(kind), recording=tmp_path / f"{kind}.jsonl"
+            )
+            for kind in kinds
+        }
+        short = gateway.session("m", upstream=policy, budget=Budget(turns=1), recording=tmp_path / "short.jsonl")
+        sessions = [{"url": url, "key": session.key, "model": "m"} for session in made.values()]
+        job = {"library": library, "sessions": sessions, "short": {"url": url, "key": short.key}}
+        command = [str(CLIENTS / "bin" / "python"), str(HERE / "gateway_clients.py")]
+        found = await run_client(command, job)
+        call = [["add", {"a": 1, "b": 2}]]
+        expected = [[HELLO.text, [], [11, 7]], ["", call, [20, 9]], [SUM.text, [], [30, 5]]]
+        for kind, answers in zip(kinds, found["answers"], strict=True):
+            assert answers == expected * 2, kind
+            outcomes = [call.outcome for call in recording.read(tmp_path / f"{kind}.jsonl").generations()]
+            assert outcomes == ["ok"] * 6
+        assert "1 of 1 turns" in found["refused"]
+        outcomes = [call.outcome for call in recording.read(tmp_path / "short.jsonl").generations()]
+        assert outcomes == ["ok", "refused"], "the library must not retry"
+        for session in made.values():
+            await session.close()
+        again = gateway.session(f"replay:{tmp_path / 'anthropic.jsonl'}")
+        job = {"library": library, "sessions": [{"url": url, "key": again.key, "model": "m"}]}
+        assert (await run_client(command, job))["answers"] == [expected * 2]
+
+
+@needs_clients
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+async def test_the_node_clients_with_every_upstream() -> None:
+    async with fake_provider(thinks(think)) as fake, Gateway() as gateway:
+        url = await gateway.serve()
+        upstreams = [fake.provider(kind) for kind in ("chat", "responses", "anthropic", "gemini")]
+        made = [gateway.session("m", upstream=upstream) for upstream in (*upstreams, policy)]
+        job = {"sessions": [{"url": url, "key": session.key, "model": "m"} for session in made]}
+        found = await run_client(["node", str(HERE / "gateway_clients.mjs")], job, cwd=CLIENTS)
+        expected = [HELLO.text, HELLO.text, "add"]
+        assert found == [dict.fromkeys(("chat", "responses", "anthropic", "gemini"), expected)] * 5
