@@ -25,7 +25,7 @@ from pier.job.specs import Specs
 from pier.job.templates import fill
 from pier.lease import Lease, sweep
 from pier.sandbox import open_backend
-from pier.trial.images import TrialImages
+from pier.trial.images import open_images
 from pier.trial.run import run_trial
 from pier.trial.spec import TrialServices
 
@@ -120,13 +120,11 @@ async def _run_owed(
 @asynccontextmanager
 async def _services(job: Job, env: Mapping[str, str]) -> AsyncIterator[TrialServices]:
     """What all trials share: opened before the first, closed after the last."""
-    from pier.image.store import ImageStore
-
     async with AsyncExitStack() as stack:
         lease = stack.enter_context(Lease(label=f"job {job.directory.name}"))
         backend = await stack.enter_async_context(open_backend(job.config.environment.backend, lease))
         await sweep(dict.fromkeys(backend.kinds, backend.destroy))
-        images = TrialImages(ImageStore().resolve, builds=job.config.n_concurrent_builds)
+        images = open_images(backend, builds=job.config.n_concurrent_builds)
         stack.push_async_callback(images.close)
         gateway = None
         if any(agent.model_name for agent in job.config.agents):

@@ -1,10 +1,10 @@
 """Trees of files through tar streams, safe against whatever lies on either side.
 
 `serve` runs in a forked child inside a sandbox's root and does one request (pack, unpack, read, write, remove);
-`receive` runs on the host, for a stream that came out of a sandbox. Neither ever reads or writes outside of the directory it was
-given, whatever the stream or the tree holds: symlinked parents, `..`, absolute names, hard links, devices, fifos, or
-a tree that changes under its hands. Each path is resolved by the kernel in one step (`openat2`) with the limits of the
-request, and last parts are never followed.
+`receive` runs on the host, for a stream that came out of a sandbox. Neither ever reads or writes outside of the
+directory it was given, whatever the stream or the tree holds: symlinked parents, `..`, absolute names, hard links,
+devices, fifos, or a tree that changes under its hands. Each path is resolved by the kernel in one step (`openat2`) with
+the limits of the request, and last parts are never followed.
 
 Only the standard library is used, since a process inside a sandbox's root can import nothing any more; call `warm`
 beforehand. Extended attributes are not carried.
