@@ -126,8 +126,9 @@ class _Layer:
         finally:
             remove_tree(away)
 
-    def directory(self, path: str) -> str:
-        """The directory `path` in this layer, made if it is missing: like the one below, or new."""
+    def directory(self, path: str, *, replace: bool = False) -> str:
+        """The directory `path` in this layer, made if it is missing: like the one below, or new. With `replace`
+        it may take the place of something else."""
         if path in ("/", ""):
             return self._target
         place = f"{self._target}{path}"
@@ -135,6 +136,8 @@ class _Layer:
         if os.path.isdir(place) and not os.path.islink(place):
             return place
         below = self._view.find(path, follow=False)
+        if below is not None and not below.is_dir and not replace:
+            raise _refused(f"{path} is not a directory")
         os.mkdir(place, 0o755)
         if below is not None and below.is_dir:
             self._copy_metadata(below, place)
@@ -162,7 +165,7 @@ class _Layer:
                 continue
             if there is not None and not there.is_dir:
                 self._clear(path)
-            place = self.directory(path)
+            place = self.directory(path, replace=replace)
             self._contents(source, child, path, replace=replace)
             self._set_metadata(child, place)
 

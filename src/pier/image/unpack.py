@@ -46,7 +46,10 @@ _TRUNCATED: type[Exception] = tarfile.TruncatedHeaderError  # pyright: ignore[re
 def unpack(stream: BinaryIO, target: str, *, owners: bool = True) -> int:
     """Unpack `stream` into the existing directory `target`; how many bytes the files hold. Reads only to the end
     of the archive. Without `owners` everything belongs to whoever runs this."""
-    return _Unpacking(target, owners).run(stream)
+    try:
+        return _Unpacking(target, owners).run(stream)
+    except tarfile.TarError as error:
+        raise ImageError(f"the archive is broken: {error}", code="broken_archive") from None
 
 
 def entries(stream: BinaryIO) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
