@@ -15,7 +15,6 @@ FLAGS = (
     Flag("auto_test", "--auto-test"),
     Flag("test_cmd", "--test-cmd"),
     Flag("map_tokens", "--map-tokens"),
-    Flag("edit_format", "--edit-format"),
 )
 QUIET = (
     "--yes-always",
@@ -31,18 +30,20 @@ QUIET = (
 
 
 class Aider(PackedAgent):
-    """Without git in the image it works all the same, without its map of the repository."""
+    """Without git in the image it works all the same, without its map of the repository; with git it makes a
+    repository of a working directory that is none."""
 
     name = "aider"
     dialect = "chat"
     pack = PackSpec("pypi", "aider-chat", "0.86.2", pythons=("3.12", "3.11"))
-    options = (*(row.option for row in FLAGS), "stream", "model")
+    options = (*(row.option for row in FLAGS), "edit_format", "stream", "model")
 
     def launch(self, run: AgentRun) -> Launch:
         model = f"openai/{model_of(run)}" if run.endpoint else model_of(run)
         argv = [f"{PACK_PATH}/python/bin/python3", "-I", "-m", "aider", *QUIET, "--timeout", str(CLIENT_TIMEOUT)]
         argv += ["--model", model] if model else []
         argv += flags(self.name, run.options, FLAGS)
+        argv += ["--edit-format", str(run.options.get("edit_format") or "diff")]
         argv += ["--no-stream"] if run.options.get("stream") is False else []
         argv += ["--chat-history-file", f"{HOME}.history.md", "--llm-history-file", f"{HOME}.llm.txt"]
         argv += ["--input-history-file", f"{HOME}.input.txt", "--message", run.instruction]

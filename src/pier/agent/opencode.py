@@ -26,10 +26,7 @@ class OpenCode(PackedAgent):
     dialect = "chat"
     pack = PackSpec("npm", "opencode-ai", "1.18.33", program="opencode-linux-{arch}/bin/opencode")
     options = ("opencode_config", "variant", "dialect", "disable_web_search", "model")
-    logs = (
-        (".local/share/opencode/opencode.db", "opencode/opencode.db"),
-        (".local/share/opencode/opencode.db-wal", "opencode/opencode.db-wal"),
-    )
+    logs = ((".local/share/opencode", "opencode"),)
 
     def launch(self, run: AgentRun) -> Launch:
         model = f"{PROVIDER}/{model_of(run)}" if run.endpoint else model_of(run)
@@ -50,6 +47,7 @@ class OpenCode(PackedAgent):
         config: dict[str, Any] = {
             "autoupdate": False,
             "share": "disabled",
+            "snapshot": False,
             "permission": "allow",
             "mcp": {name: _mcp(server) for name, server in mcp_servers(run).items()},
         }

@@ -31,7 +31,8 @@ class PackedAgent(Agent):
     """An agent from a pack. `launch` stays pure; `run` does what it says."""
 
     logs: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Session logs that no variable moves to `AGENT_LOGS`: a path below the home directory, and one below the logs."""
+    """Session logs that no variable moves to `AGENT_LOGS`: a directory below the home directory, and the one below
+    the logs where its contents are put."""
 
     def skills_into(self, run: AgentRun) -> str | None:
         """The directory where it looks for skills; None if it has no notion of them."""
@@ -49,7 +50,7 @@ class PackedAgent(Agent):
             await self._keep_logs(sandbox, run)
 
     async def _execute(self, sandbox: Sandbox, run: AgentRun, launch: Launch, on_output: OnOutput | None) -> Result:
-        env = {"PATH": _path(sandbox, run), **_clock(run.seconds), **launch.env, **run.env}
+        env = {"HOME": run.home, "PATH": _path(sandbox, run), **_clock(run.seconds), **launch.env, **run.env}
         process = await sandbox.spawn(
             list(launch.argv),
             cwd=run.workdir,
@@ -67,9 +68,9 @@ class PackedAgent(Agent):
     async def _keep_logs(self, sandbox: Sandbox, run: AgentRun) -> None:
         """Copy the session logs to where logs are collected; an agent that died early has none."""
         for source, target in self.logs:
-            with suppress(FileNotFoundError, SandboxError):
-                path = PurePosixPath(AGENT_LOGS, target)
-                await sandbox.put_tar(sandbox.get_tar(f"{run.home.rstrip('/')}/{source}"), str(path.parent))
+            with suppress(SandboxError):
+                stream = sandbox.get_tar(f"{run.home.rstrip('/')}/{source}")
+                await sandbox.put_tar(stream, f"{AGENT_LOGS}/{target}")
 
 
 def model_of(run: AgentRun, default: str = "") -> str:
