@@ -1,0 +1,145 @@
+"""Closed book: when a trial has no internet, its model gets none either.
+
+Providers offer tools that run on their side: web search, fetching of URLs, code containers, remote MCP servers, stored
+files. `close_book` takes them out of a request, in each dialect, and says what it took. Tools are kept by an allow
+list, so that a new kind of hosted tool is out until somebody has looked at it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pier.gateway.canonical import Edit
+
+REMOVED = "[A remote file was left out: this session has no internet.]"
+_WHY = "this session has no internet"
+_KEPT_TOOLS: dict[str, re.Pattern[str]] = {
+    "chat": re.compile(r"function|custom"),
+    "responses": re.compile(r"function|custom|local_shell|apply_patch|tool_search|namespace|computer\w*"),
+    "anthropic": re.compile(r"custom|(bash|text_editor|computer|memory)_\d+|tool_search_tool_\w+"),
+}
+_FIELDS = {
+    "chat": ("web_search_options", "plugins"),
+    "responses": ("previous_response_id", "conversation", "prompt"),
+    "anthropic": ("mcp_servers", "container"),
+    "gemini": ("cachedContent", "cached_content"),
+}
+_GEMINI_KEPT = ("functionDeclarations", "function_declarations", "computerUse", "computer_use")
+
+
+def close_book(dialect: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[Edit]]:
+    """The body of a request without what reaches beyond the model, and what was done to it; no edits, no change."""
+    edits: list[Edit] = []
+    closed = dict(body)
+    for name in _FIELDS[dialect]:
+        if closed.get(name):
+            del closed[name]
+            edits.append(Edit("removed", name, _WHY))
+    model = closed.get("model")
+    if isinstance(model, str) and model.endswith(":online"):
+        closed["model"] = model.removesuffix(":online")
+        edits.append(Edit("changed", f"model {model}", _WHY))
+    _close_tools(dialect, closed, edits)
+    place = {"chat": "messages", "anthropic": "messages", "responses": "input", "gemini": "contents"}[dialect]
+    if isinstance(closed.get(place), list):
+        remote = _REMOTE[dialect]
+        closed[place] = [_close_item(item, remote, edits) for item in closed[place]]
+    return (closed, edits) if edits else (dict(body), [])
+
+
+def _close_tools(dialect: str, body: dict[str, Any], edits: list[Edit]) -> None:
+    tools = body.get("tools")
+    if not isinstance(tools, list):
+        return
+    kept = [tool for raw in tools if (tool := _close_tool(dialect, raw, edits)) is not None]
+    body["tools"] = kept
+    choice = "toolConfig" if dialect == "gemini" else "tool_choice"
+    if len(kept) == len(tools) and kept == tools:
+        return
+    if not kept:
+        del body["tools"]
+    if choice in body and (not kept or _names_gone(body[choice], kept)):
+        del body[choice]
+        edits.append(Edit("removed", choice, "the tool that it names was left out"))
+
+
+def _close_tool(dialect: str, tool: Any, edits: list[Edit]) -> Any:
+    if not isinstance(tool, dict):
+        return tool
+    if dialect == "gemini":
+        gone = [key for key in tool if key not in _GEMINI_KEPT]
+        edits.extend(Edit("removed", f"tool {key}", _WHY) for key in gone)
+        return {key: value for key, value in tool.items() if key not in gone} or None
+    kind = str(tool.get("type") or "custom")
+    if dialect == "responses" and kind == "namespace" and isinstance(tool.get("tools"), list):
+        inner = [kept for raw in tool["tools"] if (kept := _close_tool(dialect, raw, edits)) is not None]
+        return {**tool, "tools": inner} if inner else None
+    local_shell = kind == "shell" and (tool.get("environment") or {}).get("type") == "local"
+    if _KEPT_TOOLS[dialect].fullmatch(kind) or local_shell:
+        return tool
+    edits.append(Edit("removed", f"tool {kind}", _WHY))
+    return None
+
+
+def _names_gone(choice: Any, kept: list[Any]) -> bool:
+    if not isinstance(choice, dict):
+        return False
+    named = choice.get("name") or (choice.get("function") or {}).get("name")
+    if named is not None:
+        return not any(tool.get("name") == named or (tool.get("function") or {}).get("name") == named for tool in kept)
+    kind = choice.get("type")
+    common = ("auto", "any", "none", "tool", "function", "allowed_tools", None)
+    return kind not in common and not any(tool.get("type") == kind for tool in kept)
+
+
+def _close_item(item: Any, remote: Callable[[Mapping[str, Any]], dict[str, Any] | None], edits: list[Edit]) -> Any:
+    """A message, item or part with its remote references replaced, however deep they are."""
+    if isinstance(item, list):
+        return [_close_item(inner, remote, edits) for inner in item]
+    if not isinstance(item, dict):
+        return item
+    replacement = remote(item)
+    if replacement is not None:
+        edits.append(Edit("removed", f"remote {item.get('type') or 'file'}", _WHY))
+        return replacement
+    nested = ("content", "parts", "output")
+    return {key: _close_item(value, remote, edits) if key in nested else value for key, value in item.items()}
+
+
+def _is_web(value: Any) -> bool:
+    return isinstance(value, str) and not value.startswith("data:")
+
+
+def _remote_chat(part: Mapping[str, Any]) -> dict[str, Any] | None:
+    image, file = part.get("image_url"), part.get("file")
+    url = image.get("url") if isinstance(image, dict) else image
+    stored = isinstance(file, dict) and (file.get("file_id") or _is_web(file.get("file_url")))
+    return {"type": "text", "text": REMOVED} if _is_web(url) or stored else None
+
+
+def _remote_responses(part: Mapping[str, Any]) -> dict[str, Any] | None:
+    if part.get("type") == "item_reference":
+        return {"type": "message", "role": "user", "content": REMOVED}
+    away = part.get("file_id") or _is_web(part.get("file_url")) or _is_web(part.get("image_url"))
+    return {"type": "input_text", "text": REMOVED} if away else None
+
+
+def _remote_anthropic(part: Mapping[str, Any]) -> dict[str, Any] | None:
+    source = part.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    away = part.get("type") in ("image", "document") and kind in ("url", "file")
+    return {"type": "text", "text": REMOVED} if away or part.get("type") == "container_upload" else None
+
+
+def _remote_gemini(part: Mapping[str, Any]) -> dict[str, Any] | None:
+    return {"text": REMOVED} if part.get("fileData") or part.get("file_data") else None
+
+
+_REMOTE: dict[str, Callable[[Mapping[str, Any]], dict[str, Any] | None]] = {
+    "chat": _remote_chat,
+    "responses": _remote_responses,
+    "anthropic": _remote_anthropic,
+    "gemini": _remote_gemini,
+}
