@@ -39,6 +39,7 @@ class Zygote:
         self.config = config
         self.lowers: dict[tuple[str, int, int], str] = {}
         self.counter = 0
+        self.free: dict[str, list[str]] = {"lowers": [], "mounts": [], "files": []}
         self.shift = -1
 
     def prepare(self) -> None:
@@ -47,7 +48,7 @@ class Zygote:
         kernel.unshare(kernel.CLONE_NEWNS)
         kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         kernel.mount("tmpfs", "/tmp", "tmpfs", 0, "mode=755")
-        for name in ("host", "lowers", "mounts"):
+        for name in ("host", *self.free):
             os.mkdir(f"/tmp/{name}", 0o755)
         kernel.pivot_root("/tmp", "/tmp/host")
         os.chdir("/")
@@ -112,7 +113,7 @@ class Zygote:
         finally:
             os.chdir("/")
             for target in attached:
-                _detach(target)
+                self._detach(target)
 
     def _enter(self, message: dict[str, Any], fds: list[int]) -> None:
         """Fork a process that serves a container of somebody else's making."""
@@ -188,10 +189,8 @@ class Zygote:
             return self.lowers[key]
         while len(self.lowers) >= _LOWERS_KEPT:
             oldest = next(iter(self.lowers))
-            _detach(self.lowers.pop(oldest))
-        self.counter += 1
-        target = f"/lowers/{self.counter}"
-        os.mkdir(target, 0o755)
+            self._detach(self.lowers.pop(oldest))
+        target = self._mount_point("lowers")
         fd = kernel.open_tree(HOST + path)
         try:
             if self.shift >= 0:
@@ -206,31 +205,40 @@ class Zygote:
 
     def _stack(self, lower: str) -> str:
         """`lower` as a file system of its own: directories on it could not be layers beside it otherwise."""
-        self.counter += 1
-        empty, target = f"/lowers/empty-{self.counter}", f"/lowers/{self.counter}"
-        os.mkdir(empty, 0o755)
-        os.mkdir(target, 0o755)
+        empty, target = self._mount_point("lowers"), self._mount_point("lowers")
         kernel.mount("overlay", target, "overlay", kernel.MS_RDONLY, f"lowerdir={empty}:{lower},userxattr")
         return target
 
     def _forget(self, path: str) -> None:
         for key in [key for key in self.lowers if key[0] == path]:
-            _detach(self.lowers.pop(key))
+            self._detach(self.lowers.pop(key))
 
     def _attach(self, source: str) -> str:
         """Mount `source` where a clone will find it, whoever may read the way there."""
-        self.counter += 1
-        target = f"/mounts/{self.counter}"
-        if stat.S_ISDIR(os.stat(source).st_mode):
-            os.mkdir(target, 0o755)
-        else:
-            os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+        is_directory = stat.S_ISDIR(os.stat(source).st_mode)
+        target = self._mount_point("mounts" if is_directory else "files")
         fd = self._open_source(source)
         try:
             kernel.attach(fd, target)
         finally:
             os.close(fd)
         return target
+
+    def _mount_point(self, kind: str) -> str:
+        """A place to mount at. Places are used again and never removed: clones may still have something there."""
+        if self.free[kind]:
+            return self.free[kind].pop()
+        self.counter += 1
+        target = f"/{kind}/{self.counter}"
+        if kind == "files":
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+        else:
+            os.mkdir(target, 0o755)
+        return target
+
+    def _detach(self, target: str) -> None:
+        kernel.unmount(target)
+        self.free[target.split("/")[1]].append(target)
 
     def _open_source(self, source: str) -> int:
         """A copy of a mount, with shifted ids where the file system can do that, else with all that is below it."""
@@ -282,14 +290,6 @@ def _is_small(path: str) -> bool:
         if budget < 0:
             return False
     return True
-
-
-def _detach(target: str) -> None:
-    kernel.unmount(target)
-    if os.path.isdir(target):
-        os.rmdir(target)
-    else:
-        os.unlink(target)
 
 
 def _reap() -> None:
