@@ -7,10 +7,11 @@ session is closed. A session serves what agents really ask: generations, token c
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from pier.gateway.body import Body, parse
 from pier.gateway.budget import Budget, Meter, reserved
 from pier.gateway.caller import Caller, TooLarge
 from pier.gateway.canonical import ErrorKind
+from pier.gateway.closed_book import close_book
 from pier.gateway.dialect import BadRequest
 from pier.gateway.exchange import CallerGone, Exchange
 from pier.gateway.recorder import Durable, Outcome, Recorder
@@ -183,6 +185,9 @@ class Session:
             try:
                 if refusal:
                     return await x.fail(400, refusal, "budget", outcome="refused")
+                if self.terms.closed_book:
+                    _close_book(x)
+                    asked = asked.removesuffix(":online")
                 return await self._within_time(x, asked)
             except (asyncio.CancelledError, CallerGone):
                 await asyncio.shield(x.end("cancelled", 499, "the agent went away"))
@@ -220,3 +225,11 @@ class Session:
         if name not in self._others:
             self._others[name] = self._gateway.answerer(name, self.terms)
         return self._others[name]
+
+
+def _close_book(x: Exchange) -> None:
+    """Take out of a request what reaches beyond the model, and record that."""
+    value, edits = close_book(x.caller.route.dialect, x.body.value)
+    if edits:
+        x.record.edited([asdict(edit) for edit in edits])
+        x.body, x.edited = parse(json.dumps(value, ensure_ascii=False).encode()), True

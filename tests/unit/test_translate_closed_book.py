@@ -1,0 +1,112 @@
+"""Closed book: hosted tools and remote references go, each with its edit; everything else stays as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pier.gateway.closed_book import REMOVED, close_book
+
+pytestmark = pytest.mark.plain
+
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
+FLAT = {"type": "function", "name": "f", "parameters": {}}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "left"),
+    [
+        ("chat", {"tools": [FUNCTION, {"type": "web_search"}]}, {"tools": [FUNCTION]}),
+        ("chat", {"web_search_options": {"a": 1}, "plugins": [{"id": "web"}]}, {}),
+        ("chat", {"model": "x/y:online"}, {"model": "x/y"}),
+        (
+            "responses",
+            {"tools": [FLAT, {"type": "web_search"}, {"type": "mcp"}, {"type": "code_interpreter"}]},
+            {"tools": [FLAT]},
+        ),
+        ("responses", {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, {}),
+        (
+            "responses",
+            {"tools": [{"type": "namespace", "name": "n", "tools": [FLAT, {"type": "mcp"}]}]},
+            {"tools": [{"type": "namespace", "name": "n", "tools": [FLAT]}]},
+        ),
+        ("responses", {"tools": [FLAT], "previous_response_id": "r"}, {"tools": [FLAT]}),
+        (
+            "anthropic",
+            {
+                "tools": [
+                    {"name": "f", "input_schema": {}},
+                    {"type": "bash_20250124", "name": "bash"},
+                    {"type": "web_search_20250305", "name": "web_search"},
+                    {"type": "web_fetch_20250910", "name": "web_fetch"},
+                    {"type": "code_execution_20250825", "name": "code"},
+                ],
+                "tool_choice": {"type": "tool", "name": "web_search"},
+                "mcp_servers": [{"url": "https://x"}],
+                "container": "c",
+            },
+            {"tools": [{"name": "f", "input_schema": {}}, {"type": "bash_20250124", "name": "bash"}]},
+        ),
+        (
+            "gemini",
+            {
+                "tools": [
+                    {"functionDeclarations": [{"name": "f"}]},
+                    {"googleSearch": {}},
+                    {"urlContext": {}},
+                    {"codeExecution": {}},
+                ]
+            },
+            {"tools": [{"functionDeclarations": [{"name": "f"}]}]},
+        ),
+        ("gemini", {"tools": [{"google_search": {}}], "toolConfig": {}, "cachedContent": "c"}, {}),
+    ],
+)
+def test_what_runs_at_the_provider_is_taken_out(dialect: str, body: dict[str, Any], left: dict[str, Any]) -> None:
+    closed, edits = close_book(dialect, body)
+    assert closed == left
+    assert edits
+    assert close_book(dialect, closed) == (closed, [])
+
+
+@pytest.mark.parametrize(
+    ("dialect", "place", "part", "replacement"),
+    [
+        (
+            "chat",
+            "messages",
+            {"type": "image_url", "image_url": {"url": "https://x/y.png"}},
+            {"type": "text", "text": REMOVED},
+        ),
+        ("responses", "input", {"type": "input_file", "file_id": "f"}, {"type": "input_text", "text": REMOVED}),
+        (
+            "anthropic",
+            "messages",
+            {"type": "document", "source": {"type": "url", "url": "https://x"}},
+            {"type": "text", "text": REMOVED},
+        ),
+        ("gemini", "contents", {"fileData": {"fileUri": "https://x"}}, {"text": REMOVED}),
+    ],
+)
+def test_remote_files_are_replaced_by_words(
+    dialect: str, place: str, part: dict[str, Any], replacement: dict[str, Any]
+) -> None:
+    field = "parts" if dialect == "gemini" else "content"
+    closed, edits = close_book(dialect, {place: [{"role": "user", field: [part]}]})
+    assert closed == {place: [{"role": "user", field: [replacement]}]}
+    assert [edit.action for edit in edits] == ["removed"]
+
+
+def test_a_remote_picture_inside_a_tool_result_is_found() -> None:
+    picture = {"type": "image", "source": {"type": "url", "url": "https://x"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [picture]}
+    closed, edits = close_book("anthropic", {"messages": [{"role": "user", "content": [result]}]})
+    assert closed["messages"][0]["content"][0]["content"] == [{"type": "text", "text": REMOVED}]
+    assert len(edits) == 1
+
+
+def test_an_innocent_request_is_left_alone() -> None:
+    inline = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    body = {"model": "m", "tools": [FUNCTION], "messages": [{"role": "user", "content": [inline]}]}
+    assert close_book("chat", body) == (body, [])
