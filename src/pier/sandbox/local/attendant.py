@@ -20,7 +20,7 @@ from pier.sandbox.local.init import Init
 from pier.sandbox.local.root import HOST
 
 _NAMESPACES = ("ipc", "uts", "net", "cgroup", "pid", "mnt")
-_CONTROLLERS = ("memory", "pids", "cpu", "devices", "freezer")
+_CONTROLLERS = ("memory", "pids", "cpu")
 
 
 def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from pier.sandbox.local import kernel, root, wire, worker
@@ -103,8 +104,9 @@ class Init:
             if self.memory:
                 self._watch_memory()
 
-    def add_worker(self) -> None:
-        """Fork a worker that waits for a command, so that commands do not wait for a fork."""
+    def add_worker(self, others: Sequence[int] = ()) -> None:
+        """Fork a worker that waits for a command, so that commands do not wait for a fork. `others` are open files of
+        a request, which it must not hold."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
@@ -114,6 +116,8 @@ class Init:
                     sock.close()
                 os.close(self.wake_in)
                 os.close(self.wake_out)
+                for fd in others:
+                    os.close(fd)
                 worker.main(theirs, self.control, self.confine)
             finally:
                 os._exit(1)
@@ -145,7 +149,7 @@ class Init:
     def _dispatch(self, message: dict[str, Any], fds: list[int]) -> None:
         while True:
             if not self.idle:
-                self.add_worker()
+                self.add_worker(fds)
             pid = self.idle.pop()
             try:
                 wire.send(self.workers[pid], message, fds)

@@ -45,6 +45,7 @@ class Zygote:
     def prepare(self) -> None:
         """Take a root of its own; with shifted ids, make the namespace that layers are shifted by."""
         kernel.set_name("pier-zygote")
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         kernel.unshare(kernel.CLONE_NEWNS)
         kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         kernel.mount("tmpfs", "/tmp", "tmpfs", 0, "mode=755")

@@ -1,0 +1,100 @@
+"""Images at an engine: what is there is used as it is; what is in pier's store is brought there once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiodocker
+from aiodocker.exceptions import DockerError
+
+from pier.errors import ImageError
+from pier.image.model import Image
+from pier.sandbox.docker.flatten import write_flat
+
+_CHUNK = 1 << 20
+REPOSITORY = "pier"
+
+
+class EngineImages:
+    """The images of one engine. Bringing the same image twice at once happens once."""
+
+    def __init__(self, docker: aiodocker.Docker) -> None:
+        self._docker = docker
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def ensure(self, image: Image) -> str:
+        """The name under which the engine has `image`."""
+        if image.is_host:
+            raise ImageError(
+                "containers cannot be made from this machine's own root",
+                code="host_image",
+                blame="user",
+                hint="name an image: --image REFERENCE",
+            )
+        if not image.layers:
+            if await self._has(image.reference):
+                return image.reference
+            raise ImageError(
+                f"the engine has no image {image.reference}",
+                code="image_missing",
+                hint=f"docker pull {image.reference}",
+            )
+        name = f"{REPOSITORY}/{image.digest.removeprefix('sha256:')[:32]}"
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            if not await self._has(name):
+                await self._bring(image, name)
+        return name
+
+    async def _has(self, name: str) -> bool:
+        try:
+            await self._docker.images.inspect(name)
+        except DockerError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    async def _bring(self, image: Image, name: str) -> None:
+        read, write = os.pipe()
+        writing = asyncio.create_task(asyncio.to_thread(_write, image, write))
+        query = {"fromSrc": "-", "repo": name, "message": f"brought by pier from {image.reference}"}
+        query["changes"] = f'LABEL dev.pier.image="{image.digest}"'
+        try:
+            async with self._docker._query(
+                "images/create",
+                "POST",
+                params=query,
+                data=_read(read),
+                headers={"Content-Type": "application/x-tar"},
+            ) as answer:
+                text = await answer.text()
+            _raise_if_failed(text, image)
+        finally:
+            await writing
+
+
+def _write(image: Image, fd: int) -> None:
+    with open(fd, "wb") as sink:
+        try:
+            write_flat(image.layers, sink)
+        except BrokenPipeError:
+            return
+
+
+async def _read(fd: int) -> AsyncIterator[bytes]:
+    try:
+        while data := await asyncio.to_thread(os.read, fd, _CHUNK):
+            yield data
+    finally:
+        os.close(fd)
+
+
+def _raise_if_failed(text: str, image: Image) -> None:
+    for line in text.splitlines():
+        message: dict[str, Any] = json.loads(line) if line.strip() else {}
+        if "error" in message:
+            raise ImageError(f"the engine did not take {image.reference}: {message['error']}", code="image_import")
