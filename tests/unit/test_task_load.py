@@ -1,0 +1,183 @@
+"""Task directories: steps in one shape, digests as Harbor's, links that lead out refused."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pier.errors import TaskError
+from pier.task import load_task
+from pier.task.ignore import IgnoreRules
+from pier.task.lint import lint
+from pier.task.scaffold import create_task
+from tests.trial_runs import TOML, write_task
+
+pytestmark = pytest.mark.plain
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
+
+STEPS = (
+    TOML
+    + """
+[[verifier.collect]]
+command = "task"
+[[steps]]
+name = "one"
+[steps.agent]
+timeout_sec = 5
+[[steps]]
+name = "two"
+min_reward = {a = 0.5}
+[steps.verifier]
+environment_mode = "separate"
+env = {B = "2"}
+[[steps.verifier.collect]]
+command = "step"
+"""
+)
+
+
+def test_a_task_without_steps_has_one_nameless_step(tmp_path: Path) -> None:
+    task = write_task(tmp_path / "plain")
+    (step,) = task.steps
+    assert (step.name, step.instruction, step.verifier_mode) == ("", "Do it.\n", "shared")
+    assert step.tests == (task.path / "tests",)
+    assert step.solution == task.path / "solution"
+    assert (task.name, task.short_name, task.is_multi_step) == ("plain", "plain", False)
+
+
+def test_steps_take_over_what_the_task_says(tmp_path: Path) -> None:
+    task = write_task(
+        tmp_path / "t",
+        toml=STEPS.replace("[verifier]\n", '[verifier]\nenv = {A = "1"}\n'),
+        steps__one__instruction_md="",
+        **{"steps__one__instruction.md": "First.", "steps__two__instruction.md": "Second."},
+        **{"steps__two__tests__more.sh": "x", "steps__one__workdir__setup.sh": "true"},
+    )
+    one, two = task.steps
+    assert (one.agent.timeout_sec, two.agent.timeout_sec) == (5, 120)
+    assert (one.verifier.timeout_sec, two.verifier.timeout_sec) == (120, 120)
+    assert (one.verifier_mode, two.verifier_mode) == ("shared", "separate")
+    assert two.verifier.env == {"A": "1", "B": "2"}
+    assert [hook.command for hook in two.collect] == ["task", "step"]
+    assert two.tests == (task.path / "tests", task.path / "steps/two/tests")
+    assert one.workdir == task.path / "steps/one/workdir" and two.workdir is None
+    assert two.min_reward == {"a": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("gone", "named"),
+    [
+        ("task.toml", "task.toml"),
+        ("instruction.md", "instruction.md"),
+        ("tests/test.sh", "tests/test.sh"),
+        ("environment", "environment"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, gone: str, named: str) -> None:
+    write_task(tmp_path / "t")
+    path = tmp_path / "t" / gone
+    path.rmdir() if path.is_dir() else path.unlink()
+    with pytest.raises(TaskError, match=named):
+        load_task(tmp_path / "t")
+
+
+def test_tests_are_not_needed_when_nothing_is_verified_or_the_image_brings_them(tmp_path: Path) -> None:
+    root = tmp_path / "t"
+    write_task(root)
+    (root / "tests" / "test.sh").unlink()
+    assert load_task(root, verify=False).steps[0].test_script is None
+    (root / "task.toml").write_text(
+        TOML.replace("[environment]", '[verifier.environment]\ndocker_image="v"\n[environment]')
+    )
+    step = load_task(root).steps[0]
+    assert step.verifier_environment.bundled and step.verifier_mode == "separate"
+
+
+def test_links_may_not_lead_out(tmp_path: Path) -> None:
+    root = tmp_path / "t"
+    write_task(root)
+    (root / "environment" / "inside").symlink_to("../instruction.md")
+    load_task(root)
+    (root / "tests" / "secret").symlink_to("/etc/passwd")
+    with pytest.raises(TaskError, match="tests/secret"):
+        load_task(root)
+    (root / "tests" / "secret").unlink()
+    (root / "tests" / "loop").symlink_to("loop")
+    with pytest.raises(TaskError, match="loop"):
+        load_task(root)
+
+
+def test_the_digest_is_harbors(tmp_path: Path) -> None:
+    task = write_task(
+        tmp_path / "t", **{"environment__a.pyc": "ignored", "environment__b~": "ignored", "other": "no part"}
+    )
+    lines = ""
+    for name in sorted(["task.toml", "instruction.md", "solution/solve.sh", "tests/test.sh"]):
+        lines += f"{name}\0{hashlib.sha256((task.path / name).read_bytes()).hexdigest()}\n"
+    assert task.digest == f"sha256:{hashlib.sha256(lines.encode()).hexdigest()}"
+    (task.path / "other").write_text("changed")
+    assert load_task(task.path).digest == task.digest
+    (task.path / "tests" / "test.sh").write_text("changed")
+    assert load_task(task.path).digest != task.digest
+
+
+def test_a_gitignore_replaces_the_usual_list() -> None:
+    rules = IgnoreRules(["# comment", "", "*.log", "!keep.log", "/top", "build/", "a/**/z", "\\#x", "q?.[ab]", "sp\\ "])
+    ignored = [
+        "x.log",
+        "deep/x.log",
+        "top",
+        "top/below",
+        "build/x",
+        "deep/build/x",
+        "a/z",
+        "a/b/c/z",
+        "#x",
+        "q1.a",
+        "sp ",
+    ]
+    kept = ["keep.log", "deep/top", "build", "b/z", "q1.c", "q12.a", "comment"]
+    assert [name for name in ignored if not rules.ignores(name)] == []
+    assert [name for name in kept if rules.ignores(name)] == []
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.text(max_size=12), max_size=5), st.text(min_size=1, max_size=12))
+def test_any_gitignore_can_be_read(lines: list[str], path: str) -> None:
+    assert IgnoreRules(lines).ignores(path) in (True, False)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+def test_the_examples_are_clean(path: Path) -> None:
+    assert lint(path) == []
+    assert load_task(path, strict=True).name.startswith("pier/")
+
+
+def test_a_new_task_is_clean(tmp_path: Path) -> None:
+    create_task(tmp_path / "my task!")
+    assert lint(tmp_path / "my task!") == []
+    assert load_task(tmp_path / "my task!").name == "local/my-task"
+    with pytest.raises(TaskError, match="not empty"):
+        create_task(tmp_path / "my task!")
+
+
+def test_lint_names_file_and_key(tmp_path: Path) -> None:
+    root = tmp_path / "t"
+    write_task(
+        root, toml='version = "1"\n[environment]\nmemroy = "1G"\n', test="echo 1 > /logs/verifier/rewards.json\n"
+    )
+    found = {problem.where.removeprefix(f"{root.resolve()}/"): problem.message for problem in lint(root)}
+    found = {where.removeprefix(f"{root}/"): message for where, message in found.items()}
+    assert "did you mean environment.memory?" in found["task.toml: environment.memroy"]
+    assert "schema_version" in found["task.toml: version"]
+    assert "rewards.json" in found["tests/test.sh"]
+    assert "what to run in" in found["environment"]
+    assert any("network_mode" in where for where in found)
+    (root / "task.toml").write_text("[agent]\ntimeout_sec = 'x'\n")
+    (problem,) = lint(root)
+    assert problem.level == "error" and "agent.timeout_sec" in problem.message

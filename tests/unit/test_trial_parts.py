@@ -1,0 +1,211 @@
+"""The parts of a trial that need no sandbox: redaction, rewards of steps, networks, clocks, config files."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pier.errors import JobError, PierError, PolicyError, TaskError, UsageError
+from pier.network.policy import NONE, NetworkPolicy
+from pier.sandbox.contract import Capabilities
+from pier.task.config import Environment
+from pier.trial.agents import Deadline, make_agent
+from pier.trial.configfile import trial_config
+from pier.trial.environment import agent_room, check_support, verifier_room
+from pier.trial.model import ExceptionInfo
+from pier.trial.network import check_network, plan_network, with_hosts
+from pier.trial.outcome import StepOutcome, combined_rewards, exception_info, stops_after
+from pier.trial.read import read_result
+from pier.trial.record import OutputFile
+from pier.trial.redact import Redactor, env_on_disk
+from pier.trial.spec import AgentChoice, SandboxChoice, TrialSpec
+from tests.trial_runs import TOML, write_task
+
+pytestmark = pytest.mark.plain
+
+SECRET = 'sk-"canary"/+value&1'
+
+
+def test_secrets_are_found_in_every_form() -> None:
+    redactor = Redactor([SECRET, "short"])
+    forms = [SECRET, quote(SECRET, safe=""), json.dumps({"k": SECRET}), f"a{SECRET}b"]
+    forms += [
+        base64.b64encode(f"{'x' * pad}{SECRET}{'y' * end}".encode()).decode() for pad in range(4) for end in range(3)
+    ]
+    for form in forms:
+        cleaned = redactor.text(form)
+        assert "[REDACTED]" in cleaned and "canary" not in cleaned
+    assert redactor.text("a short word") == "a short word"
+    assert redactor.value({"k": [SECRET, 1], SECRET: None}) == {"k": ["[REDACTED]", 1], "[REDACTED]": None}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.binary(max_size=12), max_size=6), st.integers(0, 20), st.data())
+def test_a_secret_in_pieces_is_found_in_output(
+    tmp_path_factory: pytest.TempPathFactory, noise: list[bytes], cut: int, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("out") / "log"
+    raw = SECRET.encode()
+    with OutputFile(path, Redactor([SECRET])) as output:
+        for piece in (*noise, raw[:cut], raw[cut:], *noise):
+            output("stdout", piece)
+    assert raw not in path.read_bytes()
+    assert b"[REDACTED]" in path.read_bytes()
+
+
+def test_output_is_capped_and_says_so(tmp_path: Path) -> None:
+    with OutputFile(tmp_path / "log", Redactor(), limit=10) as output:
+        for _ in range(5):
+            output("stdout", b"12345678")
+    assert (tmp_path / "log").read_bytes() == b"1234567812\n[30 more bytes were not kept]\n"
+
+
+def test_env_on_disk_keeps_templates_and_hides_secrets() -> None:
+    env = {"A": "plain", "API_KEY": "${API_KEY}", "MY_TOKEN": "literal", "OTHER_SECRET": "same", "MAX_TOKENS": "10"}
+    shown = env_on_disk(env, {"OTHER_SECRET": "same"})
+    assert shown == env | {"MY_TOKEN": "****", "OTHER_SECRET": "${OTHER_SECRET}"}
+
+
+def outcome(rewards: dict | None = None, blame: str | None = None) -> StepOutcome:
+    error = None
+    if blame:
+        info = {"exception_type": "E", "exception_message": "", "exception_traceback": "", "blame": blame}
+        error = ExceptionInfo.model_validate(info | {"occurred_at": "2026-01-01T00:00:00Z"})
+    return StepOutcome("s", rewards=rewards, error=error)
+
+
+def test_rewards_of_steps() -> None:
+    two = [outcome({"reward": 1, "a": 1}), outcome({"reward": 0})]
+    assert combined_rewards(two, "mean") == {"reward": 0.5, "a": 0.5}
+    assert combined_rewards(two, "final") == {"reward": 0}
+    assert combined_rewards([*two, outcome(None, "agent")], "mean") == {"reward": 0.5, "a": 0.5}
+    assert combined_rewards([*two, outcome(None, "agent")], "final") is None
+    assert combined_rewards([], "mean") is None
+    for strategy in ("mean", "final"):
+        assert combined_rewards([outcome({"reward": 1}), outcome(None, "infra")], strategy) is None
+
+
+def test_steps_stop_when_there_is_no_way_on(tmp_path: Path) -> None:
+    toml = TOML + "[[steps]]\nname='a'\nmin_reward=0.5\n[[steps]]\nname='b'\nmin_reward={x=1}\n[[steps]]\nname='c'\n"
+    more = {f"steps__{name}__instruction.md": "x" for name in "abc"}
+    a, b, c = write_task(tmp_path / "t", toml=toml, **more).steps
+    assert stops_after(a, outcome({"reward": 0.5}), True) is None
+    assert "0.5 is needed" in (stops_after(a, outcome({"reward": 0.4}), True) or "")
+    assert stops_after(a, outcome({"other": 1}), True) is not None
+    assert stops_after(a, outcome(None), False) is None
+    assert stops_after(b, outcome({"x": 1, "reward": 0}), True) is None
+    assert stops_after(b, outcome({"x": 0}), True) is not None
+    assert stops_after(c, outcome({"reward": 0}), True) is None
+    assert stops_after(c, outcome(None, "agent"), True) is not None
+    assert stops_after(c, outcome({"reward": 0}, "agent"), True) is None
+
+
+def test_deadlines() -> None:
+    assert Deadline(None, 10, None, 2).seconds == 20
+    assert Deadline(5, 10, None, 2).seconds == 10
+    assert Deadline(None, 10, 4, 2).seconds == 8
+    assert Deadline(None, None, None, 2).seconds is None
+    assert Deadline(None, None, 3, 1).seconds == 3
+    assert Deadline(None, float("inf"), None, 1).seconds is None
+
+
+def test_networks_of_phases(tmp_path: Path) -> None:
+    more = '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org"]\n'
+    task = write_task(tmp_path / "t", toml=TOML.replace("[agent]\n", more))
+    plan = plan_network(task.config.environment, task.steps, hosts=("b.org:8443",), agent_hosts=("C.org",))
+    assert plan.baseline == NetworkPolicy("allowlist", ("b.org:8443",))
+    assert plan.steps[0].agent == NetworkPolicy("allowlist", ("a.org", "c.org"))
+    assert plan.steps[0].verifier == plan.baseline
+    closed = plan_network(task.config.environment, task.steps, override=NONE)
+    assert (closed.baseline, closed.steps[0].agent, closed.steps[0].verifier) == (NONE, NONE, NONE)
+    assert with_hosts(NetworkPolicy("public"), ("a.org",)) == NetworkPolicy("public")
+    with pytest.raises(PolicyError, match="allowlist"):
+        check_network(plan, Capabilities(), "local")
+    with pytest.raises(PolicyError, match="between phases"):
+        check_network(plan, Capabilities(networks=frozenset({"none", "allowlist"})), "local")
+    check_network(closed, Capabilities(), "local")
+
+
+def test_where_trials_run(tmp_path: Path) -> None:
+    plain = write_task(
+        tmp_path / "a", toml=TOML.replace('docker_image = "host"\n', ""), environment__Dockerfile="FROM x"
+    )
+    assert agent_room(plain, SandboxChoice()).wish.context == plain.environment_dir
+    override = agent_room(plain, SandboxChoice(image="host"))
+    assert (override.wish.reference, override.content) == ("host", plain.environment_dir)
+    both = write_task(tmp_path / "b", environment__Dockerfile="FROM x")
+    assert agent_room(both, SandboxChoice()).wish.reference == "host"
+    assert agent_room(both, SandboxChoice(force_build=True)).wish.is_build
+    neither = write_task(tmp_path / "c", toml=TOML.replace('docker_image = "host"\n', ""))
+    with pytest.raises(TaskError, match="what to run in"):
+        agent_room(neither, SandboxChoice())
+    bundled = write_task(tmp_path / "d", toml=TOML + "[verifier.environment]\n", tests__Dockerfile="FROM y")
+    room = verifier_room(bundled, 0, SandboxChoice())
+    assert room.wish.context == bundled.path / "tests" and room.content is None
+
+
+def test_what_a_backend_cannot_run_is_refused(tmp_path: Path) -> None:
+    compose = write_task(tmp_path / "a", **{"environment__docker-compose.yaml": "services: {}"})
+    with pytest.raises(PierError, match="'docker' is the one") as caught:
+        check_support(compose, Capabilities(), "local")
+    assert caught.value.blame == "user" and not caught.value.retryable
+    for line in ('os = "windows"', "gpus = 1"):
+        task = write_task(tmp_path / line[:2], toml=TOML + line + "\n", **{"tests__test.bat": ""})
+        with pytest.raises(PierError, match="local"):
+            check_support(task, Capabilities(), "local")
+
+
+def test_options_are_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="takes no option 'comand'"):
+        make_agent(AgentChoice("command", options={"comand": "x"}))
+    with pytest.raises(UsageError, match="there is no agent 'orcale'"):
+        make_agent(AgentChoice("orcale"))
+    with pytest.raises(UsageError, match="subclass"):
+        make_agent(AgentChoice("pathlib:Path"))
+
+
+def test_the_config_holds_no_secret(tmp_path: Path) -> None:
+    task = write_task(tmp_path / "t")
+    agent = AgentChoice("command", env={"API_KEY": "canary-value", "B_TOKEN": "${B_TOKEN}"}, options={"command": "x"})
+    spec = TrialSpec("n", task, tmp_path / "trial", agent, sandbox=SandboxChoice(image="host", network=NONE))
+    text = json.dumps(trial_config(spec, {"B_TOKEN": "other-canary"}))
+    assert "canary" not in text and "${B_TOKEN}" in text
+    assert trial_config(spec, {})["environment"]["kwargs"] == {"image": "host", "network": "none", "hosts": []}
+
+
+def test_errors_carry_harbors_names_and_our_blame() -> None:
+    redactor = Redactor(["canary-value"])
+    known = exception_info(PierError("canary-value", code="agent_timeout", blame="agent"), "agent", redactor)
+    assert (known.exception_type, known.blame, known.exception_message) == ("AgentTimeoutError", "agent", "[REDACTED]")
+    try:
+        raise ValueError("canary-value")
+    except ValueError as error:
+        other = exception_info(error, "collect", redactor)
+    assert (other.exception_type, other.blame, other.code) == ("ValueError", "infra", "internal")
+    assert "canary" not in other.model_dump_json()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"[]", b"\xff", b'{"task_name": 1}'])
+def test_broken_results_are_typed_errors(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "result.json").write_bytes(content)
+    with pytest.raises(JobError, match=r"result\.json"):
+        read_result(tmp_path)
+
+
+def test_missing_results_say_so(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="did not finish"):
+        read_result(tmp_path)
+    with pytest.raises(JobError, match="no such directory"):
+        read_result(tmp_path / "x")
+
+
+def test_environment_tables_are_closed_values() -> None:
+    table = Environment(network_mode="no-network")
+    with pytest.raises(ValueError, match="frozen"):
+        table.network_mode = "public"  # type: ignore[misc]
