@@ -170,7 +170,12 @@ def _refuse_what_lacks(spec: SandboxSpec, capabilities: Capabilities) -> None:
     if spec.gpus:
         raise SandboxError("the local backend has no gpus", code="no_gpus", blame="user", retryable=False)
     for name in ("cpus", "memory", "processes", "disk", "open_files"):
-        if getattr(spec.limits, name) is not None and name not in capabilities.limits:
+        value = getattr(spec.limits, name)
+        if value is not None and value <= 0:
+            raise SandboxError(
+                f"the limit {name}={value} leaves nothing", code="bad_limit", blame="user", retryable=False
+            )
+        if value is not None and name not in capabilities.limits:
             raise SandboxError(
                 f"nothing here can limit {name}", code="no_limit", blame="user", retryable=False, hint="pier doctor"
             )
