@@ -77,6 +77,7 @@ def test_a_job_file_with_two_agents_templates_and_an_env_file(tmp_path: Path, ta
     assert set(result["stats"]["evals"]) == {"oracle__tasks", "nop__tasks"}
     held = [name for name, (_, _, data) in snapshot(job).items() if b"canary-literal-value" in data]
     assert held == []
+    (trials_of(job)[0] / "result.json").unlink()
     refused = pier("job", "resume", "jobs/j", "--env-file", ".env", cwd=tmp_path, code=2)
     assert "A_KEY" in refused.stderr
 

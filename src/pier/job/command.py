@@ -10,18 +10,16 @@ from enum import Enum
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from pier.job.again import Wanted, void
 from pier.job.config import JobConfig
 from pier.job.directory import Job, open_existing, open_for, plan_job
 from pier.job.interrupts import Interrupts
 from pier.job.layout import result_of, to_disk
+from pier.job.ledger import Ledger
+from pier.job.outcome import size_of
 from pier.job.plan import Plan
-from pier.job.progress import LiveProgress, PlainProgress, Progress
-from pier.job.report import exit_code, print_report
-from pier.job.runner import run_job
-from pier.job.specs import Specs
+from pier.job.progress import PlainProgress, Progress
 
 
 class Show(Enum):
@@ -34,9 +32,15 @@ class Show(Enum):
 
 def run_and_report(config: JobConfig, env: Mapping[str, str], show: Show) -> int:
     """Run the job that `config` asks for, or continue it; the answer is the exit code."""
-    Specs(config, Plan(), "", env)
-    with open_for(config, env) as job:
+    with open_for(config, env, check=lambda: _check(config, env)) as job:
         return _run(job, env, show)
+
+
+def _check(config: JobConfig, env: Mapping[str, str]) -> None:
+    """Refuse what cannot be run, before anything is made."""
+    from pier.job.specs import Specs
+
+    Specs(config, Plan(), "", env)
 
 
 def again_and_report(
@@ -56,13 +60,24 @@ def _run(job: Job, env: Mapping[str, str], show: Show) -> int:
     if show is Show.FULL and job.continued:
         done, total = progress.done, len(job.ledger.plan.trials)
         click.echo(f"continuing {job.directory}: {done} of {total} trials are done", err=True)
-    with Interrupts() as interrupts:
-        interrupted = asyncio.run(run_job(job, env, progress, interrupts))
+    interrupted = _run_owed(job, env, progress)
     if show is Show.JSON:
         click.echo(json.dumps({**result_of(job.ledger, job.config), "directory": str(job.directory)}))
     elif show is Show.FULL:
+        from pier.job.report import print_report
+
         print_report(job.directory, job.ledger, seconds=progress.seconds, interrupted=interrupted)
     return exit_code(job.ledger, interrupted=interrupted)
+
+
+def _run_owed(job: Job, env: Mapping[str, str], progress: Progress) -> bool:
+    """Run what is owed, if anything is; a finished job is opened without loading what runs trials."""
+    if progress.done == progress.total and job.ledger.finished_at and size_of(job.directory):
+        return False
+    from pier.job.runner import run_job
+
+    with Interrupts() as interrupts:
+        return asyncio.run(run_job(job, env, progress, interrupts))
 
 
 def _progress(job: Job, show: Show) -> Progress:
@@ -71,6 +86,10 @@ def _progress(job: Job, show: Show) -> Progress:
     if show is not Show.FULL:
         return Progress(total, finished)
     if sys.stderr.isatty():
+        from rich.console import Console
+
+        from pier.job.live import LiveProgress
+
         return LiveProgress(total, Console(stderr=True), finished)
     return PlainProgress(total, finished)
 
@@ -82,10 +101,20 @@ def print_config(config: JobConfig, env: Mapping[str, str]) -> None:
 
 def print_plan(config: JobConfig, env: Mapping[str, str]) -> None:
     """Print what would be run, without running it."""
-    Specs(config, Plan(), "", env)
+    _check(config, env)
     plan, _ = plan_job(config, env)
     for task in plan.tasks:
         click.echo(f"{task.name}  {task.digest}  {task.path}")
     click.echo(
         f"{len(plan.trials)} trials: {len(plan.tasks)} tasks, {len(plan.agents)} agents, {config.n_attempts} attempts"
     )
+
+
+def exit_code(ledger: Ledger, *, interrupted: bool = False) -> int:
+    """0 if every trial has a verdict, 1 if not, 130 when interrupted."""
+    if interrupted:
+        return 130
+    missing = any(
+        (outcome := ledger.outcomes.get(trial.id)) is None or outcome.rewards is None for trial in ledger.plan.trials
+    )
+    return 1 if missing else 0

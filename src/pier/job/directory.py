@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -92,11 +93,14 @@ def _tasks_of(source: DatasetConfig | TaskConfig, config: JobConfig) -> list[Pla
 
 
 @contextmanager
-def open_for(config: JobConfig, env: Mapping[str, str]) -> Iterator[Job]:
-    """The job that `config` asks for: continued if it is there already, else made."""
+def open_for(config: JobConfig, env: Mapping[str, str], *, check: Callable[[], None] = lambda: None) -> Iterator[Job]:
+    """The job that `config` asks for: continued if it is there already, else made, after `check` had its say."""
     plan, disk = plan_job(config, env)
     asked = _asked(disk)
     directory = _find_directory(config, asked, plan)
+    if directory is None:
+        check()
+        directory = _make_directory(config)
     disk |= {"job_name": directory.name, "jobs_dir": str(directory.parent.resolve())}
     with owning(directory):
         continued = _is_job(directory)
@@ -117,7 +121,8 @@ def open_for(config: JobConfig, env: Mapping[str, str]) -> Iterator[Job]:
 @contextmanager
 def open_existing(directory: Path) -> Iterator[Job]:
     """The job in `directory`, with the plan that it has."""
-    ledger = Ledger.read(directory)
+    if not (directory / JOURNAL).is_file():
+        raise JobError(f"{directory} is not a job: it has no {JOURNAL}", hint="pier job list", code="not-a-job")
     config, disk = read_config(directory)
     with owning(directory):
         ledger = Ledger.read(directory)
@@ -159,7 +164,7 @@ def mend(job: Job) -> None:
 def _is_whole(trial: Path, size: int) -> bool:
     """Whether a trial's result is there and, if its size is not the one that was written down, can be read."""
     try:
-        found = (trial / "result.json").stat().st_size
+        found = os.stat(f"{trial}/result.json").st_size  # noqa: PTH116 - one for each of ten thousand trials
     except OSError:
         return False
     return (found == size and size > 0) or read_outcome(trial) is not None
@@ -170,20 +175,27 @@ def _asked(disk: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _find_directory(config: JobConfig, asked: str, plan: Plan) -> Path:
-    """The directory of the job, made if it is new: by name, else an unfinished one of the same command."""
+def _find_directory(config: JobConfig, asked: str, plan: Plan) -> Path | None:
+    """The directory of the job if it is there: by name, else an unfinished one of the same command."""
     base = Path(config.jobs_dir)
-    base.mkdir(parents=True, exist_ok=True)
     if config.job_name:
-        (base / config.job_name).mkdir(exist_ok=True)
-        return base / config.job_name
-    for directory in sorted(base.iterdir(), reverse=True):
+        return base / config.job_name if (base / config.job_name).is_dir() else None
+    for directory in sorted(base.iterdir(), reverse=True) if base.is_dir() else ():
         head = next(read_journal(directory / JOURNAL), None)
         if not isinstance(head, dict) or head.get("asked") != asked or current_owner(directory):
             continue
         ledger = Ledger.read(directory)
         if ledger.finished_at is None and ledger.outcomes.keys() <= plan.by_id.keys():
             return directory
+    return None
+
+
+def _make_directory(config: JobConfig) -> Path:
+    base = Path(config.jobs_dir)
+    base.mkdir(parents=True, exist_ok=True)
+    if config.job_name:
+        (base / config.job_name).mkdir(exist_ok=True)
+        return base / config.job_name
     stamp = datetime.now().strftime("%Y-%m-%d__%H-%M-%S")
     for name in (stamp, *(f"{stamp}-{number}" for number in range(2, 1000))):
         try:

@@ -14,6 +14,7 @@ it has; result files are looked at only for trials that were begun and whose end
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -117,7 +118,7 @@ class Ledger:
     def read(cls, directory: Path) -> Ledger:
         """The ledger of a job that exists."""
         ledger = cls(directory, "", "")
-        for line in read_journal(directory / JOURNAL):
+        for line in _lines(directory / JOURNAL):
             try:
                 ledger._apply(line)
             except (KeyError, TypeError, IndexError, ValueError):
@@ -205,3 +206,12 @@ class Ledger:
     def owed(self) -> Iterable[str]:
         """The ids of planned trials without an outcome, in order."""
         return (trial.id for trial in self.plan.trials if trial.id not in self.outcomes)
+
+
+def _lines(path: Path) -> Iterable[Any]:
+    """The lines of a journal: all in one go, which is several times as fast, or one by one if some are torn."""
+    try:
+        data = path.read_bytes()
+        return json.loads(b"[" + data[:-1].replace(b"\n", b",") + b"]") if data.endswith(b"\n") else read_journal(path)
+    except (OSError, ValueError):
+        return read_journal(path)

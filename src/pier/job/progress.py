@@ -1,25 +1,15 @@
-"""What a person sees while a job runs: a live view on a terminal, plain lines elsewhere, nothing with `-q`."""
+"""What a person sees while a job runs: plain lines, or nothing with `-q`. `pier.job.live` is the view for terminals."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
-
 from pier.job.ledger import Outcome
 from pier.job.plan import PlannedTrial
-
-ROWS = 12
-"""How many running trials the live view names."""
 
 PLAIN_PAUSE = 5.0
 """Without a terminal, at most one line in so many seconds once a job has many trials."""
@@ -101,7 +91,7 @@ class Progress:
             parts.append(f"{self.per_minute:.0f}/min")
         left = self.seconds_left
         if left is not None and self.done < self.total:
-            parts.append(f"{_duration(left)} left")
+            parts.append(f"{duration(left)} left")
         return " · ".join(parts)
 
     @contextmanager
@@ -139,33 +129,6 @@ class PlainProgress(Progress):
         print(text, file=self._stream, flush=True)
 
 
-class LiveProgress(Progress):
-    """A bar, the running trials with their phases, and the line of numbers, redrawn a few times a second."""
-
-    def __init__(self, total: int, console: Console, finished: Iterable[Outcome] | None = None) -> None:
-        super().__init__(total, finished)
-        self._console = console
-
-    @contextmanager
-    def show(self) -> Iterator[None]:
-        with Live(get_renderable=self._draw, console=self._console, refresh_per_second=4, transient=True):
-            yield
-
-    def _draw(self) -> RenderableType:
-        table = Table.grid(padding=(0, 2))
-        now = time.monotonic()
-        running = list(self.running.items())
-        for name, (phase, since) in running[:ROWS]:
-            table.add_row(Text(name), Text(phase, style="cyan"), Text(_duration(now - since), style="dim"))
-        rows: list[RenderableType] = [ProgressBar(total=max(self.total, 1), completed=self.done, width=60), table]
-        if len(running) > ROWS:
-            phases = Counter(phase for _, (phase, _) in running[ROWS:])
-            rest = ", ".join(f"{count} in {phase}" for phase, count in phases.most_common())
-            rows.append(Text(f"and {len(running) - ROWS} more: {rest}", style="dim"))
-        rows.append(Text(STOPPING if self.stopping else self.line(), style="yellow" if self.stopping else "bold"))
-        return Group(*rows)
-
-
 STOPPING = "stopping: no new trials, cleaning up those that run; press Ctrl-C again to hurry"
 
 
@@ -188,7 +151,7 @@ def _main_reward(rewards: dict[str, float]) -> float:
     return rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"

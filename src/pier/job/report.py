@@ -14,16 +14,6 @@ from pier.job.ledger import Ledger
 from pier.job.metrics import Summary
 
 
-def exit_code(ledger: Ledger, *, interrupted: bool = False) -> int:
-    """0 if every trial has a verdict, 1 if not, 130 when interrupted."""
-    if interrupted:
-        return 130
-    missing = any(
-        (outcome := ledger.outcomes.get(trial.id)) is None or outcome.rewards is None for trial in ledger.plan.trials
-    )
-    return 1 if missing else 0
-
-
 def print_report(
     directory: Path,
     ledger: Ledger,
