@@ -1,0 +1,327 @@
+"""Trials on the real local backend: every phase, every kind of task, and what lands on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from pier.sandbox.contract import Limits
+from pier.task import load_task
+from pier.task.config import Artifact
+from pier.trial.check import prove
+from pier.trial.model import TrialResult
+from pier.trial.read import read_result
+from pier.trial.run import run_trial
+from pier.trial.spec import AgentChoice, Multipliers, SandboxChoice, TrialSpec, VerifierChoice
+from tests.trial_runs import PASS, TOML, Bench, kinds, open_bench, write_task
+
+pytestmark = [pytest.mark.plain, pytest.mark.skipif(not os.path.exists("/proc/self/ns/user"), reason="no namespaces")]
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
+CANARY = "canary-0123456789-value"
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    async with open_bench(tmp_path / "trials", {"PATH": os.environ["PATH"], "HOST_TOKEN": CANARY}) as opened:
+        yield opened
+
+
+def rewards(result: TrialResult) -> float | int | None:
+    assert result.rewards is not None, result.exception_info
+    return result.rewards.get("reward")
+
+
+async def test_the_examples_are_solved_by_the_oracle_only(bench: Bench, tmp_path: Path) -> None:
+    tasks = [load_task(path) for path in sorted(EXAMPLES.iterdir())]
+    proofs = await prove(tasks, bench.services, tmp_path / "proofs", concurrency=2)
+    assert [proof for proof in proofs if not proof.ok] == []
+    assert len(proofs) == 2 * len(tasks)
+    step = read_result(next((tmp_path / "proofs").glob("*-multi-step/oracle-1")))
+    assert [each.step_name for each in step.step_results or ()] == ["collect", "summarise"]
+    kept = next((tmp_path / "proofs").glob("*-artifacts/oracle-1")) / "artifacts"
+    assert sorted(path.name for path in (kept / "site").iterdir()) == [
+        "contact.html",
+        "index.html",
+        "rules.html",
+        "welcome.html",
+    ]
+    assert (kept / "logs/artifacts/listing.txt").read_text().split() == sorted(
+        ["contact.html", "draft.tmp", "index.html", "rules.html", "welcome.html"]
+    )
+
+
+async def test_the_files_of_a_trial(bench: Bench, tmp_path: Path) -> None:
+    phases: list[str] = []
+    task = write_task(tmp_path / "t", solve="echo solved; touch /app/done")
+    spec = TrialSpec(
+        "one", task, tmp_path / "one", AgentChoice("oracle"), job_id="00000000-0000-4000-8000-000000000000"
+    )
+    result = await run_trial(spec, bench.services, phases.append)
+    assert phases == ["prepare", "start", "health", "setup", "agent", "collect", "verify", "seal"]
+    assert rewards(result) == 1
+    assert (tmp_path / "one/agent/oracle.txt").read_text() == "solved\n"
+    assert (tmp_path / "one/verifier/reward.txt").read_text() == "1\n"
+    assert json.loads((tmp_path / "one/artifacts/manifest.json").read_text())[0]["status"] == "empty"
+    assert read_result(tmp_path / "one").model_dump() == result.model_dump()
+    assert json.loads((tmp_path / "one/config.json").read_text()) == result.config
+    assert result.pier is not None and set(phases) - {"seal"} <= set(result.pier.phases)
+    log = (tmp_path / "one/trial.log").read_text()
+    assert all(f"phase {phase}" in log for phase in phases)
+    assert not (tmp_path / "one/exception.txt").exists()
+    assert result.task_checksum == task.digest.removeprefix("sha256:")
+
+
+async def test_an_agents_time_is_limited_and_the_trial_still_graded(bench: Bench, tmp_path: Path) -> None:
+    task = write_task(tmp_path / "t", toml=TOML.replace("timeout_sec = 120\n[verifier]", "timeout_sec = 1\n[verifier]"))
+    agent = AgentChoice("command", options={"command": "touch /app/done; sleep 600 & sleep 600"})
+    result = await bench.run(task, agent)
+    assert rewards(result) == 1
+    assert result.exception_info is not None
+    assert (result.exception_info.exception_type, result.exception_info.blame) == ("AgentTimeoutError", "agent")
+    assert "AgentError" in (bench.last / "exception.txt").read_text()
+
+
+async def test_an_agent_that_fails_is_still_graded(bench: Bench, tmp_path: Path) -> None:
+    task = write_task(tmp_path / "t")
+    result = await bench.run(task, AgentChoice("command", options={"command": "touch /app/done; echo why >&2; exit 3"}))
+    assert rewards(result) == 1
+    assert result.exception_info is not None and "exit code 3" in result.exception_info.exception_message
+    assert (bench.last / "agent/command.txt").read_text() == "why\n"
+    oracle = write_task(tmp_path / "o", solve="touch /app/done; exit 4")
+    result = await bench.run(oracle)
+    assert rewards(result) == 1 and result.exception_info is None
+    assert (bench.last / "agent/exit-code.txt").read_text() == "4\n"
+
+
+async def test_the_command_agent(bench: Bench, tmp_path: Path) -> None:
+    task = write_task(tmp_path / "t")
+    script = tmp_path / "agent.sh"
+    script.write_text("#!/bin/sh\ncat $PIER_INSTRUCTION_FILE; cat; touch /app/$1\n")
+    result = await bench.run(task, AgentChoice("command", options={"script": str(script), "command": "done"}))
+    assert rewards(result) == 1
+    assert (bench.last / "agent/command.txt").read_text() == "Do it.\nDo it.\n"
+    tools = tmp_path / "tools" / "bin"
+    tools.mkdir(parents=True)
+    (tools / "solver").write_text("#!/bin/sh\ntouch $2/done; echo $1\n")
+    (tools / "solver").chmod(0o755)
+    argv = ["solver", "{instruction}", "{workdir}"]
+    result = await bench.run(task, AgentChoice("command", options={"mount": str(tools.parent), "command": argv}))
+    assert rewards(result) == 1
+    assert (bench.last / "agent/command.txt").read_text() == "Do it.\n"
+
+
+async def test_a_failed_infrastructure_has_no_reward(bench: Bench, tmp_path: Path) -> None:
+    task = write_task(tmp_path / "t", toml=TOML.replace('"host"', '"no-such-image.invalid/x:1"'))
+    result = await bench.run(task)
+    assert result.verifier_result is None and not result.has_verdict
+    assert result.exception_info is not None and result.exception_info.phase == "prepare"
+    assert result.exception_info.blame in ("infra", "user")
+    broken = write_task(tmp_path / "b", toml=TOML + 'env = {X = "${NOT_SET_ANYWHERE}"}\n')
+    result = await bench.run(broken)
+    assert not result.has_verdict and "NOT_SET_ANYWHERE" in (
+        result.exception_info.exception_message if result.exception_info else ""
+    )
+
+
+async def test_variables_users_and_working_directories(bench: Bench, tmp_path: Path) -> None:
+    toml = TOML.replace('workdir = "/app"', 'workdir = "/some/place"\nenv = {FROM_TASK = "1", T = "${HOST_TOKEN}"}')
+    toml = toml.replace("[verifier]\n", '[verifier]\nenv = {FOR_TESTS = "${UNSET:-two}"}\n')
+    toml += '[solution]\nenv = {FOR_SOLUTION = "3"}\n'
+    test = '#!/bin/bash\necho "$FROM_TASK $FOR_TESTS ${FOR_SOLUTION:-none} $EXTRA $PWD" > /logs/verifier/seen\n'
+    test += f'[ "$T" = {CANARY} ] && echo 1 > /logs/verifier/reward.txt\n'
+    solve = 'echo "$FROM_TASK ${FOR_TESTS:-none} $FOR_SOLUTION $PWD"'
+    task = write_task(tmp_path / "t", toml=toml, solve=solve, test=test)
+    result = await bench.run(task, verifier=VerifierChoice(env={"EXTRA": "4"}))
+    assert rewards(result) == 1
+    assert (bench.last / "agent/oracle.txt").read_text() == "1 none 3 /some/place\n"
+    assert (bench.last / "verifier/seen").read_text() == "1 two none 4 /some/place\n"
+
+
+async def test_files_of_the_environment_come_into_the_working_directory(bench: Bench, tmp_path: Path) -> None:
+    test = "#!/bin/bash\nls -A /app > /logs/verifier/seen; echo 1 > /logs/verifier/reward.txt\n"
+    more = {"environment__Dockerfile": "FROM x", "environment__sub__data": "x", "environment__top": "y"}
+    result = await bench.run(write_task(tmp_path / "t", test=test, **more), "nop")
+    assert rewards(result) == 1
+    assert (bench.last / "verifier/seen").read_text().split() == ["sub", "top"]
+
+
+async def test_health_checks(bench: Bench, tmp_path: Path) -> None:
+    check = '[environment.healthcheck]\ncommand = "{}"\ninterval_sec = 0.01\nstart_interval_sec = 0.01\nretries = {}\n'
+    good = "n=$(cat /tmp/n 2>/dev/null || echo 0); echo $((n+1)) > /tmp/n; [ $n -ge 2 ]"
+    task = write_task(tmp_path / "good", toml=TOML + check.format(good, 3))
+    assert rewards(await bench.run(task)) == 1
+    result = await bench.run(write_task(tmp_path / "bad", toml=TOML + check.format("exit 7", 2)))
+    assert not result.has_verdict and result.exception_info is not None
+    assert (result.exception_info.exception_type, result.exception_info.phase) == ("HealthcheckError", "health")
+    assert "exit code 7" in result.exception_info.exception_message
+
+
+async def test_artifacts_and_hooks(bench: Bench, tmp_path: Path) -> None:
+    toml = 'artifacts = ["out", "/missing", {source = "/app/tree", destination = "kept", exclude = ["*.o", "skip"]}]\n'
+    toml += TOML + '[[verifier.collect]]\ncommand = "echo hooked > /logs/artifacts/hook"\n'
+    toml += '[[verifier.collect]]\ncommand = "exit 3"\n[[verifier.collect]]\ncommand = "x"\nservice = "db"\n'
+    solve = "mkdir -p tree/skip tree/sub out; echo 1 > out/a; echo 2 > tree/sub/b; touch tree/c.o tree/skip/d; "
+    solve += "ln -s /etc/passwd tree/link; mkfifo tree/pipe; touch /app/done"
+    pre = "echo pre > /logs/artifacts/pre\n"
+    task = write_task(tmp_path / "t", toml=toml, solve=solve, **{"pre_artifacts.sh": pre})
+    result = await bench.run(task, artifacts=(Artifact(source="/app/done"),))
+    assert rewards(result) == 1
+    kept = bench.last / "artifacts"
+    assert (kept / "app/out/a").read_text() == "1\n"
+    assert (kept / "kept/sub/b").read_text() == "2\n"
+    assert sorted(path.name for path in (kept / "kept").iterdir()) == ["link", "sub"]
+    assert os.readlink(kept / "kept/link") == "/etc/passwd"
+    assert (kept / "logs/artifacts/hook").read_text() == "hooked\n"
+    assert (kept / "logs/artifacts/pre").read_text() == "pre\n"
+    assert (kept / "app/done").is_file()
+    manifest = {row["source"]: row["status"] for row in json.loads((kept / "manifest.json").read_text())}
+    assert manifest == {
+        "/logs/artifacts": "ok",
+        "/app/out": "ok",
+        "/missing": "failed",
+        "/app/tree": "ok",
+        "/app/done": "ok",
+    }
+    assert result.pier is not None
+    assert any("exit 3" in warning for warning in result.pier.warnings)
+    assert any("'db'" in warning for warning in result.pier.warnings)
+
+
+SEPARATE = 'artifacts = ["/app/done"]\n' + TOML.replace("[verifier]\n", '[verifier]\nenvironment_mode = "separate"\n')
+
+
+async def test_a_separate_verifier_sees_artifacts_only(bench: Bench, tmp_path: Path) -> None:
+    test = "#!/bin/bash\nls /app /logs/verifier /tmp/mark > /logs/verifier/seen 2>&1\n" + PASS
+    solve = "echo x > /app/done; echo y > /app/other; echo z > /tmp/mark; echo 1 > /logs/verifier/reward.txt"
+    task = write_task(tmp_path / "t", toml=SEPARATE, solve=solve, test=test)
+    result = await bench.run(task)
+    assert rewards(result) == 1 and result.verifier_environment_mode == "separate"
+    seen = (bench.last / "verifier/seen").read_text()
+    assert "done" in seen and "other" not in seen and "reward.txt" not in seen and "cannot access" in seen
+    result = await bench.run(task, "nop")
+    assert rewards(result) == 0
+
+
+async def test_a_separate_verifier_may_bring_its_tests(bench: Bench, tmp_path: Path) -> None:
+    own = '[verifier.environment]\nnetwork_mode = "no-network"\n'
+    toml = SEPARATE.replace('environment_mode = "separate"\n', "") + own
+    built = write_task(tmp_path / "a", toml=toml, tests__Dockerfile="FROM host\nCOPY test.sh /tests/\n")
+    result = await bench.run(built)
+    assert rewards(result) == 1 and result.verifier_environment_mode == "separate"
+    assert rewards(await bench.run(built, "nop")) == 0
+    result = await bench.run(write_task(tmp_path / "b", toml=toml + 'docker_image = "host"\n', test=""))
+    assert not result.has_verdict and result.exception_info is not None
+    assert "brings no /tests/test.sh" in result.exception_info.exception_message
+
+
+STEPS = (
+    TOML
+    + """
+[[steps]]
+name = "one"
+min_reward = 0.5
+[[steps]]
+name = "two"
+artifacts = ["/app/two"]
+"""
+)
+
+
+def steps(root: Path, *, strategy: str = "mean", one: str = "1", two: str = "0"):
+    return write_task(
+        root,
+        toml=f'multi_step_reward_strategy = "{strategy}"\n{STEPS}',
+        test="#!/bin/bash\nls /tests > /logs/verifier/seen\n. /tests/check\n",
+        solve="exit 1",
+        **{
+            "steps__one__instruction.md": "First.",
+            "steps__two__instruction.md": "Second.",
+            "steps__one__tests__check": f"echo {one} > /logs/verifier/reward.txt; touch /app/leak\n",
+            "steps__two__tests__check": f"[ -e /app/one ] && echo {two} > /logs/verifier/reward.txt\n",
+            "steps__one__solution__solve.sh": "#!/bin/bash\ncat given > one; ls /tests /logs/agent\n",
+            "steps__two__solution__solve.sh": "#!/bin/bash\ncat one > two; ls /tests /logs/agent /logs/verifier\n",
+            "steps__one__workdir__setup.sh": "echo from-setup > given\n",
+        },
+    )
+
+
+async def test_steps_share_a_sandbox_and_have_their_own_verdicts(bench: Bench, tmp_path: Path) -> None:
+    result = await bench.run(steps(tmp_path / "a"))
+    assert result.rewards == {"reward": 0.5}
+    one, two = result.step_results or []
+    assert one.verifier_result is not None and one.verifier_result.rewards == {"reward": 1}
+    assert two.verifier_result is not None and two.verifier_result.rewards == {"reward": 0}
+    home = bench.last / "steps"
+    assert (home / "two/artifacts/app/two").read_text() == "from-setup\n"
+    assert "check" not in (home / "two/agent/oracle.txt").read_text()
+    assert sorted((home / "one/verifier/seen").read_text().split()) == ["check", "test.sh"]
+    assert not (bench.last / "agent").exists()
+    assert (await bench.run(steps(tmp_path / "b", strategy="final"))).rewards == {"reward": 0}
+    stopped = await bench.run(steps(tmp_path / "c", one="0.4", two="1"))
+    assert stopped.rewards == {"reward": 0.4} and len(stopped.step_results or []) == 1
+
+
+async def test_limits_and_overrides(bench: Bench, tmp_path: Path) -> None:
+    task = write_task(tmp_path / "t", toml=TOML + "cpus = 1\nmemory_mb = 512\nstorage_mb = 1000\n")
+    sandbox = SandboxChoice(image="host", limits=Limits(memory=256 << 20))
+    result = await bench.run(task, sandbox=sandbox, multipliers=Multipliers(all=2.0))
+    assert rewards(result) == 1
+    assert result.config["environment"]["override_memory_mb"] == 256
+
+
+async def test_secrets_are_in_no_file(bench: Bench, tmp_path: Path) -> None:
+    toml = TOML.replace('workdir = "/app"', 'workdir = "/app"\nenv = {TASK_TOKEN = "${HOST_TOKEN}"}')
+    solve = "touch /app/done; echo said $TASK_TOKEN; echo $TASK_TOKEN | base64 -w0 > /logs/agent/encoded; "
+    solve += 'echo "{\\"k\\": \\"$AGENT_KEY\\"}" > /logs/artifacts/x.json; printf "%s" "$AGENT_KEY" > /logs/agent/raw'
+    test = PASS + "env > /logs/verifier/env; echo $TASK_TOKEN; echo $VERIFIER_SECRET\n"
+    task = write_task(tmp_path / "t", toml=toml, solve=solve, test=test)
+    agent = AgentChoice("oracle", env={"AGENT_KEY": "second-canary-literal"})
+    verifier = VerifierChoice(env={"VERIFIER_SECRET": "third-canary-literal"})
+    result = await bench.run(task, agent, verifier=verifier, secrets=("fourth-canary-literal",))
+    assert rewards(result) == 1
+    files = [path for path in bench.last.rglob("*") if path.is_file()]
+    assert len(files) > 8
+    for path in files:
+        content = path.read_bytes()
+        for form in (CANARY, "canary-literal"):
+            assert form.encode() not in content, path
+    assert (bench.last / "agent/oracle.txt").read_text() == "said [REDACTED]\n"
+    assert "[REDACTED]" in (bench.last / "agent/encoded").read_text()
+
+
+async def test_without_verification(bench: Bench, tmp_path: Path) -> None:
+    result = await bench.run(write_task(tmp_path / "t"), verifier=VerifierChoice(enabled=False))
+    assert result.verifier_result is None and result.exception_info is None and result.integrity is None
+
+
+async def test_a_cancelled_trial_leaves_no_result_and_no_sandbox(bench: Bench, tmp_path: Path) -> None:
+    started = asyncio.Event()
+    await bench.run(write_task(tmp_path / "first"))
+    before = bench.services.backend.lease.held()
+    task = write_task(tmp_path / "t", solve="sleep 600")
+    spec = TrialSpec("x", task, tmp_path / "x")
+    running = asyncio.create_task(
+        run_trial(spec, bench.services, lambda phase: started.set() if phase == "agent" else None)
+    )
+    await asyncio.wait_for(started.wait(), 120)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(running, 120)
+    assert not (tmp_path / "x/result.json").exists()
+    assert "CancelledError" in (tmp_path / "x/trial.log").read_text()
+    assert bench.services.backend.lease.held() == before
+
+
+async def test_kept_processes(bench: Bench, tmp_path: Path) -> None:
+    solve = "touch /app/done; (setsid sleep 600 > /dev/null 2>&1 &)"
+    test = "#!/bin/bash\npgrep -x sleep > /dev/null; echo $((! $?)) > /logs/verifier/reward.txt\n"
+    plain = await bench.run(write_task(tmp_path / "a", solve=solve, test=test))
+    assert rewards(plain) == 0 and "processes" in kinds(plain)
+    kept = write_task(tmp_path / "b", toml=TOML + "[metadata.pier]\nkeep_processes = true\n", solve=solve, test=test)
+    assert rewards(await bench.run(kept)) == 1
