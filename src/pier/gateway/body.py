@@ -91,11 +91,13 @@ def _parse_array(text: str, start: int) -> tuple[list[Any], tuple[Span, ...], in
         value, end = _scan(text, at)
         values.append(value)
         spans.append((at, end))
-        at = _skip(text, end)
+        at = end if text[end] in ",]" else _skip(text, end)
     return values, tuple(spans), at + 1
 
 
 def _skip(text: str, at: int) -> int:
+    if text[at : at + 1] > " ":
+        return at
     return WHITESPACE.match(text, at).end()
 
 

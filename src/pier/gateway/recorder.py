@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
@@ -36,17 +36,24 @@ class Recorder:
 
     def __init__(self, path: Path | None, info: Mapping[str, Any], *, durable: Durable = "kill") -> None:
         self._journal = Journal(path) if path else None
+        self._info = info
         self._durable = durable
+        self._calls = 0
+        self._open = 0
+        self._start_over()
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.write_lines([])
+            self.rest()
+
+    def _start_over(self) -> None:
+        """Refer to nothing that was written so far: at first, and when a write has failed."""
         self._blobs: dict[bytes, int] = {}
         self._steps: dict[tuple[int, int], int] = {}
         self._places: list[tuple[int, int]] = [(0, 0)]
         self._lists = 0
-        self._calls = 0
-        self._open = 0
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.write({"t": "session", "format": FORMAT, "at": _now(), **info})
-            self.rest()
+        self._last: dict[str, tuple[bytes, list[int]]] = {}
+        self._waiting = [_line({"t": "session", "format": FORMAT, "at": _now(), **self._info})]
 
     @property
     def on(self) -> bool:
@@ -63,11 +70,18 @@ class Recorder:
 
     def write(self, value: Mapping[str, Any]) -> None:
         if self._journal:
-            self._journal.append_lines(_line(value))
+            self.write_lines([_line(value)])
 
-    def write_lines(self, lines: list[bytes]) -> None:
-        if self._journal:
-            self._journal.append_lines(b"".join(lines))
+    def write_lines(self, lines: list[bytes], *, later: bool = False) -> None:
+        """Add lines; `later` lets them wait for the next ones, so that they go in one write."""
+        self._waiting += lines
+        if self._journal and not later:
+            lines, self._waiting = self._waiting, []
+            try:
+                self._journal.append_lines(b"".join(lines))
+            except OSError:
+                self._start_over()
+                raise
 
     async def commit(self) -> None:
         """Wait until what was written survives what it should survive. To be called at the end of each call."""
@@ -98,8 +112,7 @@ class Recorder:
             separator = _separator(body.text, spans)
             if spans and separator is not None:
                 pieces.append(body.text[at : spans[0][0]])
-                blobs = [self._blob(body.text[a:b], lines) for a, b in spans]
-                pieces.append({"list": self._list(blobs, lines), "sep": separator})
+                pieces.append({"list": self._array(name, body.text, spans, lines), "sep": separator})
                 at = spans[-1][1]
             elif end - start >= _STORE_APART:
                 pieces.append(body.text[at:start])
@@ -107,6 +120,21 @@ class Recorder:
                 at = end
         pieces.append(body.text[at:])
         return lines, pieces
+
+    def _array(self, name: str, text: str, spans: tuple[Span, ...], lines: list[bytes]) -> tuple[int, int]:
+        """Where the elements at these spans are. Those that the last call had already are known by one hash."""
+        start, end = spans[0][0], spans[-1][1]
+        last, blobs = self._last.get(name, (b"", []))
+        digest, middle = blake2b(digest_size=16), start
+        if blobs and len(blobs) <= len(spans):
+            middle = spans[len(blobs) - 1][1]
+            digest.update(text[start:middle].encode())
+        if digest.digest() != last:
+            digest, middle, blobs = blake2b(digest_size=16), start, []
+        blobs = [*blobs, *(self._blob(text[a:b], lines) for a, b in spans[len(blobs) :])]
+        digest.update(text[middle:end].encode())
+        self._last[name] = (digest.digest(), blobs)
+        return self._list(blobs, lines)
 
     def _blob(self, text: str, lines: list[bytes]) -> int:
         data = text.encode()
@@ -148,7 +176,7 @@ class CallRecord:
     def edited(self, edits: list[Mapping[str, Any]]) -> None:
         """The gateway changed the request, for the reasons given."""
         if edits:
-            self._write("edits", edits=edits)
+            self._write("edits", {"edits": edits}, later=True)
 
     def attempt(self, facts: Mapping[str, Any], body: Body | bytes | None) -> None:
         """The request goes to an upstream, with this body (None: as the agent sent it)."""
@@ -160,27 +188,30 @@ class CallRecord:
 
     def failed(self, error: str, wait: float | None) -> None:
         """The attempt gave no answer worth passing on; `wait` seconds later there is another one."""
-        self._write("failed", error=error, wait=wait)
+        self._write("failed", {"error": error, "wait": wait})
 
     def status(self, side: Side, status: int, headers: Mapping[str, str], streamed: bool) -> None:
-        self._write("status", side=side, status=status, headers=redacted(headers), streamed=streamed)
+        fields = {"side": side, "status": status, "headers": redacted(headers), "streamed": streamed}
+        self._write("status", fields, later=True)
 
-    def chunk(self, side: Side, data: bytes) -> None:
+    def chunk(self, side: Side, data: bytes, *, whole: bool = False) -> None:
+        """Bytes of an answer, before they go on. A `whole` answer is written with the end of its call."""
         if self.recorder.on:
-            self._write("chunk", side=side, text=data.decode(errors="surrogateescape"))
+            self._write("chunk", {"side": side, "text": data.decode(errors="surrogateescape")}, later=whole)
 
     def end(self, outcome: Outcome, status: int, *, error: str | None = None, usage: Usage | None = None) -> None:
-        counts = {name: value for name, value in asdict(usage).items() if value is not None} if usage else None
-        self._write("end", outcome=outcome, status=status, error=error, usage=counts)
+        known = ((name, getattr(usage, name)) for name in Usage.__dataclass_fields__) if usage else ()
+        counts = {name: value for name, value in known if value is not None} or None
+        self._write("end", {"outcome": outcome, "status": status, "error": error, "usage": counts})
 
     def note(self, **facts: Any) -> None:
         """Anything else worth keeping, e.g. the tokens of a policy's answer."""
-        self._write("note", **facts)
+        self._write("note", facts)
 
-    def _write(self, kind: str, **fields: Any) -> None:
+    def _write(self, kind: str, fields: Mapping[str, Any], *, later: bool = False) -> None:
         if self.recorder.on:
             line = _line({"t": kind, "c": self.number, "at": _now(), **fields})
-            self.recorder.write_lines([*self._first_lines(), line])
+            self.recorder.write_lines([*self._first_lines(), line], later=later)
 
     def _first_lines(self) -> list[bytes]:
         if self._unwritten is None:

@@ -68,7 +68,7 @@ def counting_path(dialect: DialectName, model: str) -> str:
 async def _whole(x: Exchange, answer: ClientResponse, extras: Extras, scrub: Scrubber) -> web.StreamResponse:
     raw = scrub(await read_answer(answer))
     x.record.status("upstream", answer.status, answer.headers, False)
-    x.record.chunk("upstream", raw)
+    x.record.chunk("upstream", raw, whole=True)
     try:
         value = json.loads(raw)
     except ValueError:
@@ -81,7 +81,7 @@ async def _whole(x: Exchange, answer: ClientResponse, extras: Extras, scrub: Scr
     if extras:
         raw = json.dumps(extras.strip(value), ensure_ascii=False).encode()
         x.record.status("delivered", answer.status, answer.headers, False)
-        x.record.chunk("delivered", raw)
+        x.record.chunk("delivered", raw, whole=True)
     return await x.reply(raw, answer.headers)
 
 
@@ -139,7 +139,7 @@ async def _stream_whole(x: Exchange, answer: ClientResponse, scrub: Scrubber) ->
     """The upstream did not stream. What it gave instead is streamed from here, if it is an answer at all."""
     raw = scrub(await read_answer(answer))
     x.record.status("upstream", answer.status, answer.headers, False)
-    x.record.chunk("upstream", raw)
+    x.record.chunk("upstream", raw, whole=True)
     dialect = x.caller.dialect
     try:
         turn = dialect.parse_response(json.loads(raw))
