@@ -131,7 +131,8 @@ async def hand_over(sandbox: Sandbox, collected: Iterable[Collected], directory:
 
 
 async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRecord) -> None:
-    """Take a directory of logs out into `target`, beside what is there already, which stays."""
+    """Take a directory of logs out into `target`, beside what is there already, which stays. Logs that cannot be taken
+    are a warning: what the agent or the tests did to that place is not the trial's failure."""
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".incoming.", dir=target.parent) as name:
         incoming = Path(name) / "logs"
@@ -140,9 +141,7 @@ async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRe
         except FileNotFoundError:
             return
         except SandboxError as error:
-            if error.code != "too_large":
-                raise
-            record.warn(f"{source}: larger than {LOGS_LIMIT} bytes, not collected")
+            record.warn(f"{source}: not collected: {error}")
             return
         await asyncio.to_thread(record.redactor.tree, incoming)
         if not incoming.is_dir() or incoming.is_symlink():

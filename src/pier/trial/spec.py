@@ -97,6 +97,8 @@ class TrialSpec:
     artifacts: tuple[Artifact, ...] = ()
     extra_instructions: tuple[str, ...] = ()
     keep_sandbox: bool = False
+    keep_state: bool = False
+    """Keep what the agent left behind, so that it can be graded again (`pier.trial.state`)."""
     secrets: tuple[str, ...] = ()
     """Values that may stand in no file, beside those of variables whose name looks secret."""
 

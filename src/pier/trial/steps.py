@@ -29,6 +29,7 @@ from pier.trial.network import StepNetwork
 from pier.trial.outcome import StepOutcome, captured, exception_info
 from pier.trial.record import TrialRecord
 from pier.trial.spec import TrialServices, TrialSpec
+from pier.trial.state import STATE, keep_state
 from pier.verifier.folders import ARTIFACTS, TESTS, VERIFIER_LOGS, make_folders
 
 SHELL = ("/bin/sh", "-c", 'command -v bash >/dev/null 2>&1 && exec bash -c "$0"; exec sh -c "$0"')
@@ -71,6 +72,8 @@ async def run_step(stage: Stage, index: int, network: StepNetwork, directory: Pa
         await stage.switch_network(baseline)
         with stage.clock.phase("collect"):
             collected = await _collect(stage, step, directory)
+            if stage.spec.keep_state:
+                await _keep_state(stage, directory / STATE)
         if stage.spec.verifier.enabled:
             await _verify(stage, index, outcome, before, collected, network.verifier, directory)
             await stage.switch_network(baseline)
@@ -153,6 +156,13 @@ async def _hook(stage: Stage, argv: list[str], name: str, user: str | None, seco
     if not result.ok:
         how = "took too long" if result.timed_out else f"ended with exit code {result.exit_code}"
         stage.record.warn(f"collect hook {name!r} {how}: {result.error_text.strip()[-300:]}")
+
+
+async def _keep_state(stage: Stage, directory: Path) -> None:
+    try:
+        await keep_state(stage.sandbox, directory)
+    except SandboxError as error:
+        stage.record.warn(str(error))
 
 
 async def _verify(

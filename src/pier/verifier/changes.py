@@ -60,9 +60,8 @@ def _judge(change: Change, workdir: str) -> Suspicion | None:
     if path.startswith("/etc/ld.so.conf") or _LOADER.fullmatch(path):
         return Suspicion("loader", path, "this decides which libraries programs load")
     if name in _STARTUP:
-        return Suspicion(
-            "startup", path, "Python imports this at each start", "remove" if added and not inside else "note"
-        )
+        undo: Action = "remove" if added else "restore"
+        return Suspicion("startup", path, "Python imports this at each start", "note" if inside else undo)
     if name in _PYTEST:
         return Suspicion(
             "pytest", path, "pytest reads this by itself", "remove" if added and path.count("/") == 1 else "note"

@@ -3,7 +3,9 @@ verifier is left in the places that the verifier trusts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import io
+import tarfile
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -103,8 +105,20 @@ async def _undo(sandbox: Sandbox, suspicions: list[Suspicion], pristine: Pristin
         async with pristine() as clean:
             for path in replaced:
                 await sandbox.remove(path)
-                await sandbox.put_tar(clean.get_tar(path), str(PurePosixPath(path).parent))
+                place = PurePosixPath(path)
+                await sandbox.put_tar(_named(clean.get_tar(path), place.name), str(place.parent))
     return [Note(each.kind, each.detail, each.path, stopped=each.action != "note") for each in suspicions]
+
+
+async def _named(stream: AsyncIterator[bytes], name: str) -> AsyncIterator[bytes]:
+    """The archive of one file or link, under its name."""
+    whole = b"".join([chunk async for chunk in stream])
+    out = io.BytesIO()
+    with tarfile.open(fileobj=io.BytesIO(whole)) as old, tarfile.open(fileobj=out, mode="w") as new:
+        for entry in old:
+            entry.name = name
+            new.addfile(entry, old.extractfile(entry) if entry.isreg() else None)
+    yield out.getvalue()
 
 
 async def _reset(sandbox: Sandbox, workdir: str) -> None:
