@@ -16,6 +16,7 @@ from typing import Literal
 
 from pier.image.model import Image
 from pier.lease import Held, Lease
+from pier.network.decision import OnDecision
 from pier.network.policy import NetworkMode, NetworkPolicy
 
 OUTPUT_LIMIT = 16 * 1024 * 1024
@@ -66,6 +67,8 @@ class SandboxSpec:
     gpus: int = 0
     name: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
+    on_decision: OnDecision | None = field(default=None, compare=False, repr=False)
+    """Told each decision of the network policy; these are the lines of a trial's `network.jsonl`."""
 
 
 @dataclass(frozen=True, slots=True)

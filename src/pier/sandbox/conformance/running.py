@@ -101,7 +101,7 @@ async def odd_environment(bench: Bench) -> None:
     async with bench.sandbox() as sandbox:
         values = {"A": "", "B": "two\nlines", "C": "a=b=c", "D": "é☃", "E": "  $(id) `id` 'q' \"q\"", "F": "x" * 50_000}
         for name, value in values.items():
-            assert (await run(sandbox, ["printenv", name], env=values)).text == value + "\n"
+            assert (await run(sandbox, f'printf %s "${name}"', env=values)).text == value
 
 
 @check("the host's environment does not leak in")

@@ -12,6 +12,7 @@ from pier.idmap import IdMap
 from pier.image.model import Image
 from pier.lease import Held, Lease
 from pier.network.policy import NetworkMode
+from pier.network.rules import Rules
 from pier.sandbox import cgroup
 from pier.sandbox.contract import Backend, Capabilities, Change, Finding, SandboxSpec
 from pier.sandbox.host import HostRoot, host_image, prepare
@@ -19,6 +20,7 @@ from pier.sandbox.local import sweeping
 from pier.sandbox.local.box import KIND, Box, make_private
 from pier.sandbox.local.changes import merge
 from pier.sandbox.local.doctor import examine
+from pier.sandbox.local.network import offered_modes
 from pier.sandbox.local.plan import layers_of, limits_of, make_plan
 from pier.sandbox.local.sandbox import LocalSandbox
 from pier.sandbox.local.snapshots import KIND as SNAPSHOT
@@ -58,7 +60,13 @@ class LocalBackend(Backend):
         return self._zygotes.pids()
 
     async def capabilities(self) -> Capabilities:
-        return Capabilities(snapshot=True, users=self._ids.mode != "single", limits=limits_of(self._groups))
+        return Capabilities(
+            networks=offered_modes(),
+            switch_network=True,
+            snapshot=True,
+            users=self._ids.mode != "single",
+            limits=limits_of(self._groups),
+        )
 
     async def start(self, spec: SandboxSpec) -> LocalSandbox:
         capabilities = await self.capabilities()
@@ -67,6 +75,11 @@ class LocalBackend(Backend):
         sandbox = LocalSandbox(spec, box, self)
         self._snapshots.hold(sandbox.id, spec.image.layers)
         self._sandboxes.add(sandbox)
+        try:
+            await sandbox.network.enforce(box.channel, spec.network)
+        except BaseException:
+            await asyncio.shield(sandbox.stop())
+            raise
         return sandbox
 
     async def _start_box(self, spec: SandboxSpec, frozen: tuple[Path, ...]) -> Box:
@@ -167,6 +180,7 @@ def _refuse_what_lacks(spec: SandboxSpec, capabilities: Capabilities) -> None:
     if mode not in capabilities.networks:
         known = ", ".join(name for name in get_args(NetworkMode) if name in capabilities.networks)
         raise PolicyError(f"the local backend cannot enforce the network policy {mode!r} here; it can: {known}")
+    Rules(spec.network.hosts)
     if spec.gpus:
         raise SandboxError("the local backend has no gpus", code="no_gpus", blame="user", retryable=False)
     for name in ("cpus", "memory", "processes", "disk", "open_files"):

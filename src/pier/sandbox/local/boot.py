@@ -13,7 +13,7 @@ import types
 def main() -> None:
     source = __file__.removesuffix("/pier/sandbox/local/boot.py")
     sys.path.remove(source + "/pier/sandbox/local") if source + "/pier/sandbox/local" in sys.path else None
-    for name in ("pier", "pier.sandbox", "pier.sandbox.local"):
+    for name in ("pier", "pier.network", "pier.sandbox", "pier.sandbox.local"):
         module = types.ModuleType(name)
         module.__path__ = ["/".join([source, *name.split(".")])]
         sys.modules[name] = module

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from pier.network import plumbing
 from pier.sandbox.local import kernel, root, wire, worker
 from pier.sandbox.local.census import Census
 from pier.sandbox.local.wire import OUT_OF_MEMORY
@@ -57,13 +58,18 @@ def _become_root(plan: dict[str, Any]) -> None:
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     os.umask(0o022)
-    for name, value in plan["rlimits"].items():
+    set_limits(plan["rlimits"])
+    if plan["cores"]:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: plan["cores"]])
+
+
+def set_limits(limits: dict[str, int]) -> None:
+    """Limit what this process and its children may use, by the names of `resource`; never above what is allowed."""
+    for name, value in limits.items():
         which = getattr(resource, name)
         hard = resource.getrlimit(which)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(which, (value, value))
-    if plan["cores"]:
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: plan["cores"]])
 
 
 class Init:
@@ -129,7 +135,7 @@ class Init:
 
     def _take(self, message: dict[str, Any], fds: list[int]) -> None:
         try:
-            if message["op"] in ("exec", "copy"):
+            if message["op"] in ("exec", "copy", "probe"):
                 self._dispatch(message, fds)
             elif message["op"] == "signal":
                 self._pass_on(message)
@@ -140,6 +146,8 @@ class Init:
                 wire.send(self.control, {"id": message["id"], "killed": self._kill_all()})
             elif message["op"] == "listen":
                 self._listen(message)
+            elif message["op"] == "network":
+                self._change_network(message)
         except OSError as error:
             wire.send(self.control, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
         finally:
@@ -264,6 +272,18 @@ class Init:
             wire.send(self.control, {"id": OUT_OF_MEMORY})
             with contextlib.suppress(ProcessLookupError):
                 os.kill(max(sizes, key=sizes.__getitem__), signal.SIGKILL)
+
+    def _change_network(self, message: dict[str, Any]) -> None:
+        plumbing.disconnect()
+        if message["mode"] == "none":
+            wire.send(self.control, {"id": message["id"], "proof": plumbing.probe("none")})
+            return
+        fds = plumbing.connect([(prefix, length) for prefix, length in message["prefixes"]])
+        try:
+            wire.send(self.control, {"id": message["id"]}, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def _listen(self, message: dict[str, Any]) -> None:
         family = socket.AF_INET6 if ":" in message["host"] else socket.AF_INET

@@ -8,6 +8,7 @@ from typing import Any
 
 from pier.errors import SandboxError
 from pier.idmap import IdMap
+from pier.network.plumbing import RESOLV_CONF
 from pier.sandbox import seccomp
 from pier.sandbox.cgroup import Hierarchies
 from pier.sandbox.contract import Mount, SandboxSpec
@@ -33,7 +34,7 @@ def make_plan(
         "binds": [{"source": source, "to": target} for source, target in (host.binds if host else ())],
         "mounts": [_mount(mount) for mount in spec.mounts],
         "etc": {
-            "resolv.conf": "",
+            "resolv.conf": RESOLV_CONF,
             "hosts": _HOSTS.format(name=spec.hostname),
             "hostname": spec.hostname + "\n",
         },

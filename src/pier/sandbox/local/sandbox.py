@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pier.errors import PolicyError, SandboxError
+from pier.errors import SandboxError
 from pier.image.model import Image
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.contract import (
@@ -26,6 +26,7 @@ from pier.sandbox.contract import (
     Stream,
 )
 from pier.sandbox.local import copying
+from pier.sandbox.local.network import Network
 from pier.sandbox.local.process import LocalProcess, Output
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class LocalSandbox(Sandbox):
         self.id = box.id
         self.spec = spec
         self.box = box
+        self.network = Network(spec.network, spec.on_decision)
         self.frozen: tuple[Path, ...] = ()
         self._home = home
         self._lock = asyncio.Lock()
@@ -237,8 +239,8 @@ class LocalSandbox(Sandbox):
         return await self._home.changes(self)
 
     async def set_network(self, policy: NetworkPolicy) -> None:
-        if policy != self.spec.network:
-            raise PolicyError("a local sandbox keeps the network that it was started with")
+        async with self._lock:
+            await self.network.enforce(self.box.channel, policy)
 
     async def listen(self, port: int, factory: ProtocolFactory, *, host: str = "127.0.0.1") -> LocalListener:
         listener = LocalListener(host, port, factory)
@@ -260,6 +262,7 @@ class LocalSandbox(Sandbox):
         async with self._lock:
             self._discard_processes()
             image = await self._home.snapshot(self)
+            await self.network.enforce(self.box.channel, self.network.policy)
             for listener in self._listeners:
                 await self._serve(listener)
         return image
@@ -273,6 +276,7 @@ class LocalSandbox(Sandbox):
         async with self._lock:
             for listener in self._listeners:
                 await listener.close()
+            await self.network.close()
             await self._home.end(self)
             self._discard_processes()
 

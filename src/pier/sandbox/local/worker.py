@@ -15,6 +15,7 @@ import signal
 import socket
 from typing import Any
 
+from pier.network import plumbing
 from pier.sandbox import seccomp, tree
 from pier.sandbox.local import kernel, launch, users, wire
 
@@ -69,6 +70,8 @@ class Worker:
         self.job, self.busy = message["id"], True
         if message["op"] == "exec":
             self._run(message, fds)
+        elif message["op"] == "probe":
+            self._probe(message["mode"])
         else:
             self._copy(message, fds[0])
         self._reap()
@@ -105,6 +108,12 @@ class Worker:
             self._answer({"ok": False, "code": "no_such_user", "message": str(error)})
             return
         self._answer(tree.serve(request, fd))
+
+    def _probe(self, mode: str) -> None:
+        try:
+            self._answer({"proof": plumbing.probe(mode)})
+        except OSError as error:
+            self._answer({"error": error.strerror or str(error), "code": "probe_failed"})
 
     def _answer(self, answer: dict[str, Any]) -> None:
         wire.send(self.control, {"id": self.job} | answer)

@@ -1,0 +1,279 @@
+"""Serves the gateway end of a sandbox's network from pier's own process, and decides what passes.
+
+A name is looked up outside only if the policy allows it, and is answered with a synthetic address. A connection to
+such an address is for that name: the name is resolved again outside, the real address is checked, and it is dialled
+from here. What the client then says (TLS server name, HTTP host) must agree with the name. Connections to plain
+addresses pass only if a rule names the address, or if the network is public. Everything else is reset at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import struct
+from collections.abc import Coroutine
+from typing import Any
+
+from pier.network import dns, plumbing
+from pier.network.addresses import Synthetic, objection
+from pier.network.attempts import read_attempt
+from pier.network.decision import Decision, Ledger, OnDecision
+from pier.network.outside import NoSuchName, Outside, Streams, Unreachable
+from pier.network.policy import NetworkPolicy
+from pier.network.relay import Transfer, relay, reset
+from pier.network.rules import Address, Rules, normal_name
+from pier.network.sniff import Disagreement, Watch
+
+_ORIGINAL_DESTINATION = 80
+_GATEWAYS = (ipaddress.ip_address(plumbing.GATEWAY), ipaddress.ip_address(plumbing.GATEWAY6))
+_MOST_CONNECTIONS = 4096
+
+
+class Refused(Exception):
+    """What was asked for is not allowed; the text says why."""
+
+
+class Gatekeeper:
+    """One sandbox's way out. `serve` takes the sockets that `plumbing.connect` made; `close` ends everything."""
+
+    def __init__(
+        self, policy: NetworkPolicy, on_decision: OnDecision | None = None, outside: Outside | None = None
+    ) -> None:
+        self.ledger = Ledger(on_decision)
+        self._outside = outside or Outside()
+        self._synthetic = Synthetic()
+        self._sockets: list[socket.socket] = []
+        self._servers: list[asyncio.Server] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.set_policy(policy)
+
+    def set_policy(self, policy: NetworkPolicy) -> None:
+        """What passes from now on. Connections that are open stay open; `close` ends those."""
+        self._rules = Rules(policy.hosts)
+        self._mode = policy.mode
+
+    async def serve(self, fds: list[int]) -> None:
+        """Serve the descriptors of `plumbing.connect`, which are the gatekeeper's from now on."""
+        sockets = [socket.socket(fileno=fd) for fd in fds]
+        loop = asyncio.get_running_loop()
+        for sock in (sockets[1], *sockets[4:5]):
+            self._sockets.append(sock)
+            loop.add_reader(sock, self._take_queries, sock)
+        self._sockets.append(sockets[2])
+        loop.add_reader(sockets[2], self._take_attempts, sockets[2])
+        for sock in (sockets[0], *sockets[3:4]):
+            self._servers.append(await asyncio.start_server(self._take_connection, sock=sock, limit=1 << 18))
+
+    async def close(self) -> None:
+        """Close every socket and connection. The kernel then takes the gateway's namespace away. Idempotent."""
+        loop = asyncio.get_running_loop()
+        for sock in self._sockets:
+            loop.remove_reader(sock)
+            sock.close()
+        for server in self._servers:
+            server.close()
+        self._sockets, self._servers = [], []
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Names ----------------------------------------------------------------------------------------------------
+
+    def _take_queries(self, sock: socket.socket) -> None:
+        for _ in range(64):
+            try:
+                data, extra, _, source = sock.recvmsg(4096, 128)
+            except OSError:
+                return
+            if len(self._tasks) < _MOST_CONNECTIONS:
+                self._start(self._answer_datagram(sock, data, extra, source))
+
+    async def _answer_datagram(self, sock: socket.socket, data: bytes, extra: list[Any], source: Any) -> None:
+        reply = await self.answer(data)
+        if reply is not None and sock.fileno() >= 0:
+            try:
+                sock.sendmsg([reply], _from_same_address(extra), 0, source)
+            except OSError:
+                return  # the client is gone, or its socket is full: it will ask again
+
+    async def answer(self, data: bytes) -> bytes | None:
+        """The answer to a DNS query, or None if it is none."""
+        question = dns.read(data)
+        if question is None:
+            return None
+        name = normal_name(question.name)
+        if name is None or not self._may_look_up(name):
+            self.ledger.note(Decision("dns", question.name[:255], False, reason="not allowed"))
+            return dns.answer(question, dns.NO_SUCH_NAME)
+        try:
+            await self._outside.resolve(name)
+        except NoSuchName:
+            self.ledger.note(Decision("dns", name, True, reason="no such name"))
+            return dns.answer(question, dns.NO_SUCH_NAME)
+        except Unreachable as error:
+            self.ledger.note(Decision("dns", name, True, reason=str(error)))
+            return dns.answer(question, dns.SERVER_FAILURE)
+        four, six = self._synthetic.addresses(name)
+        self.ledger.note(Decision("dns", name, True, address=str(four)))
+        wanted = {dns.A: [four], dns.AAAA: [six] if self._has_six else []}
+        return dns.answer(question, dns.OK, wanted.get(question.kind, []))
+
+    @property
+    def _has_six(self) -> bool:
+        return len(self._servers) > 1
+
+    def _may_look_up(self, name: str) -> bool:
+        return self._mode == "public" or (self._mode == "allowlist" and self._rules.allows_name(name, None))
+
+    async def _serve_names(self, streams: Streams) -> None:
+        reader, writer = streams
+        try:
+            while True:
+                size = int.from_bytes(await reader.readexactly(2), "big")
+                reply = await self.answer(await reader.readexactly(size))
+                if reply is None:
+                    return
+                writer.write(struct.pack(">H", len(reply)) + reply)
+                await writer.drain()
+        except (OSError, asyncio.IncompleteReadError):
+            return
+        finally:
+            reset(writer)
+
+    # Connections ----------------------------------------------------------------------------------------------
+
+    def _take_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._tasks) >= _MOST_CONNECTIONS:
+            reset(writer)
+            return
+        self._start(self._serve_connection((reader, writer)))
+
+    async def _serve_connection(self, client: Streams) -> None:
+        writer = client[1]
+        transfer = Transfer()
+        address, port = None, 0
+        name = reason = ""
+        try:
+            address, port = _destination(writer)
+            name = self._synthetic.name(address) or str(address)
+            if address in _GATEWAYS and port == 53:
+                await self._serve_names(client)
+                return
+            await self._pass(client, address, port, transfer)
+        except Unreachable as error:
+            reason = str(error)
+        except (Refused, Disagreement) as error:
+            reason, transfer.allowed = str(error), False
+        except OSError as error:
+            reason = error.strerror or str(error)
+        finally:
+            reset(writer)
+            if address not in _GATEWAYS or port != 53:
+                self._note(name, address, port, reason, transfer)
+
+    def _note(self, name: str, address: Address | None, port: int, reason: str, transfer: Transfer) -> None:
+        decision = Decision(
+            "tcp",
+            name,
+            transfer.allowed,
+            port,
+            reason,
+            address=transfer.peer or str(address or ""),
+            sent=transfer.sent,
+            received=transfer.received,
+        )
+        self.ledger.note(decision)
+
+    async def _pass(self, client: Streams, address: Address, port: int, transfer: Transfer) -> None:
+        name = self._synthetic.name(address)
+        if name is None:
+            targets, watch = self._literal(address, port), None
+        else:
+            if not self._may_reach(name, port):
+                raise Refused("not allowed")
+            targets = self._usable(await self._resolve(name), port)
+            watch = Watch(name, port) if self._mode == "allowlist" else None
+        transfer.allowed = True
+        server = await self._outside.dial(targets, port)
+        try:
+            transfer.peer = str(server[1].get_extra_info("peername")[0])
+            await relay(client, server, watch, transfer)
+        finally:
+            server[1].close()
+
+    def _may_reach(self, name: str, port: int) -> bool:
+        return self._mode == "public" or (self._mode == "allowlist" and self._rules.allows_name(name, port))
+
+    async def _resolve(self, name: str) -> list[Address]:
+        try:
+            return await self._outside.resolve(name)
+        except NoSuchName:
+            raise Refused("no such name") from None
+
+    def _usable(self, addresses: list[Address], port: int) -> list[Address]:
+        """Those of a name's addresses that may be dialled: a name cannot lead to what only an address rule may."""
+        objections = ""
+        usable = []
+        for address in addresses:
+            objections = objection(address, private_too=self._mode == "allowlist")
+            if not objections or self._rules.allows_address(address, port):
+                usable.append(address)
+        if not usable:
+            raise Refused(f"resolves to a {objections}" if objections else "has no address")
+        return usable
+
+    def _literal(self, address: Address, port: int) -> list[Address]:
+        why = "not allowed"
+        if self._mode == "allowlist" and self._rules.allows_address(address, port):
+            return [address]
+        if self._mode == "public" and not (why := objection(address, private_too=False)):
+            return [address]
+        raise Refused(why)
+
+    # What the kernel refused ----------------------------------------------------------------------------------
+
+    def _take_attempts(self, sock: socket.socket) -> None:
+        for _ in range(256):
+            try:
+                data, source = sock.recvfrom(256)
+            except OSError:
+                return
+            attempt = read_attempt(data, source[1])
+            if attempt is None or self._is_served(attempt.address, attempt.kind, attempt.port):
+                continue
+            decision = Decision(attempt.kind, str(attempt.address), False, attempt.port, "not allowed")
+            self.ledger.note(decision)
+
+    def _is_served(self, address: Address, kind: str, port: int) -> bool:
+        """Whether the attempt reaches the gatekeeper itself, which then says what became of it."""
+        local = address in _GATEWAYS or self._synthetic.name(address) is not None or self._mode == "public"
+        if kind == "tcp":
+            return local or self._rules.allows_address(address, None)
+        return (kind == "icmp" and local) or (kind == "udp" and port == 53 and local)
+
+
+def _destination(writer: asyncio.StreamWriter) -> tuple[Address, int]:
+    """Where the client wanted to go, before the packet rules turned the connection here."""
+    sock = writer.get_extra_info("socket")
+    if sock.family == socket.AF_INET6:
+        data = sock.getsockopt(socket.IPPROTO_IPV6, _ORIGINAL_DESTINATION, 28)
+        return ipaddress.IPv6Address(data[8:24]), int.from_bytes(data[2:4], "big")
+    data = sock.getsockopt(socket.IPPROTO_IP, _ORIGINAL_DESTINATION, 16)
+    return ipaddress.IPv4Address(data[4:8]), int.from_bytes(data[2:4], "big")
+
+
+def _from_same_address(extra: list[Any]) -> list[tuple[int, int, bytes]]:
+    """Control data that makes an answer come from the address that was asked."""
+    for level, kind, data in extra:
+        if level == socket.IPPROTO_IP and kind == 8:
+            return [(level, kind, struct.pack("I4s4s", 0, data[8:12], bytes(4)))]
+        if level == socket.IPPROTO_IPV6 and kind == socket.IPV6_PKTINFO:
+            return [(level, kind, data[:16] + bytes(4))]
+    return []

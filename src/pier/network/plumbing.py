@@ -1,0 +1,246 @@
+"""The network of a sandbox, as seen by the kernel: set up from inside, by the sandbox's init, without a process left.
+
+A second network namespace, the gateway's, hangs on the sandbox's own by a pair of linked interfaces. It has no way on:
+its listening sockets are handed to pier, which serves them from outside, and when pier closes them the namespace is
+gone. A sandbox with the policy `none` has no such pair at all.
+
+Standard library only: this runs in processes that can import nothing any more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+from pier.network import nftables, rtnetlink
+from pier.network.rtnetlink import LOCAL, LOCAL_TABLE, Netlink
+
+LINK = "eth0"
+GATEWAY, INSIDE, LENGTH = "192.0.0.1", "192.0.0.2", 29
+GATEWAY6, INSIDE6, LENGTH6 = "fd70:6965:72::1", "fd70:6965:72::2", 64
+SYNTHETIC, SYNTHETIC_LENGTH = "198.18.0.0", 15
+SYNTHETIC6, SYNTHETIC6_LENGTH = "fd70:6965:72:1::", 64
+RESOLV_CONF = f"nameserver {GATEWAY}\noptions timeout:10 attempts:2\n"
+
+_MTU = 65000
+_NEW_NETWORK = 0x40000000
+_REFUSED = "192.0.2.1"
+"""An address of the documentation range: no policy lets it through, save one that names it or is public."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def connect(prefixes: Sequence[tuple[str, int]]) -> list[int]:
+    """Run by a sandbox's init: make the gateway's namespace and link the sandbox to it. `prefixes` are the addresses
+    that the gatekeeper serves, beside the synthetic ones.
+
+    Answers descriptors: a TCP listener and a resolver's UDP socket for IPv4, a packet socket that sees what is
+    attempted, and the first two once more for IPv6 where the kernel has it.
+    """
+    inside = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with Netlink() as sandbox:
+            if _libc.unshare(_NEW_NETWORK) != 0:
+                raise OSError(ctypes.get_errno(), "cannot make a network namespace")
+            try:
+                return [sock.detach() for sock in _make_gateway(sandbox, inside, prefixes)]
+            finally:
+                _enter(inside)
+    finally:
+        os.close(inside)
+
+
+def _make_gateway(sandbox: Netlink, inside: int, prefixes: Sequence[tuple[str, int]]) -> list[socket.socket]:
+    with Netlink() as gateway:
+        gateway.set_up(1)
+        gateway.make_pair("gateway", LINK, inside, _MTU)
+        here, there = rtnetlink.link_index("gateway"), _index_in(inside)
+        gateway.set_up(here)
+        gateway.add_address(here, GATEWAY, LENGTH)
+        _address_sandbox(sandbox, there)
+        six = _has_six(gateway, sandbox, here, there)
+        _serve_prefixes(gateway, here, prefixes, six)
+    listener = _listener(socket.AF_INET, 0)
+    nftables.divert(listener.getsockname()[1])
+    sockets = [listener, _resolver(socket.AF_INET), _watch()]
+    if six:
+        sockets += [_listener(socket.AF_INET6, listener.getsockname()[1]), _resolver(socket.AF_INET6)]
+    return sockets
+
+
+def disconnect() -> None:
+    """Run in a sandbox's network namespace: remove the link, and with it every way out."""
+    with Netlink() as sandbox:
+        sandbox.delete_link(LINK)
+
+
+def _index_in(namespace: int) -> int:
+    """The number of the sandbox's end, which only a process in its namespace can look up."""
+    here = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _enter(namespace)
+        try:
+            return rtnetlink.link_index(LINK)
+        finally:
+            _enter(here)
+    finally:
+        os.close(here)
+
+
+def _enter(namespace: int) -> None:
+    if _libc.setns(namespace, _NEW_NETWORK) != 0:
+        raise OSError(ctypes.get_errno(), "cannot enter a network namespace")
+
+
+def _address_sandbox(sandbox: Netlink, index: int) -> None:
+    sandbox.set_up(index)
+    sandbox.add_address(index, INSIDE, LENGTH)
+    sandbox.add_route("0.0.0.0", 0, index=index, via=GATEWAY)
+
+
+def _has_six(gateway: Netlink, sandbox: Netlink, here: int, there: int) -> bool:
+    """Address both ends for IPv6; False where the kernel has none."""
+    try:
+        gateway.add_address(here, GATEWAY6, LENGTH6)
+        sandbox.add_address(there, INSIDE6, LENGTH6)
+        sandbox.add_route("::", 0, index=there, via=GATEWAY6)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EAFNOSUPPORT, errno.EACCES, errno.ENODEV):
+            return False
+        raise
+    return True
+
+
+def _serve_prefixes(gateway: Netlink, index: int, prefixes: Sequence[tuple[str, int]], six: bool) -> None:
+    """Make addresses the gateway's own. The link's own network is told apart first, or answers would come back here."""
+    gateway.add_route("192.0.0.0", LENGTH, index=index, table=LOCAL_TABLE)
+    wanted = [(SYNTHETIC, SYNTHETIC_LENGTH), *prefixes]
+    if six:
+        gateway.add_route("fd70:6965:72::", LENGTH6, index=index, table=LOCAL_TABLE)
+        wanted.append((SYNTHETIC6, SYNTHETIC6_LENGTH))
+    for prefix, length in wanted:
+        if six or ":" not in prefix:
+            gateway.add_route(prefix, length, index=1, kind=LOCAL, table=LOCAL_TABLE)
+
+
+def _listener(family: int, port: int) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    if family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
+    sock.listen(1024)
+    return sock
+
+
+def _resolver(family: int) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    if family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_RECVPKTINFO, 1)
+        sock.bind(("::", 53))
+    else:
+        sock.setsockopt(socket.IPPROTO_IP, 8, 1)
+        sock.bind(("0.0.0.0", 53))
+    return sock
+
+
+def _watch() -> socket.socket:
+    """A socket that sees each packet that opens something: the first of a TCP connection, UDP, echo requests, and
+    protocols without a name."""
+    sock = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK, 0)
+    code = _assemble(_ATTEMPTS)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    sock.setsockopt(socket.SOL_SOCKET, 26, struct.pack("HxxxxxxP", len(_ATTEMPTS), ctypes.addressof(buffer)))
+    sock.setsockopt(263, 23, 1)
+    sock.bind(("gateway", 3))
+    return sock
+
+
+_BYTE, _BYTE_AT_X, _HEADER_TO_X, _AND, _EQUAL, _RETURN = 0x30, 0x50, 0xB1, 0x54, 0x15, 0x06
+_ATTEMPTS: list[tuple[str, int, int, str, str]] = [
+    ("", _BYTE, 0, "", ""), ("", _AND, 0xF0, "", ""), ("", _EQUAL, 0x40, "four", ""), ("", _EQUAL, 0x60, "six", "drop"),
+    ("four", _BYTE, 9, "", ""), ("", _EQUAL, 2, "drop", ""), ("", _EQUAL, 6, "", "keep"),
+    ("", _HEADER_TO_X, 0, "", ""), ("", _BYTE_AT_X, 13, "", ""), ("", _AND, 0x12, "", ""),
+    ("", _EQUAL, 0x02, "keep", "drop"),
+    ("six", _BYTE, 6, "", ""), ("", _EQUAL, 0, "drop", ""), ("", _EQUAL, 58, "echo", ""), ("", _EQUAL, 6, "", "keep"),
+    ("", _BYTE, 53, "", ""), ("", _AND, 0x12, "", ""), ("", _EQUAL, 0x02, "keep", "drop"),
+    ("echo", _BYTE, 40, "", ""), ("", _EQUAL, 128, "keep", "drop"),
+    ("keep", _RETURN, 128, "", ""), ("drop", _RETURN, 0, "", ""),
+]  # fmt: skip
+"""Label, operation, value, where to go if equal and if not; nothing is the next line."""
+
+
+def _assemble(rows: Sequence[tuple[str, int, int, str, str]]) -> bytes:
+    places = {row[0]: place for place, row in enumerate(rows) if row[0]}
+    code = b""
+    for place, (_, operation, value, then, otherwise) in enumerate(rows, 1):
+        jumps = [places[label] - place if label else 0 for label in (then, otherwise)]
+        code += struct.pack("HBBI", operation, *jumps, value)
+    return code
+
+
+def probe(mode: str, seconds: float = 20.0) -> dict[str, str]:
+    """Run in a child of a sandbox's init, in its network namespace: try what the policy must refuse, and say how it
+    was refused. Raises OSError if something got through."""
+    links = sorted(name for _, name in socket.if_nameindex())
+    if mode == "none":
+        if links != ["lo"]:
+            raise OSError(errno.EISCONN, f"the sandbox has the links {links}, but its network is none")
+        return {"links": "lo", "tcp": _try_tcp(_REFUSED, 443, seconds), "udp": _try_udp(_REFUSED, 53)}
+    if mode == "public":
+        return {"links": " ".join(links), "dns": _try_name("probe.invalid", seconds)}
+    return {
+        "links": " ".join(links),
+        "dns": _try_name("probe.invalid", seconds),
+        "tcp": _try_tcp(_REFUSED, 443, seconds),
+        "metadata": _try_tcp("169.254.169.254", 80, seconds),
+        "gateway": _try_tcp(GATEWAY, 22, seconds),
+    }
+
+
+def _try_tcp(address: str, port: int, seconds: float) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
+        sock.settimeout(seconds)
+        try:
+            sock.connect((address, port))
+            sock.send(b"\n")
+            if sock.recv(1) == b"":
+                return "closed"
+        except TimeoutError:
+            raise OSError(errno.ETIMEDOUT, f"a connection to {address}:{port} was neither made nor refused") from None
+        except OSError as error:
+            return errno.errorcode.get(error.errno or 0, str(error))
+    raise OSError(errno.EISCONN, f"a connection to {address}:{port} was made, which the policy refuses")
+
+
+def _try_udp(address: str, port: int) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        try:
+            sock.connect((address, port))
+        except OSError as error:
+            return errno.errorcode.get(error.errno or 0, str(error))
+    raise OSError(errno.EISCONN, f"there is a route to {address}, but the network is none")
+
+
+def _try_name(name: str, seconds: float) -> str:
+    query = b"\x70\x72\x01\x00\x00\x01\x00\x00\x00\x00\x00\x00"
+    query += b"".join(bytes([len(part)]) + part.encode() for part in name.split(".")) + b"\0\x00\x01\x00\x01"
+    deadline = time.monotonic() + seconds
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        sock.connect((GATEWAY, 53))
+        while time.monotonic() < deadline:
+            sock.send(query)
+            if select.select([sock], [], [], 2.0)[0]:
+                answer = sock.recv(512)
+                if answer[3] & 0x0F == 3:
+                    return "NXDOMAIN"
+                raise OSError(
+                    errno.EPROTO, f"the resolver answered {answer[3] & 0x0F} for {name}, which does not exist"
+                )
+    raise OSError(errno.ETIMEDOUT, "the sandbox's resolver does not answer")

@@ -1,0 +1,73 @@
+"""The way out of a local sandbox: init makes the sockets, pier serves them, a probe inside proves the policy."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from pier.errors import PolicyError, SandboxError
+from pier.network.decision import Decision, OnDecision
+from pier.network.gatekeeper import Gatekeeper
+from pier.network.policy import NetworkMode, NetworkPolicy
+from pier.network.rules import Rules
+from pier.sandbox.local.channel import Channel
+
+_NETFILTER = 12
+_EVERYTHING = [["0.0.0.0", 0], ["::", 0]]
+
+
+def offered_modes() -> frozenset[NetworkMode]:
+    """The policies that this kernel lets pier enforce: without packet rules there is only `none`."""
+    try:
+        socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETFILTER).close()
+    except OSError:
+        return frozenset({"none"})
+    return frozenset({"none", "allowlist", "public"})
+
+
+class Network:
+    """One sandbox's network, through all policies that it has in its life."""
+
+    def __init__(self, policy: NetworkPolicy, on_decision: OnDecision | None) -> None:
+        self.policy = policy
+        self._gatekeeper = Gatekeeper(policy, on_decision)
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """What was refused so far, and how often."""
+        return dict(self._gatekeeper.ledger.refused)
+
+    async def enforce(self, channel: Channel, policy: NetworkPolicy) -> None:
+        """Put a policy in force in the sandbox behind `channel`, and prove it. Connections that were open are closed.
+        When it cannot be enforced the sandbox has no network, and this raises `PolicyError`."""
+        prefixes = _prefixes(policy)
+        await self._gatekeeper.close()
+        self._gatekeeper.set_policy(policy)
+        self.policy = policy
+        try:
+            message, fds = await channel.ask({"op": "network", "mode": policy.mode, "prefixes": prefixes})
+            if policy.mode != "none":
+                await self._gatekeeper.serve(fds)
+                message, _ = await channel.ask({"op": "probe", "mode": policy.mode})
+        except SandboxError as error:
+            await self._gatekeeper.close()
+            if error.code == "sandbox_gone":
+                raise
+            raise PolicyError(
+                f"the network policy {policy.mode!r} cannot be enforced: {error}", hint="pier doctor"
+            ) from error
+        self._note(message["proof"])
+
+    def _note(self, proof: dict[str, str]) -> None:
+        told = ", ".join(f"{name}: {value}" for name, value in proof.items())
+        self._gatekeeper.ledger.note(Decision("probe", self.policy.mode, True, reason=told))
+
+    async def close(self) -> None:
+        await self._gatekeeper.close()
+
+
+def _prefixes(policy: NetworkPolicy) -> list[list[Any]]:
+    if policy.mode == "public":
+        return _EVERYTHING
+    networks = dict.fromkeys(Rules(policy.hosts).networks)
+    return [[str(network.network_address), network.prefixlen] for network in networks]
