@@ -346,3 +346,22 @@ async def test_closing_a_session_cuts_its_calls(tmp_path: Path) -> None:
             await asking
         found = recording.read(tmp_path)
         assert (found.calls[0].outcome, found.closed) == ("cancelled", "enough")
+
+
+async def test_a_closed_book_has_no_hosted_tools(tmp_path: Path) -> None:
+    own = {"name": "add", "input_schema": {"type": "object"}}
+    hosted = {"type": "web_search_20250305", "name": "web_search"}
+    async with fake_provider(says(HELLO)) as fake, Gateway() as gateway:
+        url = await gateway.serve()
+        for upstream in ("anthropic", "chat"):
+            path = tmp_path / f"{upstream}.jsonl"
+            session = gateway.session("m", upstream=fake.provider(upstream), closed_book=True, recording=path)
+            body = {**request_body("anthropic"), "tools": [own, hosted]}
+            assert (await post(url, PATHS["anthropic"], session.key, body))[0] == 200
+            assert b"web_search" not in fake.asked[-1].body
+            assert b"add" in fake.asked[-1].body
+            (call,) = recording.read(path).generations()
+            assert b"web_search" in call.body
+            assert call.upstream
+            assert call.upstream.body == fake.asked[-1].body
+            assert any("web_search" in edit["what"] for edit in call.edits)

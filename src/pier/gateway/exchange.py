@@ -7,16 +7,18 @@ sees its last event; a failure reaches the agent in its own dialect; a stream th
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
 
-from pier.gateway.body import Body
+from pier.gateway.body import Body, parse
 from pier.gateway.budget import Turn
 from pier.gateway.caller import Caller
-from pier.gateway.canonical import ErrorKind, Request, Usage
+from pier.gateway.canonical import Edit, ErrorKind, Request, Usage
 from pier.gateway.cost import cost_of
 from pier.gateway.dialect import StreamRenderer
 from pier.gateway.providers import Target
@@ -75,6 +77,12 @@ class Exchange:
         if self._renderer is None:
             self._renderer = self.caller.dialect.stream_renderer(self.request, self.caller.route)
         return self._renderer
+
+    def edit(self, value: Mapping[str, Any], edits: list[Edit]) -> None:
+        """Go on with another body than the agent sent, for the reasons given."""
+        self.body = parse(json.dumps(value, ensure_ascii=False).encode())
+        self.edited = True
+        self.record.edited([asdict(edit) for edit in edits])
 
     @property
     def started(self) -> bool:

@@ -206,6 +206,10 @@ class Session:
         return f"pier gives no further turn ({self.ended}); finish without the model" if self.ended else None
 
     async def _within_time(self, x: Exchange, asked: str) -> web.StreamResponse:
+        if self.terms.closed_book:
+            closed, edits = close_book(x.caller.route.dialect, x.body.value)
+            if edits:
+                x.edit(closed, edits)
         left = min((left for meter in self._meters if (left := meter.seconds_left) is not None), default=None)
         clock = asyncio.timeout(left)
         try:
