@@ -169,3 +169,29 @@ def test_dry_run_and_print_config_run_nothing(tmp_path: Path, tasks: Path) -> No
     config = json.loads(pier("run", "-p", "tasks", "--ae", "A_KEY=hidden-value", "--print-config", cwd=tmp_path).stdout)
     assert config["agents"][0]["env"] == {"A_KEY": "****"}
     assert not (tmp_path / "jobs").exists()
+
+
+def test_grading_again_what_agents_left_behind(tmp_path: Path) -> None:
+    solve = "mkdir -p /work/x && echo hi > /work/x/y && rm /etc/hostname && echo hi > /tmp/answer"
+    task = make_task(tmp_path / "tasks" / "one", solve=solve)
+    pier("run", "-p", "tasks", "-k", "2", "--keep-state", "--job-name", "j", cwd=tmp_path)
+    make_task(task, test='test "$(cat /work/x/y)" = hi -a ! -e /etc/hostname && echo 0.5 > /logs/verifier/reward.txt')
+    before = snapshot(tmp_path / "jobs" / "j")
+    pier("job", "regrade", "jobs/j", cwd=tmp_path)
+    assert rewards_of(tmp_path / "jobs" / "j-regrade") == [0.5, 0.5]
+    assert snapshot(tmp_path / "jobs" / "j") == before
+    names = [trial.name for trial in trials_of(tmp_path / "jobs" / "j")]
+    assert [trial.name for trial in trials_of(tmp_path / "jobs" / "j-regrade")] == names
+    pier("run", "-p", "tasks", "-a", "nop", "--job-name", "k", cwd=tmp_path, code=1)
+    refused = pier("job", "regrade", "jobs/k", cwd=tmp_path, code=2)
+    assert "--keep-state" in refused.stderr
+
+
+def test_equal_environments_are_built_once(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        task = make_task(tmp_path / "tasks" / name, test="cat /built && echo 1 > /logs/verifier/reward.txt")
+        (task / "task.toml").write_text('[environment]\nnetwork_mode = "no-network"\n')
+        (task / "environment" / "Dockerfile").write_text("FROM host\nRUN date +%s.%N > /built\n")
+    pier("run", "-p", "tasks", "-k", "3", "-n", "6", "--job-name", "j", cwd=tmp_path)
+    stamps = {(t / "verifier" / "test-stdout.txt").read_text() for t in trials_of(tmp_path / "jobs" / "j")}
+    assert len(trials_of(tmp_path / "jobs" / "j")) == 6 and len(stamps) == 1

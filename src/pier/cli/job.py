@@ -91,6 +91,24 @@ def retry(
     _exit(again_and_report(_directory(directory, job_path), wanted, *_how(flags)))
 
 
+@job.command()
+@DIRECTORY
+@JOB_PATH
+@click.option("--job-name", "name", help="The new job's directory.  [default: the old one's with -regrade]")
+@CONCURRENT
+@ENV_FILE
+@QUIET
+@JSON
+def regrade(directory: Path | None, job_path: Path | None, name: str | None, **flags: Any) -> None:
+    """Run the verifier again on what agents left behind, without any agent.
+
+    The job must have been run with --keep-state. Tasks are read as they are now. The old job stays as it is.
+    """
+    from pier.job.command import regrade_and_report
+
+    _exit(regrade_and_report(_directory(directory, job_path), name, *_how(flags)))
+
+
 def _directory(argument: Path | None, option: Path | None) -> Path:
     found = argument or option
     if found is None:

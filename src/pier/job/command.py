@@ -13,7 +13,7 @@ import click
 
 from pier.job.again import Wanted, void
 from pier.job.config import JobConfig
-from pier.job.directory import Job, open_existing, open_for, plan_job
+from pier.job.directory import Job, open_existing, open_for, open_regrade, plan_job, read_config
 from pier.job.interrupts import Interrupts
 from pier.job.layout import result_of, to_disk
 from pier.job.ledger import Ledger
@@ -52,6 +52,24 @@ def again_and_report(
             job.config.n_concurrent_trials = n_concurrent
         if wanted is not None and void(job, wanted) == 0 and show is Show.FULL:
             click.echo("no finished trial is of that kind", err=True)
+        return _run(job, env, show)
+
+
+def regrade_and_report(
+    directory: Path, name: str | None, env: Mapping[str, str], show: Show, n_concurrent: int | None = None
+) -> int:
+    """Grade again what the job in `directory` has kept, as the job `name` beside it."""
+    config, _ = read_config(directory)
+    source = directory.resolve()
+    config.regrade_of = str(source)
+    config.job_name = name or f"{source.name}-regrade"
+    config.jobs_dir = str(directory.parent)
+    config.keep_state, config.environment.delete = False, True
+    if n_concurrent is not None:
+        config.n_concurrent_trials = n_concurrent
+    with open_regrade(source, config, env) as job:
+        if job.left_out and show is Show.FULL:
+            click.echo(f"{job.left_out} finished trials kept no state and are left out", err=True)
         return _run(job, env, show)
 
 

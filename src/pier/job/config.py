@@ -163,6 +163,7 @@ class JobConfig(_Part):
     extra_instructions: list[str] = Field(default_factory=list)
     image: str | None = None
     keep_state: bool = False
+    regrade_of: str | None = None
     strict: bool = False
 
     @field_validator("job_name")

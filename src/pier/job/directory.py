@@ -21,6 +21,7 @@ from pier.job.load import parse, read_file
 from pier.job.outcome import read_outcome
 from pier.job.owner import OWNER, current_owner, owning
 from pier.job.plan import Plan, PlannedTask, PlannedTrial, make_plan
+from pier.job.regrade import plan_regrade
 from pier.task.sources import Selection, resolve_sources
 
 _NOT_ASKED = ("job_name", "jobs_dir", "debug", "quiet", "n_concurrent_trials", "n_concurrent_builds", "retry")
@@ -39,6 +40,8 @@ class Job:
     disk: dict[str, Any]
     ledger: Ledger
     continued: bool = False
+    left_out: int = 0
+    """How many trials of an earlier job cannot be graded again, since they kept no state."""
 
     def trial_path(self, trial: PlannedTrial) -> Path:
         return self.directory / trial.name
@@ -95,7 +98,21 @@ def _tasks_of(source: DatasetConfig | TaskConfig, config: JobConfig) -> list[Pla
 @contextmanager
 def open_for(config: JobConfig, env: Mapping[str, str], *, check: Callable[[], None] = lambda: None) -> Iterator[Job]:
     """The job that `config` asks for: continued if it is there already, else made, after `check` had its say."""
-    plan, disk = plan_job(config, env)
+    with _open(config, *plan_job(config, env), check) as job:
+        yield job
+
+
+@contextmanager
+def open_regrade(source: Path, config: JobConfig, env: Mapping[str, str]) -> Iterator[Job]:
+    """The job that grades again what the job in `source` has kept."""
+    plan, without = plan_regrade(source, config)
+    with _open(config, plan, to_disk(config, env), lambda: None) as job:
+        job.left_out = without
+        yield job
+
+
+@contextmanager
+def _open(config: JobConfig, plan: Plan, disk: dict[str, Any], check: Callable[[], None]) -> Iterator[Job]:
     asked = _asked(disk)
     directory = _find_directory(config, asked, plan)
     if directory is None:

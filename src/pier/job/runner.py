@@ -7,11 +7,11 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from pier.errors import JobError
+from pier.errors import JobError, PierError
 from pier.job.directory import Job
 from pier.job.interrupts import Interrupts
 from pier.job.layout import LOG, write_result
@@ -111,7 +111,7 @@ async def _run_owed(
 
         interrupts.connect(stop)
         with progress.show():
-            async with _kept_up(job, schedule):
+            async with _beside(_keep_up(job, schedule)), _beside(_build_ahead(specs, owed, services)):
                 await schedule.run(owed)
         interrupts.connect(lambda: None)
     return schedule.stopping
@@ -127,35 +127,52 @@ async def _services(job: Job, env: Mapping[str, str]) -> AsyncIterator[TrialServ
         images = open_images(backend, builds=job.config.n_concurrent_builds)
         stack.push_async_callback(images.close)
         gateway = None
-        if any(agent.model_name for agent in job.config.agents):
+        models = {agent.model_name for agent in job.config.agents if agent.model_name}
+        if models and job.config.regrade_of is None:
             from pier.gateway import Directory, Gateway
 
             gateway = await stack.enter_async_context(Gateway(providers=Directory.load(env)))
-            for model in {agent.model_name for agent in job.config.agents if agent.model_name}:
+            for model in models:
                 await gateway.session(fill(model, env)).close()
         yield TrialServices(backend=backend, images=images, gateway=gateway, environ=env)
 
 
 @asynccontextmanager
-async def _kept_up(job: Job, schedule: Schedule) -> AsyncIterator[None]:
-    """Keep `result.json` fresh and the journal on disk, seldom enough that it costs next to nothing."""
-
-    async def keep_up() -> None:
-        pause = 1.0
-        while True:
-            await asyncio.sleep(pause)
-            began = time.monotonic()
-            write_result(job.ledger, job.config, schedule.running)
-            pause = max(1.0, 30 * (time.monotonic() - began))
-            await asyncio.to_thread(job.ledger.sync)
-
-    task = asyncio.create_task(keep_up())
+async def _beside(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Do `work` while the context lasts, and no longer."""
+    task = asyncio.create_task(work)
     try:
         yield
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+
+
+async def _keep_up(job: Job, schedule: Schedule) -> None:
+    """Keep `result.json` fresh and the journal on disk, seldom enough that it costs next to nothing."""
+    pause = 1.0
+    while True:
+        await asyncio.sleep(pause)
+        began = time.monotonic()
+        write_result(job.ledger, job.config, schedule.running)
+        pause = max(1.0, 30 * (time.monotonic() - began))
+        await asyncio.to_thread(job.ledger.sync)
+
+
+async def _build_ahead(specs: Specs, owed: Sequence[PlannedTrial], services: TrialServices) -> None:
+    """Build the images of tasks that are still to come, so that builds and running trials have limits of their own."""
+
+    async def build() -> None:
+        for task in places:
+            with contextlib.suppress(PierError, OSError):
+                if (wish := specs.build_wish(task)) is not None:
+                    await services.images.get(wish)
+
+    places = iter(dict.fromkeys(trial.task for trial in owed))
+    async with asyncio.TaskGroup() as group:
+        for _ in range(specs.builds):
+            group.create_task(build())
 
 
 def _explain(job: Job, group: BaseExceptionGroup[OSError]) -> JobError:

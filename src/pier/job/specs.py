@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from pier.errors import TaskError, UsageError
 from pier.job.config import AgentConfig, EnvironmentConfig, JobConfig
 from pier.job.plan import Plan, PlannedTask, PlannedTrial
+from pier.job.regrade import stand_in
 from pier.job.templates import fill, secrets_in
 from pier.plugin import find
 from pier.sandbox import BACKENDS
@@ -21,6 +22,8 @@ from pier.task.config import Artifact, McpServerTable
 from pier.task.git import check_out
 from pier.task.model import Origin
 from pier.trial.agents import make_agent
+from pier.trial.environment import agent_room
+from pier.trial.images import ImageWish
 from pier.trial.redact import Redactor
 from pier.trial.spec import AgentChoice, Multipliers, SandboxChoice, TrialSpec, VerifierChoice
 
@@ -56,17 +59,21 @@ class Specs:
             agent_setup=config.agent_setup_timeout_multiplier,
             environment_build=config.environment_build_timeout_multiplier,
         )
+        self.builds = config.n_concurrent_builds
         self._artifacts = _read(tuple[Artifact, ...], config.artifacts, "artifacts")
         self._secrets = tuple(sorted(set(secrets_in(dumped, env))))
         self.redactor = Redactor(self._secrets)
 
     def spec(self, trial: PlannedTrial, directory: Path) -> TrialSpec:
         """What to run for `trial`, in `directory`. A task that changed since it was planned is a `TaskError`."""
+        task, agent = self._task(trial.task), self._agents[trial.agent]
+        if self._config.regrade_of is not None:
+            agent = stand_in(Path(self._config.regrade_of), trial.name, task)
         return TrialSpec(
             name=trial.name,
-            task=self._task(trial.task),
+            task=task,
             directory=directory,
-            agent=self._agents[trial.agent],
+            agent=agent,
             verifier=self._verifier,
             sandbox=self._sandbox,
             multipliers=self._multipliers,
@@ -74,9 +81,16 @@ class Specs:
             job_id=self._job_id,
             artifacts=self._artifacts,
             extra_instructions=tuple(self._config.extra_instructions),
-            keep_sandbox=not self._config.environment.delete,
+            keep_state=self._config.keep_state or not self._config.environment.delete,
             secrets=self._secrets,
         )
+
+    def build_wish(self, place: int) -> ImageWish | None:
+        """The image that has to be built for the agents of a task; None if there is nothing to build."""
+        if self._sandbox.image or not Path(self._plan.tasks[place].path, "environment", "Dockerfile").is_file():
+            return None
+        wish = agent_room(self._task(place), self._sandbox).wish
+        return wish if wish.is_build else None
 
     def _task(self, place: int) -> Task:
         if place in self._tasks:

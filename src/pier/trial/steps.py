@@ -30,6 +30,7 @@ from pier.trial.outcome import StepOutcome, captured, exception_info
 from pier.trial.record import TrialRecord
 from pier.trial.spec import TrialServices, TrialSpec
 from pier.trial.state import STATE, keep_state
+from pier.trial.trajectory import Told, add_trajectory
 from pier.verifier.folders import ARTIFACTS, TESTS, VERIFIER_LOGS, make_folders
 
 SHELL = ("/bin/sh", "-c", 'command -v bash >/dev/null 2>&1 && exec bash -c "$0"; exec sh -c "$0"')
@@ -119,13 +120,16 @@ async def _run_agent(stage: Stage, step: Step, outcome: StepOutcome, policy: Net
         await stage.switch_network(policy)
     try:
         with stage.clock.phase("agent") as outcome.agent_execution:
-            async with model_session(spec, stage.services, agent, sandbox, logs) as session:
+            closed = policy.mode != "public"
+            async with model_session(spec, stage.services, agent, sandbox, logs, closed_book=closed) as session:
                 with stage.record.output(logs / f"{agent.name}.txt") as output:
                     outside = await outside_of(session, stage.services, agent)
-                    told = replace(run, endpoint=endpoint_of(session), outside=outside)
-                    failed = await run_agent(agent, sandbox, told, output)
+                    informed = replace(run, endpoint=endpoint_of(session), outside=outside)
+                    failed = await run_agent(agent, sandbox, informed, output)
                 outcome.agent_result = usage_of(session)
     finally:
+        told = Told(agent, spec.agent.model, spec.name)
+        outcome.agent_result = await add_trajectory(logs, told, outcome.agent_result, stage.record)
         await take_logs(sandbox, AGENT_LOGS, logs, stage.record)
     if failed is not None:
         stage.record.log(f"agent: {failed}")
