@@ -120,9 +120,12 @@ async def home_of(sandbox: Sandbox, user: str | None) -> str:
 
 @asynccontextmanager
 async def model_session(
-    spec: TrialSpec, services: TrialServices, agent: Agent, sandbox: Sandbox, logs: Path
+    spec: TrialSpec, services: TrialServices, agent: Agent, sandbox: Sandbox, logs: Path, *, closed_book: bool = False
 ) -> AsyncIterator[Session | None]:
-    """A session at the gateway, served inside the sandbox while the agent runs; None if no model is asked for."""
+    """A session at the gateway, served inside the sandbox while the agent runs; None if no model is asked for.
+
+    With `closed_book` the model has no internet either.
+    """
     if spec.agent.model is None:
         yield None
         return
@@ -135,7 +138,9 @@ async def model_session(
 
     labels = {"trial": spec.name, "task": spec.task.name}
     budget = Budget(**spec.agent.budget)
-    session = services.gateway.session(spec.agent.model, budget=budget, recording=logs / RECORDING, labels=labels)
+    session = services.gateway.session(
+        spec.agent.model, budget=budget, recording=logs / RECORDING, closed_book=closed_book, labels=labels
+    )
     try:
         listener = await sandbox.listen(GATEWAY_PORT, services.gateway.protocol_factory(session))
         try:

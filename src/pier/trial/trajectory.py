@@ -1,0 +1,62 @@
+"""The agent's trajectory, derived from the recording of its model calls when it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from pier import __version__
+from pier.agent.contract import Agent
+from pier.trial.agents import RECORDING
+from pier.trial.model import AgentResult
+from pier.trial.outcome import captured
+from pier.trial.record import TrialRecord
+
+TRAJECTORY = "trajectory.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a trajectory says of its origin."""
+
+    agent: Agent
+    model: str | None
+    session: str
+
+
+async def add_trajectory(logs: Path, told: Told, result: AgentResult | None, record: TrialRecord) -> AgentResult | None:
+    """Write the trajectory beside the recording, and add what it knows to the result.
+
+    A trajectory that cannot be derived is a warning: the recording is still there, and the verdict does not need it.
+    """
+    if not (logs / RECORDING).is_file():
+        return result
+    from pier.gateway.derivation import write_trajectory
+
+    version = told.agent.pack.version if told.agent.pack else None
+    with captured() as failure:
+        summary = await asyncio.to_thread(
+            write_trajectory,
+            logs / RECORDING,
+            logs / TRAJECTORY,
+            agent_name=told.agent.name,
+            agent_version=version or __version__,
+            model_name=told.model,
+            session_id=told.session,
+        )
+        if summary.path is None:
+            return result
+        known = {
+            "n_input_tokens": summary.prompt_tokens,
+            "n_output_tokens": summary.completion_tokens,
+            "n_cache_tokens": summary.cached_tokens,
+            "cost_usd": summary.cost_usd,
+            "peak_context_tokens": summary.peak_context_tokens,
+            "summarization_count": summary.summarization_count,
+            "n_agent_steps": summary.agent_steps,
+        }
+        update = {name: value for name, value in known.items() if value is not None}
+        return (result or AgentResult()).model_copy(update=update)
+    record.warn(f"no trajectory could be derived from {logs / RECORDING}: {failure.error}")
+    return result
