@@ -118,6 +118,14 @@ class DockerBackend(Backend):
                 f"the Docker backend cannot enforce the network policy {spec.network.mode!r} here",
                 hint="use --env local",
             )
+        if spec.limits.disk is not None:
+            raise SandboxError(
+                "the Docker backend cannot limit the disk here: the engine's storage driver has no quotas",
+                code="no_limit",
+                blame="user",
+                retryable=False,
+                hint="leave the limit out, or use --env local",
+            )
         docker = await self._engine()
         assert self._images is not None
         box = ContainerBox(self._lease, self.zygotes, docker, self._address)
@@ -139,6 +147,7 @@ class DockerBackend(Backend):
         limits = spec.limits
         host: dict[str, Any] = {
             "NetworkMode": "none",
+            "ExtraHosts": [f"{spec.hostname}:127.0.1.1"],
             "Binds": [f"{program}:{_IDLE}:ro", *(_bind(mount) for mount in spec.mounts if mount.source is not None)],
             "Tmpfs": {mount.target: _tmpfs(mount) for mount in spec.mounts if mount.source is None},
             "ReadonlyPaths": ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"],

@@ -39,6 +39,7 @@ class ContainerBox:
         self._docker = docker
         self._address = address
         self._pidfd = -1
+        self._running: asyncio.Future[int] | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._memory_events: Path | None = None
 
@@ -50,7 +51,8 @@ class ContainerBox:
         ready = asyncio.ensure_future(self.channel.wait(0))
         try:
             async with asyncio.timeout(_START_SECONDS):
-                await self._enter(await self._run(config), plan, theirs)
+                self._running = asyncio.ensure_future(self._run(config))
+                await self._enter(await asyncio.shield(self._running), plan, theirs)
                 await ready
         except TimeoutError:
             message = f"the container {self.name} did not start in {_START_SECONDS} s"
@@ -112,6 +114,11 @@ class ContainerBox:
             await kill_and_wait(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
+        if self._running is not None:
+            # An engine goes on with what it was asked for, also when nobody waits for the answer.
+            await asyncio.wait([self._running], timeout=_STOP_SECONDS)
+            if self._running.done() and not self._running.cancelled():
+                self._running.exception()
         await remove(self._docker, self.name)
         self._lease.strike(KIND, self.id)
 

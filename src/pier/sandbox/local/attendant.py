@@ -16,7 +16,7 @@ from typing import Any
 
 from pier.sandbox.local import kernel, wire
 from pier.sandbox.local.census import Census
-from pier.sandbox.local.init import Init
+from pier.sandbox.local.init import Init, set_limits
 from pier.sandbox.local.root import HOST
 
 _NAMESPACES = ("ipc", "uts", "net", "cgroup", "pid", "mnt")
@@ -37,6 +37,7 @@ def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         os.umask(0o022)
         os.setgroups([])
+        set_limits(plan["rlimits"])
         census = Census(proc, without=frozenset({pid}), namespace=inside)
         attendant = Attendant(control, plan, census, container, (proc, inside))
         wire.send(control, {"id": 0, "ready": True})

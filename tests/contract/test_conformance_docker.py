@@ -1,0 +1,44 @@
+"""The Docker backend keeps the same promises, with a real engine of the tests' own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from pier.image.model import Image
+from pier.lease import Lease
+from pier.sandbox import open_backend
+from pier.sandbox.conformance import CHECKS, Check, verify
+from pier.sandbox.contract import Backend
+from tests.busybox import busybox_image
+from tests.engine import Engine, engine, missing
+
+pytestmark = [pytest.mark.docker, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+
+
+@pytest.fixture(scope="module")
+def docker() -> Iterator[Engine]:
+    with engine() as running:
+        yield running
+        assert running.containers() == []
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
+    return busybox_image(tmp_path_factory.mktemp("image"))
+
+
+@pytest.fixture
+async def backend(docker: Engine, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Backend]:
+    monkeypatch.setenv("DOCKER_HOST", docker.url)
+    with Lease() as lease:
+        async with open_backend("docker", lease) as opened:
+            yield opened
+        assert lease.held() == []
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+async def test_promise(check: Check, backend: Backend, image: Image, tmp_path: Path) -> None:
+    await verify(check, backend, image, tmp_path)
