@@ -48,7 +48,8 @@ class Network:
             message, fds = await channel.ask({"op": "network", "mode": policy.mode, "prefixes": prefixes})
             if policy.mode != "none":
                 await self._gatekeeper.serve(fds)
-                message, _ = await channel.ask({"op": "probe", "mode": policy.mode})
+                with self._gatekeeper.unnoted():
+                    message, _ = await channel.ask({"op": "probe", "mode": policy.mode})
         except SandboxError as error:
             await self._gatekeeper.close()
             if error.code == "sandbox_gone":

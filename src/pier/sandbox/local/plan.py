@@ -15,7 +15,7 @@ from pier.sandbox.contract import Mount, SandboxSpec
 from pier.sandbox.host import HostRoot
 
 _HOSTS = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t{name}\n"
-_SLACK = 8
+_SLACK = 3
 """Processes of pier's own inside, which a limit by rlimit would count too."""
 
 

@@ -6,21 +6,28 @@ import itertools
 import os
 
 _DEEP = 64
-"""Directories below this depth are moved up before they are emptied, so that neither stack nor descriptors run out."""
+"""Directories below this depth are moved to the top of the tree and removed from there, so that neither the stack nor
+descriptors run out."""
 _numbers = itertools.count()
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def remove(path: str) -> None:
     """Remove `path` and all below it; already gone is fine."""
-    parent, name = os.path.split(path)
     try:
-        above = os.open(parent or "/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        top = os.open(path, _DIRECTORY)
     except FileNotFoundError:
         return
+    except OSError:
+        os.unlink(path)
+        return
     try:
-        _remove(above, name, above, 0)
+        while children := os.listdir(top):
+            for child in children:
+                _remove(top, child, top, 1)
     finally:
-        os.close(above)
+        os.close(top)
+    os.rmdir(path)
 
 
 def _remove(above: int, name: str, top: int, depth: int) -> None:
@@ -31,21 +38,13 @@ def _remove(above: int, name: str, top: int, depth: int) -> None:
         return
     except (IsADirectoryError, PermissionError):
         pass
-    if depth >= _DEEP:
-        moved = f".deep-{os.getpid()}-{next(_numbers)}"
-        os.rename(name, moved, src_dir_fd=above, dst_dir_fd=top)
-        _remove(top, moved, top, 0)
+    if depth > _DEEP:
+        os.rename(name, f".deep-{os.getpid()}-{next(_numbers)}", src_dir_fd=above, dst_dir_fd=top)
         return
-    try:
-        here = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
-    except FileNotFoundError:
-        return
+    here = os.open(name, _DIRECTORY, dir_fd=above)
     try:
         for child in os.listdir(here):
             _remove(here, child, top, depth + 1)
     finally:
         os.close(here)
-    try:
-        os.rmdir(name, dir_fd=above)
-    except FileNotFoundError:
-        return
+    os.rmdir(name, dir_fd=above)

@@ -1,0 +1,165 @@
+"""What the local backend promises beyond the contract: its host image, ids, changes, listeners after a snapshot."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from pier.image.model import Image, ImageConfig
+from pier.lease import Lease
+from pier.sandbox import Limits, Mount, SandboxSpec, open_backend
+from pier.sandbox.host import host_image
+from pier.sandbox.local import LocalBackend
+from tests.busybox import busybox_image
+
+pytestmark = pytest.mark.plain
+
+
+@pytest.fixture
+async def backend(pier_home: Path) -> AsyncIterator[LocalBackend]:
+    with Lease() as lease:
+        async with open_backend("local", lease) as opened:
+            assert isinstance(opened, LocalBackend)
+            yield opened
+        assert lease.held() == []
+    assert not any((pier_home / "sandboxes").iterdir())
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Image:
+    return busybox_image(tmp_path / "image")
+
+
+async def test_host_image_has_the_system_and_nobody_s_business(backend: LocalBackend, pier_home: Path) -> None:
+    pier_home.mkdir(parents=True, exist_ok=True)
+    (pier_home / "secret").write_text("secret")
+    async with await backend.start(SandboxSpec(host_image())) as sandbox:
+        assert (await sandbox.exec("test -x /usr/bin/env && ls /etc/passwd")).ok
+        assert (await sandbox.exec("ls -A /root /tmp /var/tmp")).text.split() == ["/root:", "/tmp:", "/var/tmp:"]
+        homes = await sandbox.exec("find /home /run -type f -o -type s")
+        assert homes.text == ""
+        assert not (await sandbox.exec(["cat", str(pier_home / "secret")])).ok
+        shadow = (await sandbox.exec("cat /etc/shadow")).text
+        assert all(row.split(":")[1] in ("*", "!", "") for row in shadow.splitlines())
+        assert (await sandbox.exec("for d in /tmp /root /home /run /var/tmp; do echo x > $d/x || exit 1; done")).ok
+
+
+async def test_host_image_is_copied_on_write(backend: LocalBackend, is_root: bool) -> None:
+    async with await backend.start(SandboxSpec(host_image())) as one, await backend.start(one.spec) as two:
+        assert (await one.exec("echo changed >> /etc/issue && rm -f /etc/debian_version")).ok
+        assert "changed" not in (await two.exec("cat /etc/issue")).text
+        assert "changed" not in Path("/etc/issue").read_text()
+        if is_root:
+            assert (await one.exec("echo x > /usr/bin/pier-test-new")).ok
+            assert not Path("/usr/bin/pier-test-new").exists()
+
+
+async def test_root_inside_is_not_root_outside(backend: LocalBackend, image: Image) -> None:
+    async with await backend.start(SandboxSpec(image)) as sandbox:
+        rows = (await sandbox.exec("cat /proc/self/uid_map")).text.split()
+        assert rows[0] == "0"
+        process = await sandbox.spawn(["sleep", "1000"])
+        status = Path(f"/proc/{sandbox.box.pid}/status").read_text()
+        uid = int(next(row for row in status.splitlines() if row.startswith("Uid:")).split()[1])
+        assert uid == (100_000 if os.geteuid() == 0 else os.geteuid())
+        await process.kill()
+
+
+async def test_read_write_mount_lands_as_the_caller(backend: LocalBackend, image: Image, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "in").write_text("in")
+    mounts = (Mount("/data", shared, read_only=False), Mount("/ro/file", shared / "in"))
+    async with await backend.start(SandboxSpec(image, mounts=mounts)) as sandbox:
+        assert (await sandbox.exec("cat /data/in /ro/file; echo out > /data/out; echo x > /ro/file")).text == "inin"
+    assert (shared / "out").read_text() == "out\n" and (shared / "out").stat().st_uid == os.geteuid()
+    assert (shared / "in").read_text() == "in"
+
+
+async def test_changes_are_told(backend: LocalBackend, image: Image) -> None:
+    async with await backend.start(SandboxSpec(image)) as sandbox:
+        assert await sandbox.changes() == []
+        await sandbox.exec("echo x >/srv/new; echo >>/etc/group; rm /bin/vi; mkdir /srv/empty")
+        found = {change.path: change.kind for change in await sandbox.changes()}
+        assert found == {"/srv/new": "added", "/etc/group": "changed", "/bin/vi": "removed"}
+        taken = await sandbox.snapshot()
+        await sandbox.exec("rm /srv/new; echo y >/srv/later")
+        found = {change.path: change.kind for change in await sandbox.changes()}
+        assert found == {"/srv/later": "added", "/etc/group": "changed", "/bin/vi": "removed"}
+        await backend.remove_snapshot(taken)
+
+
+class _Echo(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(b"served from outside\n")
+        transport.close()
+
+
+async def test_listeners_outlive_a_snapshot(backend: LocalBackend, image: Image) -> None:
+    async with await backend.start(SandboxSpec(image)) as sandbox:
+        listener = await sandbox.listen(0, _Echo)
+        ask = f"nc 127.0.0.1 {listener.port} </dev/null"
+        assert (await sandbox.exec(ask, timeout=60)).text == "served from outside\n"
+        taken = await sandbox.snapshot()
+        assert (await sandbox.exec(ask, timeout=60)).text == "served from outside\n"
+        await backend.remove_snapshot(taken)
+
+
+async def test_snapshots_go_when_the_last_user_went(backend: LocalBackend, image: Image, pier_home: Path) -> None:
+    async with await backend.start(SandboxSpec(image)) as sandbox:
+        await sandbox.write_file("/srv/one", b"1")
+        first = await sandbox.snapshot()
+        await sandbox.write_file("/srv/two", b"2")
+        second = await sandbox.snapshot()
+        await backend.remove_snapshot(first)
+        assert await sandbox.read_file("/srv/one") == b"1"
+    async with await backend.start(SandboxSpec(second)) as later:
+        assert (await later.exec("cat /srv/one /srv/two")).text == "12"
+        await backend.remove_snapshot(second)
+        assert (await later.exec("cat /srv/one /srv/two")).text == "12"
+    assert not any((pier_home / "snapshots").iterdir())
+
+
+async def test_image_without_tmp_shell_or_etc(backend: LocalBackend, image: Image, tmp_path: Path) -> None:
+    layer = tmp_path / "bare"
+    layer.mkdir()
+    (layer / "busybox").write_bytes((image.layers[0] / "bin" / "busybox").read_bytes())
+    (layer / "busybox").chmod(0o755)
+    bare = Image("test/bare", "sha256:0", (layer,), ImageConfig())
+    async with await backend.start(SandboxSpec(bare)) as sandbox:
+        missing = await sandbox.exec("true")
+        assert missing.exit_code == 127 and "/bin/sh: not found" in missing.error_text
+        assert (await sandbox.exec(["/busybox", "stat", "-c", "%a", "/tmp"])).text == "1777\n"
+        assert (await sandbox.exec(["/busybox", "touch", "/tmp/x"])).ok
+
+
+async def test_uid_without_passwd_entry(backend: LocalBackend, image: Image) -> None:
+    if not (await backend.capabilities()).users:
+        pytest.skip("this user has one id only")
+    async with await backend.start(SandboxSpec(image)) as sandbox:
+        result = await sandbox.exec("id -u; id -g; echo $HOME", user="4321:8765")
+        assert result.text == "4321\n8765\n/\n"
+
+
+async def test_memory_is_watched_where_no_group_can_be(backend: LocalBackend, image: Image) -> None:
+    async with await backend.start(SandboxSpec(image, limits=Limits(memory=64 << 20))) as sandbox:
+        result = await sandbox.exec("head -c 400000000 /dev/zero | tail", timeout=120, output_limit=100)
+        assert result.exit_code == 137 and result.out_of_memory
+        assert (await sandbox.exec("true")).ok
+
+
+async def test_too_many_files_are_noticed(backend: LocalBackend, image: Image) -> None:
+    async with await backend.start(SandboxSpec(image, limits=Limits(disk=8 << 20))) as sandbox:
+        script = "i=0; while true; do head -c 1000000 /dev/zero > /srv/$i || exit 1; i=$((i+1)); sleep 0.01; done"
+        assert (await sandbox.exec(script, timeout=120)).exit_code == 137
+
+
+async def test_doctor_tries_a_sandbox(backend: LocalBackend) -> None:
+    found = {one.subject: one for one in await backend.doctor()}
+    assert found["sandboxes"].ok and found["kernel"].ok
+    assert all(one.ok or one.fix for one in found.values())
