@@ -26,7 +26,7 @@ async def backend(pier_home: Path) -> AsyncIterator[LocalBackend]:
             assert isinstance(opened, LocalBackend)
             yield opened
         assert lease.held() == []
-    assert not any((pier_home / "sandboxes").iterdir())
+    assert not list(pier_home.glob("sandboxes/*"))
 
 
 @pytest.fixture
