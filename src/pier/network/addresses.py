@@ -6,7 +6,7 @@ import ipaddress
 import socket
 from collections import OrderedDict
 
-from pier.network.plumbing import SYNTHETIC, SYNTHETIC6
+from pier.network.plumbing import SYNTHETIC, SYNTHETIC6, SYNTHETIC6_LENGTH, SYNTHETIC_LENGTH
 from pier.network.rules import Address
 
 _NEVER = [
@@ -25,6 +25,8 @@ _PRIVATE = [
 ]  # fmt: skip
 
 CAPACITY = 60_000
+_SYNTHETIC = ipaddress.ip_network(f"{SYNTHETIC}/{SYNTHETIC_LENGTH}")
+_SYNTHETIC6 = ipaddress.ip_network(f"{SYNTHETIC6}/{SYNTHETIC6_LENGTH}")
 _FIRST, _FIRST6 = int(ipaddress.IPv4Address(SYNTHETIC)), int(ipaddress.IPv6Address(SYNTHETIC6))
 
 
@@ -91,6 +93,11 @@ class Synthetic:
             return number
         self._next += 1
         return self._next
+
+    @staticmethod
+    def holds(address: Address) -> bool:
+        """Whether an address is of the kind that stands for names, in use or not."""
+        return address in (_SYNTHETIC if address.version == 4 else _SYNTHETIC6)
 
     def name(self, address: Address) -> str | None:
         """The name that an address stands for, if it is a synthetic one in use."""

@@ -41,10 +41,13 @@ class Ledger:
     def __init__(self, on_decision: OnDecision | None = None) -> None:
         self._on_decision = on_decision
         self._count = 0
+        self.muted = False
         self.allowed = 0
         self.refused: Counter[str] = Counter()
 
     def note(self, decision: Decision) -> None:
+        if self.muted:
+            return
         self._count += 1
         if decision.allowed:
             self.allowed += 1

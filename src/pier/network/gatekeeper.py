@@ -12,7 +12,8 @@ import asyncio
 import ipaddress
 import socket
 import struct
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pier.network import dns, plumbing
@@ -28,6 +29,8 @@ from pier.network.sniff import Disagreement, Watch
 _ORIGINAL_DESTINATION = 80
 _GATEWAYS = (ipaddress.ip_address(plumbing.GATEWAY), ipaddress.ip_address(plumbing.GATEWAY6))
 _MOST_CONNECTIONS = 4096
+_NEVER_NAMES = ("invalid", "localhost", "local", "onion", "arpa")
+"""Last labels that no resolver outside is asked for."""
 
 
 class Refused(Exception):
@@ -64,6 +67,18 @@ class Gatekeeper:
         loop.add_reader(sockets[2], self._take_attempts, sockets[2])
         for sock in (sockets[0], *sockets[3:4]):
             self._servers.append(await asyncio.start_server(self._take_connection, sock=sock, limit=1 << 18))
+
+    @contextmanager
+    def unnoted(self) -> Iterator[None]:
+        """While pier itself tries what must fail, so that its attempts are not taken for the agent's."""
+        self.ledger.muted = True
+        try:
+            yield
+        finally:
+            for sock in self._sockets:
+                if sock.family == socket.AF_PACKET:
+                    self._take_attempts(sock)
+            self.ledger.muted = False
 
     async def close(self) -> None:
         """Close every socket and connection. The kernel then takes the gateway's namespace away. Idempotent."""
@@ -130,6 +145,8 @@ class Gatekeeper:
         return len(self._servers) > 1
 
     def _may_look_up(self, name: str) -> bool:
+        if name.rpartition(".")[2] in _NEVER_NAMES:
+            return False
         return self._mode == "public" or (self._mode == "allowlist" and self._rules.allows_name(name, None))
 
     async def _serve_names(self, streams: Streams) -> None:
@@ -253,7 +270,7 @@ class Gatekeeper:
 
     def _is_served(self, address: Address, kind: str, port: int) -> bool:
         """Whether the attempt reaches the gatekeeper itself, which then says what became of it."""
-        local = address in _GATEWAYS or self._synthetic.name(address) is not None or self._mode == "public"
+        local = address in _GATEWAYS or self._synthetic.holds(address) or self._mode == "public"
         if kind == "tcp":
             return local or self._rules.allows_address(address, None)
         return (kind == "icmp" and local) or (kind == "udp" and port == 53 and local)

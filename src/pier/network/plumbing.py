@@ -22,7 +22,7 @@ from pier.network import nftables, rtnetlink
 from pier.network.rtnetlink import LOCAL, LOCAL_TABLE, Netlink
 
 LINK = "eth0"
-GATEWAY, INSIDE, LENGTH = "192.0.0.1", "192.0.0.2", 29
+GATEWAY, INSIDE, LENGTH = "192.0.0.1", "192.0.0.2", 30
 GATEWAY6, INSIDE6, LENGTH6 = "fd70:6965:72::1", "fd70:6965:72::2", 64
 SYNTHETIC, SYNTHETIC_LENGTH = "198.18.0.0", 15
 SYNTHETIC6, SYNTHETIC6_LENGTH = "fd70:6965:72:1::", 64
