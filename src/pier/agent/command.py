@@ -23,7 +23,7 @@ from pier.errors import UsageError
 from pier.sandbox.contract import Mount
 
 INSTRUCTION = f"{AGENT_LOGS}/instruction.md"
-SCRIPT = "/opt/pier/command"
+SCRIPT = "/installed-agent/command"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 

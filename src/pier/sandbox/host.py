@@ -29,7 +29,7 @@ _EMPTIED = (
 _GONE = ("etc/shadow-", "etc/gshadow-", "etc/krb5.keytab", "etc/.pwd.lock", ".dockerenv")
 _HOST_KEYS = "etc/ssh/ssh_host_*_key"
 _OPEN = {"tmp": 0o1777, "var/tmp": 0o1777, "root": 0o700, "run/lock": 0o1777}
-_WRITABLE = ("root", "home", "tmp", "var/tmp", "run", "run/lock", "mnt", "media", "srv", "app", "logs", "tests",
+_WRITABLE = ("root", "home", "tmp", "var/tmp", "run", "run/lock", "mnt", "media", "srv", "opt", "app", "logs", "tests",
              "workspace", "solution", "var/log", "var/cache", "var/lib", "var/spool")  # fmt: skip
 _MADE = ("proc", "sys", "dev")
 _NOT_BOUND = {*_MADE, "etc", "var", "boot", "lost+found", "old_root", *(name for name in _WRITABLE if "/" not in name)}
@@ -126,18 +126,27 @@ def _compose(layer: Path) -> tuple[tuple[str, str], ...]:
     (layer / "var/lock").symlink_to("/run/lock")
     binds: list[tuple[str, str]] = []
     private = {str(pier_home().resolve())}
-    for path in sorted(Path("/").iterdir()):
-        if path.name in _NOT_BOUND or str(path) in private:
+    for path in _bindable():
+        place = layer / path.relative_to("/")
+        if str(path) in private:
             continue
         if path.is_symlink():
-            (layer / path.name).symlink_to(path.readlink())
+            place.symlink_to(path.readlink())
         elif path.is_dir() and os.access(path, os.R_OK | os.X_OK) and not _holds(path, private):
-            (layer / path.name).mkdir(exist_ok=True)
+            place.mkdir(exist_ok=True)
             binds.append((str(path), str(path)))
     if os.access("/var/lib/dpkg", os.R_OK | os.X_OK):
         (layer / "var/lib/dpkg").mkdir()
         binds.append(("/var/lib/dpkg", "/var/lib/dpkg"))
     return tuple(binds)
+
+
+def _bindable() -> list[Path]:
+    """The system's directories; those in /opt one by one, so that agents' packs can be mounted beside them."""
+    top = [path for path in sorted(Path("/").iterdir()) if path.name not in _NOT_BOUND]
+    opt = Path("/opt")
+    readable = opt.is_dir() and not opt.is_symlink() and os.access(opt, os.R_OK | os.X_OK)
+    return [*top, *(path for path in sorted(opt.iterdir()) if path.name != "pier")] if readable else top
 
 
 def _holds(path: Path, private: set[str]) -> bool:
