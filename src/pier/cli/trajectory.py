@@ -1,4 +1,4 @@
-"""`pier trajectory`: check, show and count trajectories."""
+"""`pier trajectory`: convert, check, show and count trajectories."""
 
 from __future__ import annotations
 
@@ -42,6 +42,26 @@ def validate(ctx: click.Context, places: tuple[Path, ...], as_json: bool, strict
         click.echo(json.dumps(report, indent=2))
     if not all(entry["valid"] for entry in report):
         ctx.exit(1)
+
+
+@trajectory.command()
+@click.argument("place", type=click.Path(exists=True, path_type=Path))
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A file, or a directory for many.")
+@click.option("-a", "--agent", help="Whose logs they are; found out if not given.")
+@AS_JSON
+def convert(place: Path, output: Path, agent: str | None, as_json: bool) -> None:
+    """Write agents' own session logs as trajectories. PLACE is a log, or a directory that holds some."""
+    from pier.trajectory.native.convert import convert as write
+    from pier.trajectory.native.convert import find_sessions, targets
+
+    rows = []
+    for session, target in targets(find_sessions(place, agent), output):
+        write(session, target)
+        rows.append({"agent": session.agent, "session": session.id, "source": str(session.path), "file": str(target)})
+        if not as_json:
+            click.echo(f"{target}  {session.agent} {session.id}")
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
 
 
 @trajectory.command()

@@ -1,0 +1,278 @@
+"""Puts the records of a session log together as steps, one per model call, and lets go of each as soon as it is whole.
+
+Readers tell an `Assembler` what a log says, in its order; memory holds the open step and nothing before it. What a
+log says of no step (a late answer, a mark of compaction) becomes a step of its own: nothing that was told is dropped.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pier.trajectory.model import (
+    Content,
+    ContentPart,
+    FinalMetrics,
+    MediaSource,
+    Metrics,
+    Observation,
+    ObservationResult,
+    Source,
+    Step,
+    SubagentTrajectoryRef,
+    ToolCall,
+)
+
+EXTENSIONS = {"image/png": "png", "image/jpeg": "jpg", "image/gif": "gif", "image/webp": "webp"}
+
+
+@dataclass(slots=True)
+class Session:
+    """One session of an agent. What a reader learns of it beside its steps is filled in while it is read."""
+
+    agent: str
+    path: Path
+    reader: Callable[[Session, Assembler], Iterator[None]]
+    id: str = ""
+    version: str = "unknown"
+    model: str | None = None
+    cost_usd: float | None = None
+    children: list[Session] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def steps(self, media: Path | None = None) -> Iterator[Step]:
+        """The steps of the session, in order; `totals` of the assembler are known after the last."""
+        assembler = Assembler(self, media)
+        for _ in self.reader(self, assembler):
+            yield from assembler.drain()
+        assembler.close()
+        yield from assembler.drain()
+        self.extra["totals"] = assembler.totals
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over all steps."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+    cost: float | None = None
+    peak: int | None = None
+    steps: int = 0
+    compactions: int = 0
+
+    def add(self, metrics: Metrics) -> None:
+        self.prompt += metrics.prompt_tokens or 0
+        self.completion += metrics.completion_tokens or 0
+        self.cached += metrics.cached_tokens or 0
+        if metrics.cost_usd is not None:
+            self.cost = (self.cost or 0.0) + metrics.cost_usd
+        if metrics.prompt_tokens is not None:
+            self.peak = max(self.peak or 0, metrics.prompt_tokens)
+
+    def final(self, cost_usd: float | None) -> FinalMetrics:
+        extra: dict[str, Any] = {"summarization_count": self.compactions}
+        cost = self.cost if self.cost is not None else cost_usd
+        if self.peak is not None:
+            extra["peak_context_tokens"] = self.peak
+        if cost is not None:
+            extra["cost_source"] = "agent"
+        return FinalMetrics(
+            total_prompt_tokens=self.prompt,
+            total_completion_tokens=self.completion,
+            total_cached_tokens=self.cached,
+            total_cost_usd=cost,
+            total_steps=self.steps,
+            extra=extra,
+        )
+
+
+@dataclass(slots=True)
+class _Turn:
+    key: str | None
+    at: str | None
+    model: str | None
+    text: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    results: list[ObservationResult] = field(default_factory=list)
+    metrics: Metrics | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Assembler:
+    """Takes what a log says and gives whole steps."""
+
+    def __init__(self, session: Session, media: Path | None = None) -> None:
+        self.session = session
+        self.totals = Totals()
+        self._media = media
+        self._open: _Turn | None = None
+        self._ready: deque[Step] = deque()
+        self._last: str | None = None
+        self._seen: set[str] = set()
+
+    @property
+    def key(self) -> str | None:
+        """Which model call the open step is of; None if no step is open."""
+        return self._open.key if self._open else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether what the model says next is another answer: no step is open, or its tokens or results are known."""
+        return self._open is None or self._open.metrics is not None or bool(self._open.results)
+
+    def drain(self) -> Iterator[Step]:
+        while self._ready:
+            yield self._ready.popleft()
+
+    def say(self, source: Source, message: Content, at: str | None, **extra: Any) -> None:
+        """A step of the user or the system."""
+        self.close()
+        self._emit(Step(step_id=1, source=source, message=message, timestamp=at, extra=extra or None))
+
+    def compacted(self, summary: str, at: str | None, **extra: Any) -> None:
+        """The agent replaced its history by a summary."""
+        self.totals.compactions += 1
+        self.say("system", summary, at, kind="compaction", **extra)
+
+    def turn(self, key: str | None, at: str | None, model: str | None = None) -> None:
+        """A model call begins; the step before it is whole."""
+        self.close()
+        self._open = _Turn(key, at, model)
+
+    def text(self, text: str) -> None:
+        if self._open and text:
+            self._open.text.append(text)
+
+    def think(self, text: str) -> None:
+        if self._open and text:
+            self._open.thoughts.append(text)
+
+    def call(self, id_: str, name: str, arguments: Any) -> None:
+        """A tool call of the open step. Arguments that are no mapping are kept as they are under `input`."""
+        if self._open is None:
+            self.turn(None, self._last)
+        assert self._open is not None
+        if any(call.tool_call_id == id_ for call in self._open.calls):
+            return
+        given = arguments if isinstance(arguments, dict) else {"input": arguments}
+        unique = id_ if id_ not in self._seen else f"{id_}#{self.totals.steps + 1}"
+        self._seen.add(unique)
+        self._open.calls.append(ToolCall(tool_call_id=unique, function_name=name, arguments=given))
+
+    def observe(self, call: str | None, content: Content, at: str | None = None, **extra: Any) -> None:
+        """What a tool answered. One that comes after its step is a step of its own that names the call."""
+        child = extra.pop("child", None)
+        refs = [SubagentTrajectoryRef(trajectory_id=child)] if child else None
+        own = self._open and any(row.tool_call_id == call for row in self._open.calls)
+        if self._open is not None and (own or call is None):
+            if any(row.source_call_id == call for row in self._open.results if call):
+                return
+            self._open.results.append(
+                ObservationResult(
+                    source_call_id=call, content=content, subagent_trajectory_ref=refs, extra=extra or None
+                )
+            )
+            return
+        result = ObservationResult(content=content, subagent_trajectory_ref=refs, extra={"call_id": call, **extra})
+        self.close()
+        self._emit(
+            Step(step_id=1, source="system", message="", timestamp=at, observation=Observation(results=[result]))
+        )
+
+    def count(self, metrics: Metrics) -> None:
+        if self._open:
+            self._open.metrics = metrics
+
+    def note(self, **extra: Any) -> None:
+        """Facts about the open step."""
+        if self._open:
+            self._open.extra.update({name: value for name, value in extra.items() if value is not None})
+
+    def close(self) -> None:
+        """The open step is whole."""
+        turn, self._open = self._open, None
+        if turn is None:
+            return
+        if turn.metrics:
+            self.totals.add(turn.metrics)
+        self._emit(
+            Step(
+                step_id=1,
+                source="agent",
+                message="\n\n".join(turn.text),
+                timestamp=turn.at,
+                model_name=turn.model,
+                reasoning_content="\n\n".join(turn.thoughts) or None,
+                tool_calls=turn.calls or None,
+                observation=Observation(results=turn.results) if turn.results else None,
+                metrics=turn.metrics,
+                llm_call_count=1,
+                extra=turn.extra or None,
+            )
+        )
+
+    def picture(self, media_type: str, data: str) -> ContentPart:
+        """A picture that is in the log itself, put into a file beside the trajectory; a note if there is no place."""
+        if self._media is None or media_type not in EXTENSIONS:
+            return ContentPart(type="text", text=f"[{media_type}, {len(data)} characters of base64]")
+        raw = base64.b64decode(data)
+        name = f"{hashlib.sha256(raw).hexdigest()[:24]}.{EXTENSIONS[media_type]}"
+        self._media.mkdir(parents=True, exist_ok=True)
+        (self._media / name).write_bytes(raw)
+        return ContentPart(type="image", source=MediaSource(media_type=media_type, path=f"{self._media.name}/{name}"))
+
+    def _emit(self, step: Step) -> None:
+        self.totals.steps += 1
+        step.step_id = self.totals.steps
+        step.timestamp = self._later(step.timestamp)
+        self._ready.append(step)
+
+    def _later(self, at: str | None) -> str | None:
+        """Logs are written in order, their clocks are not always: a step is never earlier than the one before it."""
+        if at is None:
+            return self._last
+        if self._last is not None and _time(at) < _time(self._last):
+            return self._last
+        self._last = at
+        return at
+
+
+def _time(text: str) -> datetime:
+    found = datetime.fromisoformat(text)
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def iso(milliseconds: float | None) -> str | None:
+    """A time in milliseconds as ISO 8601."""
+    if milliseconds is None:
+        return None
+    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a log, line by line; a torn or broken line is passed over."""
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                yield value
+
+
+def simple(parts: list[ContentPart]) -> Content:
+    """Parts as plain text if that is all they are."""
+    if any(part.type != "text" for part in parts):
+        return parts
+    return "\n".join(part.text or "" for part in parts)

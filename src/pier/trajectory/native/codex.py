@@ -1,0 +1,136 @@
+"""Codex's rollout files: the items of the wire, with a record of tokens after each answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pier.trajectory.model import Content, ContentPart, Metrics
+from pier.trajectory.native.assemble import Assembler, Session, records, simple
+
+NAME = "codex"
+_CALLS = ("function_call", "custom_tool_call", "local_shell_call", "web_search_call")
+_OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+
+
+def find(root: Path) -> list[Session]:
+    """The sessions below a directory, or in one file. Those that another one started are its children."""
+    paths = [root] if root.is_file() else sorted(root.rglob("rollout-*.jsonl"))
+    found: dict[str, tuple[Session, str | None]] = {}
+    for path in paths:
+        first = next(records(path), {})
+        if first.get("type") == "session_meta":
+            meta = first.get("payload") or {}
+            found[str(meta.get("id"))] = (Session(NAME, path, read, id=str(meta.get("id"))), _parent(meta))
+    tops = []
+    for session, parent in found.values():
+        if parent in found and found[parent][0] is not session:
+            found[parent][0].children.append(session)
+        else:
+            tops.append(session)
+    return tops
+
+
+def _parent(meta: dict[str, Any]) -> str | None:
+    source = meta.get("source")
+    spawned = (source.get("subagent") or {}) if isinstance(source, dict) else {}
+    inner = spawned.get("thread_spawn") if isinstance(spawned, dict) else None
+    return meta.get("parent_thread_id") or (inner or {}).get("parent_thread_id")
+
+
+def read(session: Session, assembler: Assembler) -> Iterator[None]:
+    exits: dict[str, int] = {}
+    for row in records(session.path):
+        payload, at = row.get("payload") or {}, row.get("timestamp")
+        match row.get("type"):
+            case "session_meta":
+                session.version = payload.get("cli_version") or session.version
+            case "turn_context":
+                session.model = payload.get("model") or session.model
+            case "response_item":
+                _item(payload, at, session, assembler, exits)
+            case "token_usage_record":
+                assembler.count(_metrics(payload.get("usage") or {}))
+            case "compacted":
+                assembler.compacted(payload.get("message") or "", at)
+            case "event_msg":
+                _event(payload, assembler, exits)
+        yield
+
+
+def _event(payload: dict[str, Any], assembler: Assembler, exits: dict[str, int]) -> None:
+    item = payload.get("item") or {}
+    if item.get("type") == "CommandExecution" and item.get("exit_code") is not None:
+        exits[str(item.get("id"))] = item["exit_code"]
+    usage = (payload.get("info") or {}).get("last_token_usage") if payload.get("type") == "token_count" else None
+    if usage:
+        assembler.count(_metrics(usage))
+
+
+def _item(item: dict[str, Any], at: str | None, session: Session, assembler: Assembler, exits: dict[str, int]) -> None:
+    kind, role = item.get("type"), item.get("role")
+    if kind == "message" and role != "assistant":
+        content = _content(item.get("content"), assembler)
+        injected = role == "user" and isinstance(content, str) and content.lstrip().startswith("<")
+        extra = {"injected": True} if injected else {}
+        assembler.say("user" if role == "user" else "system", content, at, **extra)
+    elif kind in _OUTPUTS:
+        call = str(item.get("call_id"))
+        code = exits.pop(call, None)
+        assembler.observe(call, _output(item.get("output")), at, **({} if code is None else {"exit_code": code}))
+    elif kind in ("message", "reasoning", *_CALLS):
+        _answer(item, at, session, assembler)
+
+
+def _answer(item: dict[str, Any], at: str | None, session: Session, assembler: Assembler) -> None:
+    """An item of an answer. The answer before it is over once its tokens were told or a tool has answered."""
+    if assembler.is_over:
+        assembler.turn(None, at, session.model)
+    if item["type"] == "message":
+        assembler.text(str(_content(item.get("content"), assembler)))
+    elif item["type"] == "reasoning":
+        told = item.get("summary") or item.get("content") or ()
+        assembler.think("\n\n".join(part.get("text", "") for part in told))
+    else:
+        arguments = item.get("arguments", item.get("input", item.get("action")))
+        id_ = str(item.get("call_id") or item.get("id"))
+        assembler.call(id_, item.get("name") or item["type"], _parsed(arguments))
+
+
+def _parsed(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments or {}
+    except ValueError:
+        return arguments
+
+
+def _output(output: Any) -> str:
+    if isinstance(output, str):
+        return output
+    if isinstance(output, dict):
+        return str(output.get("content", json.dumps(output)))
+    return "\n".join(str(part.get("text", f"[{part.get('type')}]")) for part in output or ())
+
+
+def _metrics(usage: dict[str, Any]) -> Metrics:
+    reasoning = usage.get("reasoning_output_tokens")
+    return Metrics(
+        prompt_tokens=usage.get("input_tokens"),
+        completion_tokens=usage.get("output_tokens"),
+        cached_tokens=usage.get("cached_input_tokens"),
+        extra={"reasoning_tokens": reasoning} if reasoning else None,
+    )
+
+
+def _content(content: Any, assembler: Assembler) -> Content:
+    parts = []
+    for part in content or ():
+        url = str(part.get("image_url") or "")
+        if url.startswith("data:") and ";base64," in url:
+            kind, _, data = url.removeprefix("data:").partition(";base64,")
+            parts.append(assembler.picture(kind, data))
+        else:
+            parts.append(ContentPart(type="text", text=part.get("text") or f"[{part.get('type')}]"))
+    return simple(parts)

@@ -1,0 +1,98 @@
+"""Finds agents' own session logs and writes them as trajectories, step by step as they are read."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from pier.errors import UsageError
+from pier.plugin import load
+from pier.trajectory.model import VERSION, Trajectory
+from pier.trajectory.native.assemble import Session, Totals
+
+READERS = {
+    "claude-code": "pier.trajectory.native.claude_code:find",
+    "codex": "pier.trajectory.native.codex:find",
+    "gemini-cli": "pier.trajectory.native.gemini_cli:find",
+    "opencode": "pier.trajectory.native.opencode:find",
+    "mini-swe-agent": "pier.trajectory.native.mini_swe_agent:find",
+}
+"""For each agent the function that finds its sessions in a directory or file."""
+
+
+def find_sessions(root: Path, agent: str | None = None) -> list[Session]:
+    """All sessions at `root`, of one agent or of any."""
+    if agent is not None and agent not in READERS:
+        raise UsageError(f"the logs of {agent!r} cannot be read; those of {', '.join(READERS)} can", code="trajectory")
+    names = [agent] if agent else list(READERS)
+    found = [session for name in names for session in load(READERS[name])(root)]
+    if not found:
+        raise UsageError(f"there are no session logs of {' or '.join(names)} at {root}", code="trajectory")
+    return found
+
+
+def convert(session: Session, target: Path) -> None:
+    """Write a session and its sub-agents as one trajectory file, all of it or not at all. Pictures go beside it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fd, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            _write(session, file, target.parent / "images")
+            file.write("\n")
+        Path(name).chmod(0o644)
+        Path(name).replace(target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def trajectory_of(session: Session) -> Trajectory:
+    """A session as one value; for sessions that fit into memory."""
+    steps = list(session.steps())
+    children = [trajectory_of(child) for child in session.children]
+    body = {**_head(session), **_tail(session), "steps": steps}
+    return Trajectory.model_validate(body | ({"subagent_trajectories": children} if children else {}))
+
+
+def _write(session: Session, file: TextIO, media: Path) -> None:
+    file.write('{\n"steps": [')
+    for number, step in enumerate(session.steps(media)):
+        file.write(",\n" if number else "\n")
+        file.write(step.model_dump_json(exclude_none=True))
+    file.write("\n]")
+    for key, value in {**_head(session), **_tail(session)}.items():
+        file.write(f",\n{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+    for number, child in enumerate(session.children):
+        file.write(",\n" if number else ',\n"subagent_trajectories": [\n')
+        _write(child, file, media)
+    file.write("]\n}" if session.children else "\n}")
+
+
+def _head(session: Session) -> dict[str, Any]:
+    agent = {"name": session.agent, "version": session.version, "model_name": session.model}
+    return {
+        "schema_version": VERSION,
+        "session_id": session.id,
+        "trajectory_id": session.id,
+        "agent": {key: value for key, value in agent.items() if value is not None},
+    }
+
+
+def _tail(session: Session) -> dict[str, Any]:
+    extra = {key: value for key, value in session.extra.items() if key != "totals" and value is not None}
+    totals: Totals = session.extra["totals"]
+    final = totals.final(session.cost_usd).model_dump(exclude_none=True)
+    return {"final_metrics": final, **({"extra": extra} if extra else {})}
+
+
+def targets(sessions: list[Session], output: Path) -> Iterator[tuple[Session, Path]]:
+    """Where each session is written: the file that was named if there is one session, else a file for each below it."""
+    if len(sessions) == 1 and output.suffix == ".json":
+        yield sessions[0], output
+        return
+    for session in sessions:
+        yield session, output / f"{session.agent}-{session.id}.json"

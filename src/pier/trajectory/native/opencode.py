@@ -1,0 +1,127 @@
+"""OpenCode's database: sessions, messages and their parts. One message of the assistant is one model call."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from pier.trajectory.model import Metrics
+from pier.trajectory.native.assemble import Assembler, Session, iso
+
+NAME = "opencode"
+_SESSIONS = "SELECT id, parent_id, version, title FROM session ORDER BY time_created, id"
+_MESSAGES = "SELECT id, time_created, data FROM message WHERE session_id = ? ORDER BY time_created, id"
+_PARTS = "SELECT data FROM part WHERE message_id = ? ORDER BY id"
+
+
+def find(root: Path) -> list[Session]:
+    """The sessions of every database below a directory, or of one; those that another one started are its children."""
+    paths = [root] if root.is_file() else sorted(root.rglob("opencode.db"))
+    tops: list[Session] = []
+    for path in paths:
+        try:
+            with closing(_open(path)) as database:
+                rows = database.execute(_SESSIONS).fetchall()
+        except sqlite3.DatabaseError:
+            continue
+        found = {row[0]: Session(NAME, path, read, id=row[0], version=row[2] or "unknown") for row in rows}
+        for id_, parent, _, title in rows:
+            found[id_].extra["title"] = title
+            if parent in found:
+                found[parent].children.append(found[id_])
+            else:
+                tops.append(found[id_])
+    return tops
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    """The database as it is, unwritten messages of its journal included; where that cannot be, without them."""
+    database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    try:
+        database.execute("SELECT 1 FROM session LIMIT 1")
+    except sqlite3.OperationalError:
+        database.close()
+        database = sqlite3.connect(f"{path.resolve().as_uri()}?immutable=1", uri=True)
+    return database
+
+
+def read(session: Session, assembler: Assembler) -> Iterator[None]:
+    with closing(_open(session.path)) as database:
+        for id_, created, data in database.execute(_MESSAGES, (session.id,)):
+            message = json.loads(data)
+            parts = (json.loads(row[0]) for row in database.execute(_PARTS, (id_,)))
+            if message.get("role") == "assistant":
+                _answer(id_, created, message, parts, session, assembler)
+            else:
+                _question(created, parts, assembler)
+            yield
+
+
+def _question(created: int, parts: Iterator[dict[str, Any]], assembler: Assembler) -> None:
+    for part in parts:
+        if part.get("type") == "compaction":
+            assembler.compacted("", iso(created), auto=part.get("auto"))
+        elif part.get("type") == "text":
+            extra = {"injected": True} if part.get("synthetic") else {}
+            assembler.say("user", part.get("text") or "", iso(created), **extra)
+        else:
+            assembler.say("user", f"[{part.get('type')}]", iso(created), part=part)
+
+
+def _answer(
+    id_: str,
+    created: int,
+    message: dict[str, Any],
+    parts: Iterator[dict[str, Any]],
+    session: Session,
+    assembler: Assembler,
+) -> None:
+    session.model = session.model or message.get("modelID")
+    assembler.turn(id_, iso(created), message.get("modelID"))
+    children = {child.id for child in session.children}
+    for part in parts:
+        match part.get("type"):
+            case "text":
+                assembler.text(part.get("text") or "")
+            case "reasoning":
+                assembler.think(part.get("text") or "")
+            case "tool":
+                _tool(part, assembler, children)
+            case "step-start" | "step-finish" | "snapshot" | "patch":
+                pass
+            case other:
+                assembler.note(**{str(other): part})
+    if tokens := message.get("tokens"):
+        assembler.count(_metrics(tokens, message.get("cost")))
+    summary = True if message.get("summary") is True else None
+    assembler.note(finish=message.get("finish"), error=message.get("error"), summary=summary)
+
+
+def _tool(part: dict[str, Any], assembler: Assembler, children: set[str]) -> None:
+    state = part.get("state") or {}
+    assembler.call(str(part.get("callID")), str(part.get("tool")), state.get("input") or {})
+    if state.get("status") not in ("completed", "error"):
+        return
+    facts = state.get("metadata") or {}
+    child = facts.get("sessionId")
+    extra = {"exit_code": facts["exit"]} if facts.get("exit") is not None else {}
+    extra |= {"is_error": True} if state["status"] == "error" else {}
+    output = state.get("output") if state["status"] == "completed" else state.get("error")
+    at = iso((state.get("time") or {}).get("end"))
+    assembler.observe(str(part.get("callID")), output or "", at, child=child if child in children else None, **extra)
+
+
+def _metrics(tokens: dict[str, Any], cost: float | None) -> Metrics:
+    cache = tokens.get("cache") or {}
+    reasoning = tokens.get("reasoning") or 0
+    return Metrics(
+        prompt_tokens=(tokens.get("input") or 0) + (cache.get("read") or 0) + (cache.get("write") or 0),
+        completion_tokens=(tokens.get("output") or 0) + reasoning,
+        cached_tokens=cache.get("read"),
+        cost_usd=cost or None,
+        extra={"reasoning_tokens": reasoning} if reasoning else None,
+    )
