@@ -15,10 +15,11 @@ from typing import Any
 
 from pier.idmap import SHIFT
 from pier.image.trees import TreeCopier
-from pier.image.view import View
+from pier.image.view import Entry, View
 
 _STUBS = ("proc", "sys", "dev", "tmp", "etc")
 _MOUNTED_FILES = ("etc/resolv.conf", "etc/hosts", "etc/hostname")
+_COPY_UP = {"user.overlay.origin", "user.overlay.impure", "user.overlay.uuid"}
 _CAPABILITY = "security.capability"
 
 
@@ -41,20 +42,31 @@ def adopt_layer(source: str, target: str, below: list[str], stubs: list[str]) ->
 
 
 def _remove_stubs(target: str, below: list[str], stubs: list[str]) -> None:
-    """Remove the directories and files that were made only to mount on them: empty, and not in the image."""
+    """Remove what was made, or copied into the layer, only to mount on it."""
     view = View(below) if below else None
     for name in (*stubs, *_STUBS):
         path = name.strip("/")
-        while path and (view is None or view.find(path) is None):
-            place = f"{target}/{path}"
+        while path:
+            there = view.find(path, follow=False) if view else None
             try:
-                if stat.S_ISREG(os.lstat(place).st_mode) and os.lstat(place).st_size == 0:
-                    os.unlink(place)
-                else:
-                    os.rmdir(place)
+                _remove_if_untouched(f"{target}/{path}", there)
             except OSError:
                 break
             path = path.rpartition("/")[0]
+
+
+def _remove_if_untouched(place: str, there: Entry | None) -> None:
+    """Remove an empty file or directory that is as the image has it, or not in the image. Raises OSError if not."""
+    status = os.lstat(place)
+    if there is not None:
+        old = there.status
+        is_same = (status.st_mode, status.st_uid, status.st_gid) == (old.st_mode, old.st_uid, old.st_gid)
+        if not is_same or not stat.S_ISDIR(status.st_mode) or not set(os.listxattr(place)) <= _COPY_UP:
+            raise OSError("it was changed")
+    if stat.S_ISREG(status.st_mode) and status.st_size == 0:
+        os.unlink(place)
+    else:
+        os.rmdir(place)
 
 
 def _unshift(target: str) -> None:

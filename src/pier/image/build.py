@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pier.errors import ImageError
+from pier.errors import ImageError, PierError
 from pier.image.dockerfile import Dockerfile, Instruction, read
 from pier.image.ignore import Ignore, read_ignore
 from pier.image.model import HOST, SCRATCH, Image
@@ -202,7 +202,7 @@ async def _build_part(build: Build, part: Part) -> Stage:
                 SETTINGS[instruction.name](stage, instruction, build.file)
             else:
                 await doers[instruction.name](build, stage, instruction)
-        except ImageError as error:
+        except PierError as error:
             raise located(error, instruction, build.file) from error
     return stage
 

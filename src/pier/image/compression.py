@@ -56,19 +56,28 @@ def _zstd(file: BinaryIO, path: str) -> Iterator[BinaryIO]:
         raise ImageError(f"{path} is compressed with zstd, and there is no zstd program", hint="apt-get install zstd")
     os.lseek(file.fileno(), 0, os.SEEK_SET)
     process = subprocess.Popen(["zstd", "-dcq"], stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stderr is not None
     try:
-        yield cast(BinaryIO, process.stdout)
-        drain(cast(BinaryIO, process.stdout))
-        problem = process.stderr.read().decode(errors="replace").strip()
-        if process.wait() != 0:
-            raise ImageError(f"the zstd data of {path} is broken: {problem}", code="broken_archive")
+        yield cast(BinaryIO, _ProcessStream(process, path))
     finally:
         process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
+        process.communicate()
+
+
+class _ProcessStream:
+    """What a decompressor writes; that it failed is told at the end of its output."""
+
+    def __init__(self, process: subprocess.Popen[bytes], path: str) -> None:
+        self._process = process
+        self._path = path
+
+    def read(self, size: int = -1) -> bytes:
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        data = self._process.stdout.read(size)
+        if not data and size != 0 and self._process.wait() != 0:
+            problem = self._process.stderr.read().decode(errors="replace").strip()
+            raise ImageError(f"the zstd data of {self._path} is broken: {problem}", code="broken_archive")
+        return data
 
 
 class HashingReader:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pier.errors import ImageError
+from pier.errors import ImageError, PierError
 from pier.image.dockerfile import Dockerfile, Instruction
 from pier.image.model import Image, ImageConfig
 from pier.image.words import expand, split
@@ -242,9 +242,9 @@ def arg_pairs(instruction: Instruction, file: Dockerfile, values: dict[str, str]
     return found
 
 
-def located(error: ImageError, instruction: Instruction, file: Dockerfile) -> ImageError:
+def located(error: PierError, instruction: Instruction, file: Dockerfile) -> ImageError:
     """An error from deeper down with the place of the instruction that led to it."""
-    if error.message.startswith(f"{file.path}:"):
+    if isinstance(error, ImageError) and error.message.startswith(f"{file.path}:"):
         return error
     return ImageError(
         f"{file.path}:{instruction.line}: {instruction.name}: {error.message}",

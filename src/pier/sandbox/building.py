@@ -15,10 +15,10 @@ from pier.sandbox.contract import Backend, Mount, SandboxSpec, Stream
 
 
 class SandboxRunner:
-    """A `StepRunner` on a backend that can snapshot. The backend is opened when the first step needs it."""
+    """A `StepRunner` on a backend that can snapshot."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        self.backend = backend
 
     async def run(self, step: Step, layer: Path, on_output: OnOutput) -> int:
         """See `pier.image.steps.StepRunner`."""
@@ -32,7 +32,7 @@ class SandboxRunner:
         def pass_on(_: Stream, data: bytes) -> None:
             on_output(data)
 
-        async with await self._backend.start(spec) as sandbox:
+        async with await self.backend.start(spec) as sandbox:
             result = await sandbox.exec(
                 list(step.command),
                 cwd=step.workdir,
@@ -54,7 +54,7 @@ class SandboxRunner:
                 stubs=[each.target for each in step.mounts],
             )
         finally:
-            await self._backend.remove_snapshot(snapshot)
+            await self.backend.remove_snapshot(snapshot)
         return 0
 
 
