@@ -171,12 +171,15 @@ def test_dry_run_and_print_config_run_nothing(tmp_path: Path, tasks: Path) -> No
     assert not (tmp_path / "jobs").exists()
 
 
-def test_grading_again_what_agents_left_behind(tmp_path: Path) -> None:
-    gone = next(path for path in ("/etc/issue", "/etc/debian_version", "/etc/profile") if Path(path).is_file())
-    solve = f"mkdir -p /work/x && echo hi > /work/x/y && rm {gone} && echo hi > /tmp/answer"
+def test_grading_again_what_agents_left_behind(tmp_path: Path, is_root: bool) -> None:
+    solve = "mkdir -p /tmp/x/y && echo hi > /tmp/x/y/z && echo hi > /tmp/answer"
+    check = 'test "$(cat /tmp/x/y/z)" = hi'
+    if is_root:
+        gone = next(path for path in ("/etc/issue", "/etc/debian_version", "/etc/profile") if Path(path).is_file())
+        solve, check = f"{solve} && rm {gone}", f"{check} -a ! -e {gone}"
     task = make_task(tmp_path / "tasks" / "one", solve=solve)
     pier("run", "-p", "tasks", "-k", "2", "--keep-state", "--job-name", "j", cwd=tmp_path)
-    make_task(task, test=f'test "$(cat /work/x/y)" = hi -a ! -e {gone} && echo 0.5 > /logs/verifier/reward.txt')
+    make_task(task, test=f"{check} && echo 0.5 > /logs/verifier/reward.txt")
     before = snapshot(tmp_path / "jobs" / "j")
     pier("job", "regrade", "jobs/j", cwd=tmp_path)
     assert rewards_of(tmp_path / "jobs" / "j-regrade") == [0.5, 0.5]
