@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from posixpath import dirname
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -119,10 +120,7 @@ def _tool_call(tools: tuple[Tool, ...], action: Action) -> tuple[str, dict[str, 
         case str():
             found = _fitting(tools, _SHELL, (action,))
         case Write():
-            found = _fitting(tools, _SHELL, (_write_command(action),)) or _fitting(
-                tools, _WRITE, (action.path, action.content)
-            )
-            found = found or _by_editor(tools, "create", path=action.path, file_text=action.content)
+            found = _written(tools, action)
         case Edit():
             values = (action.path, action.old, action.new)
             found = _fitting(tools, _SHELL, (_edit_command(action),)) or _fitting(tools, _EDIT, values)
@@ -136,6 +134,20 @@ def _tool_call(tools: tuple[Tool, ...], action: Action) -> tuple[str, dict[str, 
             kind="invalid_request",
         )
     return found
+
+
+_SUBSTITUTION = re.compile(r"`|[$<>]\(")
+"""Gemini CLI takes these for an injection and refuses the command, quoted or not."""
+
+
+def _written(tools: tuple[Tool, ...], action: Write) -> tuple[str, dict[str, Any]] | None:
+    """A file through the shell, which every agent allows at any path; else, or if it might be refused, by a tool."""
+    by_shell = _fitting(tools, _SHELL, (_write_command(action),))
+    if by_shell and not (_SUBSTITUTION.search(action.content) and action.path.startswith("/")):
+        return by_shell
+    by_tool = _fitting(tools, _WRITE, (action.path, action.content))
+    by_tool = by_tool or _by_editor(tools, "create", path=action.path, file_text=action.content)
+    return by_tool or by_shell
 
 
 def _fitting(tools: tuple[Tool, ...], shape: _Shape, values: tuple[str, ...]) -> tuple[str, dict[str, Any]] | None:
@@ -213,8 +225,9 @@ def _ending(request: Request, text: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def _write_command(action: Write) -> str:
-    path = shlex.quote(action.path)
-    return f'mkdir -p "$(dirname {path})" && printf %s {shlex.quote(action.content)} > {path}'
+    folder = dirname(action.path)
+    make = f"mkdir -p {shlex.quote(folder)} && " if folder.strip("/") else ""
+    return f"{make}printf %s {shlex.quote(action.content)} > {shlex.quote(action.path)}"
 
 
 _REPLACE = (
