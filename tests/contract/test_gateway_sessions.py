@@ -365,3 +365,45 @@ async def test_a_closed_book_has_no_hosted_tools(tmp_path: Path) -> None:
             assert call.upstream
             assert call.upstream.body == fake.asked[-1].body
             assert any("web_search" in edit["what"] for edit in call.edits)
+
+
+async def test_a_client_that_waits_to_be_asked_for_its_body() -> None:
+    async with Gateway() as gateway:
+        url = await gateway.serve()
+        session = gateway.session("m", upstream=hello)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        body = json.dumps(request_body("chat")).encode()
+        head = (
+            f"POST {PATHS['chat']} HTTP/1.1\r\nHost: x\r\nx-api-key: {session.key}\r\nContent-Length: {len(body)}\r\n"
+        )
+        writer.write(head.encode() + b"Expect: 100-continue\r\n\r\n")
+        assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert (await asyncio.wait_for(reader.readline(), 60)).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_power_may_fail_after_the_last_event(
+    stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    path, on_disk, real = tmp_path / "calls.jsonl", [], os.fdatasync
+
+    def watched(fd: int) -> None:
+        real(fd)
+        on_disk.append(path.read_bytes())
+
+    monkeypatch.setattr(os, "fdatasync", watched)
+    async with fake_provider(says(HELLO)) as fake, Gateway() as gateway:
+        url = await gateway.serve()
+        session = gateway.session("m", upstream=fake.provider(), recording=path, durable="power")
+        where = (STREAM_PATHS if stream else PATHS)["chat"]
+        status, _, raw = await post(url, where, session.key, request_body("chat", stream=stream))
+        assert status == 200
+        path.write_bytes(on_disk[0])
+        (call,) = recording.read(path).generations()
+        assert call.outcome == "ok"
+        assert call.answer
+        assert call.answer.body == raw

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
+from urllib.parse import parse_qsl
 
 from aiohttp import web
 
@@ -39,6 +41,12 @@ _NOT_UPSTREAM = HOP_BY_HOP | {
 _NOT_DOWNSTREAM = HOP_BY_HOP | {"content-length", "content-encoding", "set-cookie", "server", "date", "alt-svc"}
 
 
+@lru_cache(512)
+def _recognise(method: str, path: str, query: str, headers: frozenset[str]) -> Route:
+    """An agent asks the same few things again and again."""
+    return recognise(method, path, dict(parse_qsl(query)), dict.fromkeys(headers, ""))
+
+
 class TooLarge(Exception):
     """The request's body is over the limit."""
 
@@ -48,12 +56,8 @@ class Caller:
 
     def __init__(self, request: web.BaseRequest) -> None:
         self.request = request
-        self.route: Route = recognise(
-            request.method,
-            request.path,
-            request.query,
-            {name.lower(): value for name, value in request.headers.items()},
-        )
+        names = frozenset(map(str.lower, request.headers))
+        self.route: Route = _recognise(request.method, request.path, request.query_string, names)
         self.dialect: Dialect = DIALECTS[self.route.dialect]
         self.response: web.StreamResponse | None = None
 
@@ -88,6 +92,8 @@ class Caller:
         length = self.request.content_length
         if length is not None and length > MAX_BODY:
             raise TooLarge
+        if self.request.headers.get("Expect", "").lower() == "100-continue" and self.request.transport:
+            self.request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         content = self.request.content
         data = await content.readany()
         if content.at_eof():

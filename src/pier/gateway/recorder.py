@@ -27,6 +27,7 @@ Side = Literal["upstream", "delivered", "added"]
 """From the model's side; to the agent, where that differs; to the agent, after what the model's side gave."""
 Outcome = Literal["ok", "error", "cancelled", "refused"]
 
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, check_circular=False).encode
 _STORE_APART = 256
 """A top-level field of at least this many characters is stored once and referred to."""
 
@@ -231,7 +232,7 @@ def _separator(text: str, spans: tuple[Span, ...]) -> str | None:
 
 def _line(value: Mapping[str, Any]) -> bytes:
     try:
-        return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+        return _encode(value).encode() + b"\n"
     except UnicodeEncodeError:
         return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 

@@ -74,7 +74,7 @@ class Watch:
             self.done = self.finished = True
             return None
         try:
-            value = json.loads(data)
+            value = json.loads(data.decode())
         except ValueError:
             raise Broken("the provider sent an event that is not JSON") from None
         if isinstance(value, dict):
