@@ -45,12 +45,12 @@ class IdMap:
     def detect(cls) -> IdMap:
         """What this user can have, from most to least."""
         uid, gid = os.geteuid(), os.getegid()
-        if uid == 0:
-            shifted = (IdRange(0, SHIFT, COUNT),)
+        shifted = (IdRange(0, SHIFT, COUNT),)
+        if uid == 0 and _exist(shifted, "uid") and _exist(shifted, "gid"):
             return cls("root", shifted, shifted)
         uids, gids = _granted("/etc/subuid", uid), _granted("/etc/subgid", uid)
         tools = shutil.which("newuidmap") and shutil.which("newgidmap")
-        if uids and gids and tools:
+        if uids and gids and tools and _exist(uids, "uid") and _exist(gids, "gid"):
             return cls("subids", (IdRange(0, uid, 1), *uids), (IdRange(0, gid, 1), *gids))
         name = _user_name(uid)
         hint = f"sudo usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {name}"
@@ -136,6 +136,16 @@ def unshare(flags: int) -> None:
     if libc.unshare(flags) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"cannot make a namespace: {os.strerror(number)}")
+
+
+def _exist(ranges: tuple[IdRange, ...], kind: str) -> bool:
+    """Whether ids exist in the user namespace that this process is in, which may itself be one with few."""
+    try:
+        with open(f"/proc/self/{kind}_map", encoding="utf-8") as stream:
+            rows = [tuple(map(int, row.split())) for row in stream]
+    except OSError:
+        return True
+    return all(any(a <= part.outside and part.outside + part.count <= a + n for a, _, n in rows) for part in ranges)
 
 
 def _granted(path: str, uid: int) -> tuple[IdRange, ...]:
