@@ -36,7 +36,7 @@ from pier.gateway.canonical import (
     Usage,
 )
 from pier.gateway.dialect.shared import kind_of_status
-from pier.gateway.script_actions import Action, Call, Edit, Write, perform
+from pier.gateway.script_actions import Action, Call, Edit, Write, perform, text_form
 from pier.gateway.script_side import side_answer
 
 _REPEATS = 8
@@ -192,6 +192,9 @@ class Script:
         if lane.used >= len(lane.turns):
             return self._beyond(lane, request)
         number, spec = lane.used, lane.turns[lane.used]
+        if text_form(request) == "blocks" and spec.error is None:
+            spec = _all_edits(lane.turns[number:])
+            lane.used = len(lane.turns) - 1
         lane.used += 1
         if spec.delay:
             await asyncio.sleep(spec.delay)
@@ -212,6 +215,14 @@ class Script:
             raise ModelFailed(over, status=400, kind="invalid_request")
         spec = last if last.finish is not None else TurnSpec(finish=over)
         return _play(spec, request, f"{lane.name}_{len(lane.turns) + lane.beyond}")
+
+
+def _all_edits(turns: list[TurnSpec]) -> TurnSpec:
+    """All that is left to do in one answer, for agents such as aider, which ask once and take edits only."""
+    edits = [action for turn in turns for action in turn.all_actions() if isinstance(action, Write | Edit)]
+    words = [text for turn in turns if (text := turn.text or turn.finish)]
+    specs = [ActionSpec(write=item) if isinstance(item, Write) else ActionSpec(edit=item) for item in edits]
+    return TurnSpec(text="\n\n".join(words) or "Done.", actions=specs)
 
 
 def _play(spec: TurnSpec, request: Request, label: str) -> Turn:
