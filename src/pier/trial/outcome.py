@@ -38,6 +38,7 @@ class StepOutcome:
     rewards: Mapping[str, float | int] | None = None
     integrity: Integrity | None = None
     error: ExceptionInfo | None = None
+    agent_setup: TimingInfo | None = None
     agent_execution: TimingInfo | None = None
     verifier: TimingInfo | None = None
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from pier import __version__
 from pier.agent.contract import Agent
-from pier.errors import SandboxError
+from pier.errors import AgentError, SandboxError
 from pier.image.model import Image
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.contract import Mount, Sandbox
@@ -36,6 +36,9 @@ from pier.trial.spec import OnPhase, TrialServices, TrialSpec
 from pier.trial.steps import Stage, run_step
 
 T = TypeVar("T")
+
+_SETUP_SECONDS = 1800.0
+"""How long an agent's pack may take to be built, unless the run says otherwise. It is built once, not once a trial."""
 
 
 async def run_trial(spec: TrialSpec, services: TrialServices, on_phase: OnPhase | None = None) -> TrialResult:
@@ -102,7 +105,7 @@ class _Trial:
             await self._within_build_time(self._get_image(room))
         self.result.agent_info = self._agent_info(agent)
         with self.clock.phase("start") as starting:
-            mounts = (*await agent_mounts(agent, self.spec.agent), *self.spec.sandbox.mounts)
+            mounts = (*await self._agent_mounts(agent), *self.spec.sandbox.mounts)
             sandbox = await self._start(room, plan.baseline, self.spec.name, mounts)
             try:
                 furnished = await furnish(sandbox, room)
@@ -148,6 +151,11 @@ class _Trial:
         if spec.keep_sandbox:
             self.record.warn("the sandbox is not kept: it ends with the trial")
         return agent, plan, agent_room(spec.task, spec.sandbox)
+
+    async def _agent_mounts(self, agent: Agent) -> tuple[Mount, ...]:
+        seconds = (self.spec.agent.setup_timeout or _SETUP_SECONDS) * self.spec.multipliers.of("agent_setup")
+        async with limit(seconds, lambda: _setup_too_long(agent, seconds)):
+            return await agent_mounts(agent, self.spec.agent)
 
     async def _get_image(self, room: Room) -> Image:
         image = await self.services.images.get(room.wish)
@@ -211,6 +219,8 @@ class _Trial:
         elif self.outcomes:
             (outcome,) = self.outcomes
             result.agent_result = outcome.agent_result
+            result.n_agent_steps = outcome.agent_result.n_agent_steps if outcome.agent_result else None
+            result.agent_setup = outcome.agent_setup
             result.verifier_result = outcome.verdict
             result.agent_execution = outcome.agent_execution
             result.verifier = outcome.verifier
@@ -238,6 +248,11 @@ def _model_info(model: str | None) -> ModelInfo | None:
         return None
     provider, slash, name = model.partition("/")
     return ModelInfo(name=name, provider=provider) if slash else ModelInfo(name=model)
+
+
+def _setup_too_long(agent: Agent, seconds: float) -> AgentError:
+    message = f"setting up the agent {agent.name!r} took longer than {seconds:g} s"
+    return AgentError(message, code="agent_setup_timeout", blame="infra", retryable=True)
 
 
 def _start_too_long(seconds: float) -> SandboxError:

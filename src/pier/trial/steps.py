@@ -112,7 +112,7 @@ async def _run_setup(stage: Stage, step: Step, user: str | None) -> None:
 
 async def _run_agent(stage: Stage, step: Step, outcome: StepOutcome, policy: NetworkPolicy, logs: Path) -> None:
     spec, agent, sandbox, environ = stage.spec, stage.agent, stage.sandbox, stage.environ
-    with stage.clock.phase("setup"):
+    with stage.clock.phase("setup") as outcome.agent_setup:
         env = resolve_env(spec.agent.env, where="the agent's variables", environ=environ)
         solution = resolve_env(spec.task.config.solution.env, where="solution.env", environ=environ)
         home = await home_of(sandbox, user_text(step.agent.user))
