@@ -19,6 +19,18 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
 
 
+class BudgetConfig(_Part):
+    """What one trial's agent may use of its model; None is no limit."""
+
+    turns: int | None = Field(default=None, gt=0)
+    input_tokens: int | None = Field(default=None, gt=0)
+    output_tokens: int | None = Field(default=None, gt=0)
+    total_tokens: int | None = Field(default=None, gt=0)
+    cost_usd: float | None = Field(default=None, gt=0)
+    wall_time: float | None = Field(default=None, gt=0)
+    requests_per_minute: int | None = Field(default=None, gt=0)
+
+
 class AgentConfig(_Part):
     """One agent with its model and options. Each agent of a job runs on each of its tasks."""
 
@@ -32,6 +44,7 @@ class AgentConfig(_Part):
     max_timeout_sec: float | None = Field(default=None, gt=0)
     extra_allowed_hosts: list[str] = Field(default_factory=list)
     mcp_servers: list[dict[str, Any]] = Field(default_factory=list)
+    budget: BudgetConfig = Field(default_factory=BudgetConfig)
 
     @model_validator(mode="after")
     def _has_a_name(self) -> AgentConfig:

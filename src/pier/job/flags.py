@@ -97,11 +97,18 @@ def _apply_agents(merged: dict[str, Any], flags: Flags) -> None:
     options = pairs("--ak", flags.get("agent_kwarg") or (), typed=True)
     if flags.get("effort"):
         options["effort"] = flags["effort"]
+    limits = {
+        "turns": flags.get("max_turns"),
+        "total_tokens": flags.get("max_tokens"),
+        "cost_usd": flags.get("max_cost"),
+    }
+    budget = {key: value for key, value in limits.items() if value is not None}
     variables = pairs("--ae", flags.get("agent_env") or ())
     servers = [server for path in flags.get("mcp_config") or () for server in _mcp_servers(Path(path))]
     for agent in agents:
         _add(agent, "kwargs", options)
         _add(agent, "env", variables)
+        _add(agent, "budget", budget)
         for key, rows in (("extra_allowed_hosts", flags.get("allow_agent_host") or ()), ("mcp_servers", servers)):
             if rows:
                 agent[key] = [*agent.get(key, []), *rows]

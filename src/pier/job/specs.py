@@ -137,6 +137,7 @@ def _agent(agent: AgentConfig, env: Mapping[str, str]) -> AgentChoice:
         max_timeout=agent.max_timeout_sec,
         hosts=tuple(agent.extra_allowed_hosts),
         mcp_servers=_read(tuple[McpServerTable, ...], agent.mcp_servers, "agents.mcp_servers"),
+        budget=agent.budget.model_dump(exclude_none=True),
     )
 
 

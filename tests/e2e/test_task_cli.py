@@ -1,0 +1,78 @@
+"""`pier task` and `pier trial` as a person types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.trial_runs import PASS, TOML, write_task
+
+pytestmark = pytest.mark.plain
+
+
+def pier(*args: object, code: int = 0, cwd: Path | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "pier", *map(str, args)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=os.environ,
+        timeout=600,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_new_task_is_proved(tmp_path: Path) -> None:
+    said = pier("task", "init", "mine", cwd=tmp_path)
+    assert "pier task check --run mine" in said
+    said = pier("task", "check", "--run", "-k", "2", "-o", tmp_path / "runs", "mine", cwd=tmp_path)
+    assert 'ok      local/mine oracle: {"reward": 1.0}, {"reward": 1.0}' in said
+    assert "ok      local/mine nop" in said
+    shown = pier("trial", "show", tmp_path / "runs/1-mine/oracle-2")
+    assert 'reward   {"reward": 1.0}' in shown
+    result = json.loads(pier("trial", "show", "--json", tmp_path / "runs/1-mine/nop-1"))
+    assert result["verifier_result"]["rewards"] == {"reward": 0.0}
+    assert "not empty" in pier("task", "init", "mine", cwd=tmp_path, code=2)
+
+
+def test_tasks_that_prove_nothing_fail(tmp_path: Path) -> None:
+    flaky = "#!/bin/bash\necho $((RANDOM % 1000000)).$RANDOM > /logs/verifier/reward.txt\n"
+    write_task(tmp_path / "set/flaky", test=flaky)
+    write_task(tmp_path / "set/free", test="#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n")
+    write_task(tmp_path / "set/hard", solve="true")
+    said = pier("task", "check", "--run", "-k", "3", "--json", tmp_path / "set", code=1)
+    runs = {(row["task"], row["agent"]): row for row in json.loads(said)["runs"]}
+    assert runs["flaky", "oracle"]["flaky"] and not runs["flaky", "oracle"]["ok"]
+    assert runs["free", "oracle"]["ok"] and not runs["free", "nop"]["ok"]
+    assert not runs["hard", "oracle"]["ok"] and runs["hard", "nop"]["ok"]
+
+
+def test_check_without_running(tmp_path: Path) -> None:
+    write_task(tmp_path / "good")
+    assert "errors: 0, warnings: 0" in pier("task", "check", tmp_path / "good")
+    write_task(tmp_path / "typo", toml=TOML + "memmory_mb = 5\n")
+    assert "did you mean environment.memory_mb?" in pier("task", "check", tmp_path / "typo")
+    pier("task", "check", "--strict", tmp_path / "typo", code=1)
+    write_task(tmp_path / "bad", test=PASS.replace("reward.txt", "rewards.txt"))
+    assert "rewards.txt" in pier("task", "check", tmp_path / "bad", code=1)
+    assert "no such task" in pier("task", "check", tmp_path / "none", code=2)
+
+
+def test_list_and_show(tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        write_task(tmp_path / "set" / name)
+    rows = [json.loads(line) for line in pier("task", "list", "--json", tmp_path / "set").splitlines()]
+    assert [row["name"] for row in rows] == ["one", "three", "two"]
+    assert pier("task", "list", "-x", "t*", tmp_path / "set").startswith("one  sha256:")
+    assert "Do it." in pier("task", "show", tmp_path / "set/one")
+    assert (
+        json.loads(pier("task", "show", "--json", tmp_path / "set/one"))["config"]["environment"]["workdir"] == "/app"
+    )
+    assert "holds 3 tasks" in pier("task", "show", tmp_path / "set", code=2)
+    assert "did not finish" in pier("trial", "show", tmp_path, code=2)
