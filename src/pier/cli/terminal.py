@@ -41,7 +41,7 @@ def raw() -> Iterator[None]:
         yield
         return
     before = termios.tcgetattr(0)
-    tty.setraw(0)
+    tty.setraw(0, termios.TCSADRAIN)
     try:
         yield
     finally:
