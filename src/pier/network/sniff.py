@@ -12,8 +12,10 @@ from pier.network.rules import normal_name
 
 LIMIT = 64 * 1024
 """A hello or the head of a request is never larger than this; what is, is refused."""
+_LINE = 4096
 
 _REQUEST = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}) ([^ \r\n]*) HTTP/(\d)\.(\d)\r?\n")
+_BLANK_LINE = re.compile(rb"\r?\n\r?\n")
 _METHOD = re.compile(rb"[A-Z][A-Z-]{1,31} ")
 
 
@@ -27,29 +29,35 @@ class Watch:
     def __init__(self, name: str, port: int) -> None:
         self._name = name
         self._port = port
-        self._held = b""
+        self._held = bytearray()
+        self._looked = 0
+        self._wanted = 1
+        self._remaining = 0
         self._step = self._begin
 
     def feed(self, data: bytes) -> bytes:
         """Take what came and give what may go on; raises `Disagreement`."""
         self._held += data
         out = b""
-        while self._held:
+        while len(self._held) >= self._wanted:
+            self._wanted = 1
             passed = self._step()
             if not passed:
                 if len(self._held) > LIMIT:
                     raise Disagreement("a hello or request head of more than 64 KiB")
+                self._wanted = max(self._wanted, len(self._held) + 1)
                 break
             out += passed
         return out
 
     def end(self) -> bytes:
         """What is still held when the client stops sending: too little to say anything."""
-        held, self._held = self._held, b""
-        return held
+        return self._all()
 
     def _take(self, count: int) -> bytes:
-        taken, self._held = self._held[:count], self._held[count:]
+        taken = bytes(self._held[:count])
+        del self._held[:count]
+        self._looked = 0
         return taken
 
     def _all(self) -> bytes:
@@ -71,7 +79,8 @@ class Watch:
 
     def _hello(self) -> bytes:
         name = server_name(self._held)
-        if name is None:
+        if isinstance(name, int):
+            self._wanted = name
             return b""
         if name and normal_name(name) != self._name:
             raise Disagreement(f"TLS server name {name}")
@@ -79,10 +88,11 @@ class Watch:
         return self._all()
 
     def _head(self) -> bytes:
-        end = re.search(rb"\r?\n\r?\n", self._held)
+        end = _BLANK_LINE.search(self._held, max(0, self._looked - 3))
         if end is None:
+            self._looked = len(self._held)
             return b""
-        head = self._held[: end.end()]
+        head = bytes(self._held[: end.end()])
         request = _REQUEST.match(head)
         if request is None:
             raise Disagreement("a malformed HTTP request")
@@ -142,7 +152,7 @@ class Watch:
     def _chunk(self) -> bytes:
         line = re.match(rb"([0-9A-Fa-f]{1,16})[^\r\n]*\r?\n", self._held)
         if line is None:
-            if b"\n" in self._held:
+            if b"\n" in self._held or len(self._held) > _LINE:
                 raise Disagreement("a malformed HTTP chunk")
             return b""
         size = int(line[1], 16)
@@ -172,6 +182,8 @@ class Watch:
     def _trailer(self) -> bytes:
         line = re.match(rb"[^\n]*\n", self._held)
         if line is None:
+            if len(self._held) > _LINE:
+                raise Disagreement("a malformed HTTP trailer")
             return b""
         if not line[0].strip():
             self._step = self._next
@@ -195,18 +207,18 @@ def _host_name(host: bytes) -> str | None:
     return normal_name(re.sub(r":\d*$", "", text))
 
 
-def server_name(data: bytes) -> str | None:
-    """The server name of a TLS client hello; empty if it names none, None if more of it must come first."""
+def server_name(data: bytes | bytearray) -> str | int:
+    """The server name of a TLS client hello, empty if it names none; or how many bytes must be there to tell."""
     hello = b""
     at = 0
     while True:
         if len(data) < at + 5:
-            return None
+            return at + 5
         if data[at] != 0x16:
             raise Disagreement("a malformed TLS hello")
         size = int.from_bytes(data[at + 3 : at + 5], "big")
         if len(data) < at + 5 + size:
-            return None
+            return at + 5 + size
         hello += data[at + 5 : at + 5 + size]
         at += 5 + size
         if len(hello) >= 4 and len(hello) >= 4 + int.from_bytes(hello[1:4], "big"):
