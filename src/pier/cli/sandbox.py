@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from pier.image.model import Image
     from pier.sandbox.contract import Mount, Process, SandboxSpec
     from pier.sandbox.remote import Running
 
@@ -164,7 +165,7 @@ async def _run(command: tuple[str, ...], interactive: bool, tty: bool, options: 
 
 
 async def _spec(options: dict[str, Any]) -> SandboxSpec:
-    from pier.image.store import ImageStore
+    from pier.image.host import host_image
     from pier.network.policy import NetworkPolicy
     from pier.sandbox.contract import Limits, SandboxSpec
 
@@ -173,7 +174,7 @@ async def _spec(options: dict[str, Any]) -> SandboxSpec:
     policy = NetworkPolicy("allowlist", tuple(options["allow"])) if options["allow"] else None
     limits = {name: options[name] for name in ("cpus", "memory", "processes", "disk", "open_files")}
     return SandboxSpec(
-        image=await ImageStore().resolve(options["image"]),
+        image=host_image() if options["image"] == "host" else await _resolve(options["image"]),
         network=policy or NetworkPolicy(options["network"]),
         limits=Limits(**limits),
         mounts=tuple(_mount(text) for text in options["volume"]),
@@ -184,6 +185,13 @@ async def _spec(options: dict[str, Any]) -> SandboxSpec:
         no_new_privileges=options["no_new_privileges"],
         name=options["name"],
     )
+
+
+async def _resolve(reference: str) -> Image:
+    """Apart from the built-in one, since the store brings much with it."""
+    from pier.image.store import ImageStore
+
+    return await ImageStore().resolve(reference)
 
 
 def _mount(text: str) -> Mount:

@@ -12,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-import json
 import os
-import platform
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +20,7 @@ from pathlib import Path
 from pier.errors import ImageError
 from pier.files import write_json
 from pier.home import pier_home
+from pier.image.host import host_image
 from pier.image.layers import Layers
 from pier.image.locks import only_one
 from pier.image.model import HOST, SCRATCH, Image, ImageConfig
@@ -167,16 +166,6 @@ def canonical(reference: str) -> str:
 def familiar(name: str) -> str:
     """The short form of a canonical name."""
     return name if is_digest(name) else parse(name).familiar
-
-
-def host_image() -> Image:
-    """This machine's own root as an image; its digest tells machines and releases of their system apart."""
-    facts = [platform.machine()]
-    for path in ("/etc/machine-id", "/etc/os-release"):
-        with contextlib.suppress(OSError):
-            facts.append(Path(path).read_text())
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    return Image(HOST, f"sha256:{digest}", on_host=True)
 
 
 __all__ = ["ImageStore", "Reference", "canonical", "familiar", "host_image"]

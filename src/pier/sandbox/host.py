@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pier.home import pier_home
-from pier.image.model import HOST, Image, ImageConfig
+from pier.image.host import host_image
 
 _EMPTIED = (
     "root", "home", "tmp", "var/tmp", "run", "mnt", "media", "lost+found", "old_root", "var/log", "var/mail",
@@ -37,18 +37,15 @@ _SHADOWS = ("etc/shadow", "etc/gshadow")
 _ETC_LARGEST = 1 << 20
 
 
+__all__ = ["HostRoot", "host_image", "prepare"]
+
+
 @dataclass(frozen=True, slots=True)
 class HostRoot:
     """What to make a root from: layers, lowest first, and (source, target) pairs to bind read-only."""
 
     layers: tuple[Path, ...]
     binds: tuple[tuple[str, str], ...] = field(default=())
-
-
-def host_image() -> Image:
-    """The image `host` as a value."""
-    path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    return Image(HOST, digest=HOST, config=ImageConfig(env={"PATH": path, "LANG": "C.UTF-8"}, workdir="/root"))
 
 
 def prepare(directory: Path, *, whole: bool) -> HostRoot:
