@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from pier.image.model import Image
 from pier.lease import Lease
@@ -17,15 +18,19 @@ from tests.busybox import busybox_image
 pytestmark = pytest.mark.plain
 
 
-@pytest.fixture
-async def backend(pier_home: Path) -> AsyncIterator[Backend]:
-    with Lease() as lease:
-        async with open_backend("local", lease) as opened:
-            yield opened
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Backend]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIER_HOME", str(tmp_path_factory.mktemp("home") / "pier"))
+        lease = Lease()
+        backend = open_backend("local", lease)
+    with lease:
+        async with backend:
+            yield backend
         assert lease.held() == []
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
     return busybox_image(tmp_path_factory.mktemp("image"))
 
@@ -35,6 +40,7 @@ def test_the_suite_is_whole() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 async def test_promise(check: Check, backend: Backend, image: Image, tmp_path: Path) -> None:
     await verify(check, backend, image, tmp_path)
