@@ -276,9 +276,12 @@ async def test_limits_and_overrides(bench: Bench, tmp_path: Path) -> None:
 
 
 async def test_secrets_are_in_no_file(bench: Bench, tmp_path: Path) -> None:
-    toml = TOML.replace('workdir = "/app"', 'workdir = "/app"\nenv = {TASK_TOKEN = "${HOST_TOKEN}"}')
+    toml = TOML.replace(
+        'workdir = "/app"', 'workdir = "/app"\nenv = {TASK_TOKEN = "${HOST_TOKEN}", N = "${HOST_TOKEN}"}'
+    )
     solve = "touch /app/done; echo said $TASK_TOKEN; echo $TASK_TOKEN | base64 -w0 > /logs/agent/encoded; "
-    solve += 'echo "{\\"k\\": \\"$AGENT_KEY\\"}" > /logs/artifacts/x.json; printf "%s" "$AGENT_KEY" > /logs/agent/raw'
+    solve += 'echo "{\\"k\\": \\"$AGENT_KEY\\"}" > /logs/artifacts/x.json; printf "%s" "$AGENT_KEY" > /logs/agent/raw; '
+    solve += "mkdir -p /app/$N; touch /app/$N/conftest.py"
     test = PASS + "env > /logs/verifier/env; echo $TASK_TOKEN; echo $VERIFIER_SECRET\n"
     task = write_task(tmp_path / "t", toml=toml, solve=solve, test=test)
     agent = AgentChoice("oracle", env={"AGENT_KEY": "second-canary-literal"})

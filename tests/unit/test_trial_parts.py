@@ -22,8 +22,8 @@ from pier.trial.model import ExceptionInfo
 from pier.trial.network import check_network, plan_network, with_hosts
 from pier.trial.outcome import StepOutcome, combined_rewards, exception_info, stops_after
 from pier.trial.read import read_result
-from pier.trial.record import OutputFile
-from pier.trial.redact import Redactor, env_on_disk
+from pier.trial.record import OutputFile, printable
+from pier.trial.redact import Redactor, env_on_disk, secret_values
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialSpec
 from tests.trial_runs import TOML, write_task
 
@@ -70,6 +70,15 @@ def test_env_on_disk_keeps_templates_and_hides_secrets() -> None:
     env = {"A": "plain", "API_KEY": "${API_KEY}", "MY_TOKEN": "literal", "OTHER_SECRET": "same", "MAX_TOKENS": "10"}
     shown = env_on_disk(env, {"OTHER_SECRET": "same"})
     assert shown == env | {"MY_TOKEN": "****", "OTHER_SECRET": "${OTHER_SECRET}"}
+
+
+def test_secrets_are_known_by_the_name_of_either_variable() -> None:
+    env = {"A": "${MY_TOKEN}", "KEY": "literal", "B": "plain", "PASSWORD": "${X:-default}", "C": "${UNSET_SECRET}"}
+    assert list(secret_values(env, {"MY_TOKEN": "value"})) == ["value", "literal", "default", ""]
+
+
+def test_lines_cannot_be_forged() -> None:
+    assert printable("a\x1b[31mb\nc\u202e é") == "a\\x1b[31mb\\nc\\u202e é"
 
 
 def outcome(rewards: dict | None = None, blame: str | None = None) -> StepOutcome:

@@ -112,8 +112,10 @@ def _print_proof(proof: Proof) -> None:
     rewards = ", ".join("none" if each is None else json.dumps(each) for each in proof.rewards)
     word = "ok" if proof.ok else "flaky" if proof.flaky else "FAILED"
     click.echo(f"{word:<7} {proof.task} {proof.agent}: {rewards}")
+    from pier.trial.record import printable
+
     for problem in proof.problems:
-        click.echo(f"        {problem.splitlines()[0] if problem else ''}")
+        click.echo(f"        {printable(problem)[:300]}")
 
 
 def _proof_row(proof: Proof) -> dict[str, Any]:

@@ -28,8 +28,10 @@ def show(directory: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(result.model_dump(mode="json"), indent=2))
         return
+    from pier.trial.record import printable
+
     for line in _lines(result, directory):
-        click.echo(line)
+        click.echo(printable(line))
 
 
 def _lines(result: TrialResult, directory: Path) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pier import __version__
 from pier.agent.contract import PACK_PATH, Agent, AgentRun, McpServer
 from pier.agent.oracle import OracleAgent
 from pier.agent.registry import check_options, find_agent
@@ -36,15 +37,23 @@ def make_agent(choice: AgentChoice) -> Agent:
     return kind()
 
 
-async def agent_mounts(agent: Agent, choice: AgentChoice) -> tuple[Mount, ...]:
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """An agent that is ready to be mounted, and its version; pier's own agents have pier's."""
+
+    mounts: tuple[Mount, ...]
+    version: str
+
+
+async def bring_agent(agent: Agent, choice: AgentChoice) -> Brought:
     """What must be mounted for the agent: its pack, built now if it is not there yet, and what its options ask for."""
     mounts = agent.mounts(choice.options)
-    if agent.pack is not None:
-        from pier.agent.pack.store import ensure_pack
+    if agent.pack is None:
+        return Brought(mounts, __version__)
+    from pier.agent.pack.store import ensure_pack
 
-        pack = await ensure_pack(agent.pack)
-        mounts = (Mount(PACK_PATH, pack.path), *mounts)
-    return mounts
+    pack = await ensure_pack(agent.pack)
+    return Brought((Mount(PACK_PATH, pack.path), *mounts), pack.version)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class TrialRecord:
         """Add a line to `trial.log`."""
         if self._log is not None:
             now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3]
-            os.write(self._log, f"{now}Z {self.redactor.text(text)}\n".encode(errors="replace"))
+            os.write(self._log, f"{now}Z {printable(self.redactor.text(text))}\n".encode(errors="replace"))
 
     def warn(self, text: str) -> None:
         """Add a line that the result shows too."""
@@ -53,7 +53,7 @@ class TrialRecord:
 
     def write_result(self, result: TrialResult) -> None:
         """Seal the trial: `result.json` is the last file, and on disk before this returns."""
-        files.write_json(self.directory / "result.json", result.model_dump(mode="json"))
+        files.write_json(self.directory / "result.json", self.redactor.value(result.model_dump(mode="json")))
 
     def output(self, path: Path) -> OutputFile:
         return OutputFile(path, self.redactor)
@@ -62,6 +62,11 @@ class TrialRecord:
         if self._log is not None:
             os.close(self._log)
             self._log = None
+
+
+def printable(text: str) -> str:
+    """`text` without what would move a terminal's cursor or forge a line: an agent may have had a hand in it."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class OutputFile:

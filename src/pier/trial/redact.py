@@ -20,7 +20,7 @@ from pier import files
 REDACTED = "[REDACTED]"
 HIDDEN = "****"
 _SENSITIVE = re.compile(r"KEY|SECRET|TOKEN(?!S)|PASSWORD|CREDENTIAL|AUTH", re.IGNORECASE)
-_TEMPLATE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*(?::-.*)?\}", re.DOTALL)
+_TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?\}", re.DOTALL)
 _SHORTEST = 6
 _CHUNK = 1024 * 1024
 
@@ -29,9 +29,13 @@ def looks_secret(name: str) -> bool:
     return _SENSITIVE.search(name) is not None
 
 
-def secret_values(env: Mapping[str, str]) -> Iterator[str]:
-    """The values in `env` (templates filled in) that are secret by their name."""
-    return (value for name, value in env.items() if looks_secret(name))
+def secret_values(env: Mapping[str, str], environ: Mapping[str, str]) -> Iterator[str]:
+    """The values that `env` holds, or its templates stand for, that are secret by the name of either variable."""
+    for name, value in env.items():
+        match = _TEMPLATE.fullmatch(value)
+        real = environ.get(match[1], match[2] or "") if match else value
+        if looks_secret(name) or (match and looks_secret(match[1])):
+            yield real
 
 
 def env_on_disk(env: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:

@@ -20,8 +20,7 @@ from pier.errors import AgentError, SandboxError
 from pier.image.model import Image
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.contract import Mount, Sandbox
-from pier.task import resolve_env
-from pier.trial.agents import agent_mounts, make_agent
+from pier.trial.agents import Brought, bring_agent, make_agent
 from pier.trial.clock import Clock, limit, now
 from pier.trial.configfile import task_reference, trial_config
 from pier.trial.environment import Room, agent_room, check_support, furnish, sandbox_limits, start_room
@@ -76,10 +75,7 @@ class _Trial:
         tables = [spec.agent.env, spec.verifier.env, spec.sandbox.env, config.environment.env, config.solution.env]
         for step in spec.task.steps:
             tables += [step.verifier.env, step.verifier_environment.table.env]
-        for table in tables:
-            for name, value in table.items():
-                with captured():
-                    yield from secret_values(resolve_env({name: value}, where="", environ=self.environ))
+        return (value for table in tables for value in secret_values(table, self.environ))
 
     async def run(self) -> TrialResult:
         self.record.open()
@@ -103,9 +99,10 @@ class _Trial:
         with self.clock.phase("prepare") as preparing:
             agent, plan, room = await self._prepare()
             await self._within_build_time(self._get_image(room))
-        self.result.agent_info = self._agent_info(agent)
         with self.clock.phase("start") as starting:
-            mounts = (*await self._agent_mounts(agent), *self.spec.sandbox.mounts)
+            brought = await self._set_up(agent)
+            mounts = (*brought.mounts, *self.spec.sandbox.mounts)
+            self.result.agent_info = self._agent_info(agent, brought.version)
             sandbox = await self._start(room, plan.baseline, self.spec.name, mounts)
             try:
                 furnished = await furnish(sandbox, room)
@@ -125,6 +122,7 @@ class _Trial:
                 self.record,
                 self.clock,
                 agent,
+                self.result.agent_info.version,
                 self.environ,
                 sandbox,
                 furnished.workdir,
@@ -152,10 +150,10 @@ class _Trial:
             self.record.warn("the sandbox is not kept: it ends with the trial")
         return agent, plan, agent_room(spec.task, spec.sandbox)
 
-    async def _agent_mounts(self, agent: Agent) -> tuple[Mount, ...]:
+    async def _set_up(self, agent: Agent) -> Brought:
         seconds = (self.spec.agent.setup_timeout or _SETUP_SECONDS) * self.spec.multipliers.of("agent_setup")
         async with limit(seconds, lambda: _setup_too_long(agent, seconds)):
-            return await agent_mounts(agent, self.spec.agent)
+            return await bring_agent(agent, self.spec.agent)
 
     async def _get_image(self, room: Room) -> Image:
         image = await self.services.images.get(room.wish)
@@ -201,10 +199,8 @@ class _Trial:
     def _step_directory(self, name: str) -> Path:
         return self.spec.directory / "steps" / name if name else self.spec.directory
 
-    def _agent_info(self, agent: Agent) -> AgentInfo:
-        version = agent.pack.version if agent.pack else None
-        model = _model_info(self.spec.agent.model)
-        return AgentInfo(name=agent.name, version=version or __version__, model_info=model)
+    def _agent_info(self, agent: Agent, version: str) -> AgentInfo:
+        return AgentInfo(name=agent.name, version=version, model_info=_model_info(self.spec.agent.model))
 
     def _seal(self) -> None:
         """Put the result together and write it; this is what makes the trial finished."""

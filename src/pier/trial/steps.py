@@ -49,6 +49,7 @@ class Stage:
     record: TrialRecord
     clock: Clock
     agent: Agent
+    agent_version: str
     environ: Mapping[str, str]
     sandbox: Sandbox
     workdir: str
@@ -128,7 +129,7 @@ async def _run_agent(stage: Stage, step: Step, outcome: StepOutcome, policy: Net
                     failed = await run_agent(agent, sandbox, informed, output)
                 outcome.agent_result = usage_of(session)
     finally:
-        told = Told(agent, spec.agent.model, spec.name)
+        told = Told(agent.name, stage.agent_version, spec.agent.model, spec.name)
         outcome.agent_result = await add_trajectory(logs, told, outcome.agent_result, stage.record)
         await take_logs(sandbox, AGENT_LOGS, logs, stage.record)
     if failed is not None:
@@ -139,9 +140,8 @@ async def _run_agent(stage: Stage, step: Step, outcome: StepOutcome, policy: Net
 async def _collect(stage: Stage, step: Step, directory: Path) -> list[Collected]:
     """Run the hooks, then take the artifacts out. None of these fails the trial."""
     sandbox, record = stage.sandbox, stage.record
-    if stage.spec.task.pre_artifacts is not None:
-        await sandbox.upload(stage.spec.task.pre_artifacts, _PRE_ARTIFACTS)
-        await _hook(stage, ["bash", _PRE_ARTIFACTS], "pre_artifacts.sh", None, _PRE_ARTIFACTS_SECONDS)
+    if (script := stage.spec.task.pre_artifacts) is not None:
+        await _hook(stage, ["bash", _PRE_ARTIFACTS], script.name, None, _PRE_ARTIFACTS_SECONDS, script)
     for hook in step.collect:
         if hook.service != "main":
             record.warn(f"collect hook {hook.command!r}: there is no service {hook.service!r} on this backend")
@@ -151,8 +151,12 @@ async def _collect(stage: Stage, step: Step, directory: Path) -> list[Collected]
     return await collect_artifacts(sandbox, artifacts, directory / "artifacts", workdir=stage.workdir, record=record)
 
 
-async def _hook(stage: Stage, argv: list[str], name: str, user: str | None, seconds: float) -> None:
+async def _hook(
+    stage: Stage, argv: list[str], name: str, user: str | None, seconds: float, script: Path | None = None
+) -> None:
     try:
+        if script is not None:
+            await stage.sandbox.upload(script, _PRE_ARTIFACTS)
         result = await stage.sandbox.exec(argv, cwd=stage.workdir, user=user, timeout=seconds)
     except SandboxError as error:
         stage.record.warn(f"collect hook {name!r}: {error}")

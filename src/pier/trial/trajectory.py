@@ -6,8 +6,6 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from pier import __version__
-from pier.agent.contract import Agent
 from pier.trial.agents import RECORDING
 from pier.trial.model import AgentResult
 from pier.trial.outcome import captured
@@ -20,7 +18,8 @@ TRAJECTORY = "trajectory.json"
 class Told:
     """What a trajectory says of its origin."""
 
-    agent: Agent
+    agent: str
+    version: str
     model: str | None
     session: str
 
@@ -34,14 +33,13 @@ async def add_trajectory(logs: Path, told: Told, result: AgentResult | None, rec
         return result
     from pier.gateway.derivation import write_trajectory
 
-    version = told.agent.pack.version if told.agent.pack else None
     with captured() as failure:
         summary = await asyncio.to_thread(
             write_trajectory,
             logs / RECORDING,
             logs / TRAJECTORY,
-            agent_name=told.agent.name,
-            agent_version=version or __version__,
+            agent_name=told.agent,
+            agent_version=told.version,
             model_name=told.model,
             session_id=told.session,
         )
