@@ -407,3 +407,38 @@ async def test_power_may_fail_after_the_last_event(
         assert call.outcome == "ok"
         assert call.answer
         assert call.answer.body == raw
+
+
+async def test_requests_per_minute_hold_back_what_is_too_much() -> None:
+    asked: list[Request] = []
+
+    async def counted(request: Request) -> Turn:
+        asked.append(request)
+        return HELLO
+
+    async with Gateway() as gateway:
+        url = await gateway.serve()
+        session = gateway.session("m", upstream=counted, budget=Budget(requests_per_minute=2))
+        calls = [asyncio.create_task(post(url, PATHS["chat"], session.key, request_body("chat"))) for _ in range(3)]
+        await asyncio.wait_for(asyncio.gather(*await _first(calls, 2)), 60)
+        assert len(asked) == 2
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+
+
+async def _first(tasks: list[asyncio.Task[tuple[int, dict[str, str], bytes]]], count: int) -> list[asyncio.Task]:
+    while sum(task.done() for task in tasks) < count:
+        await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
+    return [task for task in tasks if task.done()]
+
+
+@pytest.mark.parametrize("client", NAMES)
+async def test_a_script_answers(client: str, tmp_path: Path) -> None:
+    (tmp_path / "script.yaml").write_text("- text: First words.\n- finish: Last words.\n")
+    async with Gateway() as gateway:
+        url = await gateway.serve()
+        session = gateway.session(f"script:{tmp_path / 'script.yaml'}")
+        for number, words in enumerate((b"First words.", b"Last words.")):
+            status, _, raw = await post(url, PATHS[client], session.key, request_body(client, str(number)))
+            assert (status, words in raw) == (200, True)

@@ -319,3 +319,39 @@ async def test_one_pause_holds_for_every_session_of_a_provider(tmp_path: Path) -
     began = asyncio.get_running_loop().time()
     await asyncio.gather(limiter.pass_gate(), limiter.pass_gate())
     assert asyncio.get_running_loop().time() - began >= 0.19
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_provider_that_stays_silent_is_given_up_once(stream: bool, begun: bool, tmp_path: Path) -> None:
+    never = asyncio.Event()
+
+    async def silent(request: Any, raw: bytes) -> Any:
+        if begun and stream:
+            return await streams(*events("chat")[:2], wait=never)(request, raw)
+        return await never.wait()
+
+    words = "silent" if begun and stream else "in time"
+    case, _ = await run(tmp_path, "chat", "chat", stream, silent, words, silence=0.3)
+    assert len(case.fake.asked) == 1
+
+
+async def test_streamed_token_ids_are_kept_and_not_shown(tmp_path: Path) -> None:
+    choice = {"index": 0, "delta": {"content": "hi"}, "token_ids": [7], "logprobs": {"content": [{"logprob": -1}]}}
+    first = {"id": "c", "prompt_token_ids": [1, 2], "choices": [choice]}
+    last = {"id": "c", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop", "token_ids": None}]}
+    given = [b"data: " + json.dumps(value).encode() + b"\n\n" for value in (first, last)]
+    async with fake_provider(streams(*given, b"data: [DONE]\n\n")) as fake, Gateway() as gateway:
+        url = await gateway.serve()
+        path = tmp_path / "calls.jsonl"
+        session = gateway.session("m", upstream=fake.provider(tokens=True), recording=path)
+        _, _, raw = await post(url, STREAM_PATHS["chat"], session.key, request_body("chat", stream=True))
+        assert b"token_ids" not in raw
+        assert b"logprob" not in raw
+        assert b'"content": "hi"' in raw
+        (call,) = recording.read(path).generations()
+        assert call.answer
+        assert call.answer.body == raw
+        assert call.upstream
+        assert call.upstream.answer
+        assert call.upstream.answer.body == b"".join(given) + b"data: [DONE]\n\n"

@@ -1,0 +1,184 @@
+"""Who serves a model, where and with which key; how long to wait; what is taken out of an answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pier.errors import UsageError
+from pier.gateway.body import parse
+from pier.gateway.budget import Budget, Meter, reserved
+from pier.gateway.canonical import Usage
+from pier.gateway.cost import cost_of, is_priced
+from pier.gateway.limiter import Retry, retry_after
+from pier.gateway.providers import Directory, Provider, at_address
+from pier.gateway.redact import Scrubber, redacted, redacted_path
+from pier.gateway.tokens import Extras, ask
+from pier.gateway.watch import Broken, Framer, Watch, data_of
+
+pytestmark = pytest.mark.plain
+ENV = {"ANTHROPIC_API_KEY": "ka", "OPENAI_API_KEY": "ko", "GOOGLE_API_KEY": "kg", "OPENROUTER_API_KEY": "kr"}
+
+
+@pytest.mark.parametrize(
+    ("model", "provider", "name", "key"),
+    [
+        ("anthropic/claude-sonnet-4-5", "anthropic", "claude-sonnet-4-5", "ka"),
+        ("claude-sonnet-4-5", "anthropic", "claude-sonnet-4-5", "ka"),
+        ("openai/gpt-5", "openai", "gpt-5", "ko"),
+        ("o3", "openai", "o3", "ko"),
+        ("gemini/gemini-2.5-pro", "google", "gemini-2.5-pro", "kg"),
+        ("gemini-2.5-pro", "google", "gemini-2.5-pro", "kg"),
+        ("openrouter/qwen/qwen3-coder", "openrouter", "qwen/qwen3-coder", "kr"),
+    ],
+)
+def test_names_lead_to_providers(model: str, provider: str, name: str, key: str, tmp_path: Path) -> None:
+    target = Directory.load(ENV, tmp_path / "none.toml").target(model)
+    assert (target.provider.name, target.model, target.provider.key) == (provider, name, key)
+    assert key not in repr(target)
+    target.provider.check()
+
+
+def test_unknown_names_and_missing_keys_say_what_to_do(tmp_path: Path) -> None:
+    directory = Directory.load({}, tmp_path / "none.toml")
+    with pytest.raises(UsageError, match="nobody is known") as unknown:
+        directory.target("mystery")
+    assert unknown.value.hint
+    with pytest.raises(UsageError, match="no provider 'anthropc'") as misspelt:
+        directory.target("anthropc/x")
+    assert misspelt.value.hint == "write anthropic/MODEL"
+    with pytest.raises(UsageError, match="no key") as keyless:
+        directory.target("openai/gpt-5").provider.check()
+    assert keyless.value.hint == "export OPENAI_API_KEY=..."
+
+
+def test_providers_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "providers.toml"
+    path.write_text(
+        '[lab]\nurl = "http://lab:1/v1"\nkey_env = "LAB"\nheaders = {"X-Team" = "e"}\ntokens = true\n'
+        '[openai]\nurl = "https://proxy.example"\ndialects = ["responses"]\nauth = "none"\n'
+    )
+    directory = Directory.load({"LAB": "secret"}, path)
+    lab = directory.target("lab/some/model")
+    assert (lab.model, lab.provider.key, lab.provider.tokens, lab.provider.dialects) == (
+        *("some/model", "secret"),
+        *(True, ("chat",)),
+    )
+    assert lab.provider.credentials("chat") == {"Authorization": "Bearer secret", "X-Team": "e"}
+    assert directory.target("gpt-5").provider.credentials("responses") == {}
+    for text, words in (("[x\n", "not TOML"), ('[x]\nurl = "u"\nport = 1\n', "x.port"), ("[x]\n", "x.url")):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=words):
+            Directory.load({}, path)
+
+
+def test_addresses() -> None:
+    assert at_address("http://h:1").address("/v1/messages") == "http://h:1/v1/messages"
+    assert at_address("http://h:1/v1/").address("/v1/chat/completions") == "http://h:1/v1/chat/completions"
+    assert at_address("http://h/api/v4").address("/v1/chat/completions") == "http://h/api/v4/chat/completions"
+    assert at_address("http://h/v1beta").address("/v1beta/models/m:x") == "http://h/v1beta/models/m:x"
+    assert at_address("chat,responses+http://h").dialects == ("chat", "responses")
+    assert at_address("http://h/a+b").dialects == ("chat",)
+    with pytest.raises(UsageError, match="no dialect 'latin'"):
+        at_address("latin+http://h")
+
+
+def test_keys_go_where_each_dialect_wants_them() -> None:
+    provider = Provider("p", "u", ("chat",), "k")
+    assert provider.credentials("anthropic") == {"x-api-key": "k"}
+    assert provider.credentials("gemini") == {"x-goog-api-key": "k"}
+    assert provider.credentials("responses") == {"Authorization": "Bearer k"}
+
+
+def test_what_gives_away_is_redacted() -> None:
+    assert redacted({"Authorization": "Bearer x", "X-Api-Key": "x", "Accept": "y"}) == {
+        "authorization": "[redacted]",
+        "x-api-key": "[redacted]",
+        "accept": "y",
+    }
+    assert redacted_path("/a?alt=sse&key=x&b=1") == "/a?alt=sse&key=[redacted]&b=1"
+    assert Scrubber("a-secret-of-some-length")(b"<a-secret-of-some-length>") == b"<[redacted]>"
+    assert Scrubber("EMPTY", None)(b"EMPTY") == b"EMPTY"
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({}, None),
+        ({"Retry-After": "7"}, 7.0),
+        ({"Retry-After": "0.5"}, 0.5),
+        ({"Retry-After": "soon"}, None),
+        ({"Retry-After": "Thu, 01 Jan 1970 00:01:00 GMT"}, 50.0),
+        ({"Retry-After": "Thu, 01 Jan 1970 00:00:00 GMT"}, 0.0),
+        ({"retry-after-ms": "250", "Retry-After": "9"}, 0.25),
+    ],
+)
+def test_how_long_a_provider_asks_to_wait(headers: dict[str, str], expected: float | None) -> None:
+    assert retry_after(headers, now=10.0) == expected
+
+
+def test_attempts_end() -> None:
+    retry = Retry(attempts=3, patience=10, first=1, longest=4)
+    assert 0.5 <= (retry.pause(1, 0, None) or 0) <= 1
+    assert retry.pause(2, 0, 9) == 9
+    assert retry.pause(2, 2, 9) is None
+    assert retry.pause(3, 0, None) is None
+
+
+def test_a_turn_that_was_not_spent_is_given_back() -> None:
+    one, two = Meter(Budget(turns=1)), Meter(Budget(total_tokens=10), owner="job")
+    with reserved((one, two)):
+        assert one.exhausted() == "1 of 1 turns of this session are used"
+    assert one.exhausted() is None
+    with reserved((one, two)) as turn:
+        turn.spend()
+        turn.add(Usage(6, 5), None)
+    assert two.exhausted() == "11 of 10 tokens of this job are used"
+
+
+def test_costs_are_known_or_unknown() -> None:
+    assert cost_of(Usage(1, 1, cost_usd=0.5), "any", "custom") == 0.5
+    assert cost_of(Usage(1_000_000, 0), "claude-sonnet-4-5", "anthropic") == pytest.approx(3, rel=1)
+    assert cost_of(Usage(1, 1), "claude-sonnet-4-5", "custom") is None
+    assert cost_of(Usage(1, None), "claude-sonnet-4-5", "anthropic") is None
+    assert cost_of(None, "claude-sonnet-4-5", "anthropic") is None
+    assert not is_priced("unheard-of", "openai")
+
+
+def test_extras_are_asked_for_and_taken_out_again() -> None:
+    body, extras = ask(parse(b'{"model":"m","stream":true}'), tokens=True, usage=True)
+    assert body.value["stream_options"] == {"include_usage": True}
+    assert extras == Extras(token_ids=True, logprobs=True, usage=True)
+    event = {"id": 1, "prompt_token_ids": [1], "choices": [{"delta": {}, "token_ids": [2], "logprobs": {}}]}
+    raw = b"data: " + json.dumps(event).encode() + b"\n\n"
+    assert extras.strip_event(raw, event) == b'data: {"id": 1, "choices": [{"delta": {}}]}\n\n'
+    assert extras.strip_event(b"x", {"choices": [], "usage": {}}) == b""
+    assert extras.strip_event(b": ping\n\n", None) == b": ping\n\n"
+    asked = parse(b'{"stream":true,"logprobs":true,"return_token_ids":true,"stream_options":{"include_usage":true}}')
+    assert ask(asked, tokens=True, usage=True) == (asked, Extras())
+
+
+def test_events_are_whole() -> None:
+    framer = Framer()
+    assert framer.feed(b"data: 1\n\ndata:") == [b"data: 1\n\n"]
+    assert framer.torn
+    assert framer.feed(b" 2\r\n\r") == []
+    assert framer.feed(b"\n") == [b"data: 2\r\n\r\n"]
+    assert not framer.torn
+    assert data_of(b"event: x\r\ndata: a\r\ndata: b\r\n\r\n") == b"a\nb"
+    assert data_of(b": ping\n\n") is None
+
+
+def test_usage_grows_over_an_anthropic_stream() -> None:
+    watch = Watch("anthropic")
+    start = {"input_tokens": 5, "cache_read_input_tokens": 10, "cache_creation_input_tokens": 0, "output_tokens": 1}
+    watch.see(json.dumps({"type": "message_start", "message": {"usage": start}}).encode())
+    watch.see(b'{"type":"message_delta","delta":{},"usage":{"output_tokens":9}}')
+    assert (watch.finished, watch.done) == (True, False)
+    watch.see(b'{"type":"message_stop"}')
+    assert watch.done
+    assert watch.usage == Usage(15, 9, 10, 0)
+    with pytest.raises(Broken, match="not JSON"):
+        watch.see(b"{")
