@@ -15,6 +15,7 @@ from tests.gateway_fakes import (
     TOOL,
     fake_provider,
     post,
+    replies,
     request_body,
     says,
 )
@@ -74,3 +75,25 @@ async def test_another_name_becomes_the_sessions_model(tmp_path: Path) -> None:
         assert call.upstream
         assert call.upstream.model == "real"
         assert call.upstream.body == fake.asked[0].body
+
+
+async def test_cookies_of_a_provider_reach_nobody() -> None:
+    async with fake_provider(replies(200, b'{"choices": []}', {"Set-Cookie": "id=1"})) as fake, Gateway() as gateway:
+        url = await gateway.serve()
+        for _ in range(2):
+            session = gateway.session("m", upstream=fake.provider())
+            _, headers, _ = await post(url, PATHS["chat"], session.key, request_body("chat"), Cookie="own=1")
+            assert "Set-Cookie" not in headers
+        assert ["Cookie" in asked.headers for asked in fake.asked] == [False, False]
+
+
+async def test_odd_paths_and_queries_find_their_way() -> None:
+    async with fake_provider(says(HELLO)) as fake, Gateway() as gateway:
+        url = await gateway.serve()
+        session = gateway.session("a/b c", upstream=fake.provider("anthropic", "gemini"))
+        await post(url, "//v1/v1/messages?beta=true", session.key, request_body("anthropic"))
+        await post(url, "/v1beta/models/x:generateContent", session.key, request_body("gemini"))
+        assert [asked.path for asked in fake.asked] == [
+            "/v1/messages?beta=true",
+            "/v1beta/models/a%2Fb%20c:generateContent",
+        ]

@@ -13,10 +13,20 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NoReturn
 
-from aiohttp import ClientConnectorError, ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector
+from aiohttp import (
+    ClientConnectorError,
+    ClientError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    DummyCookieJar,
+    TCPConnector,
+)
 from aiohttp import ServerTimeoutError as AioTimeout
+from yarl import URL
 
 from pier.gateway.body import Body
 from pier.gateway.canonical import DialectName, ErrorKind
@@ -69,7 +79,14 @@ class Upstreams:
         timeout = ClientTimeout(total=None, sock_connect=30, sock_read=self.silence)
         connector = TCPConnector(limit=0, keepalive_timeout=60, ttl_dns_cache=300)
         proxied = any(name.lower().endswith("_proxy") for name in os.environ)
-        self._http = ClientSession(connector=connector, timeout=timeout, read_bufsize=2**18, trust_env=proxied)
+        self._http = ClientSession(
+            connector=connector,
+            timeout=timeout,
+            read_bufsize=2**18,
+            trust_env=proxied,
+            cookie_jar=DummyCookieJar(),
+            skip_auto_headers=("User-Agent",),
+        )
 
     async def close(self) -> None:
         if self._http:
@@ -119,7 +136,7 @@ class Upstreams:
         headers = {**out.headers, **provider.credentials(out.dialect), "Accept-Encoding": "identity"}
         if small := len(out.data) < _RECORD_FIRST:
             record.attempt(facts, out.body)
-        sending = self._http.post(address, data=out.data, headers=headers, allow_redirects=False)
+        sending = self._http.post(_url(address), data=out.data, headers=headers, allow_redirects=False)
         if not small:
             sending = await _record_meanwhile(asyncio.ensure_future(sending), record, facts, out.body)
         try:
@@ -155,6 +172,11 @@ async def _refused(response: ClientResponse, out: Outgoing, record: CallRecord) 
     own = raw if _is_object(raw) and status == response.status else None
     failed = UpstreamFailed(status, message or f"{out.provider.name} answered {response.status}", kind, own)
     raise _Fault(failed, passing, retry_after(response.headers))
+
+
+@lru_cache(512)
+def _url(address: str) -> URL:
+    return URL(address, encoded=True)
 
 
 async def _record_meanwhile(
