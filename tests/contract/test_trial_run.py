@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from pier.network.policy import NONE, NetworkPolicy
 from pier.sandbox.contract import Limits
+from pier.sandbox.local.sandbox import LocalSandbox
 from pier.task import load_task
 from pier.task.config import Artifact
 from pier.trial.check import prove
@@ -328,3 +330,24 @@ async def test_kept_processes(bench: Bench, tmp_path: Path) -> None:
     assert rewards(plain) == 0 and "processes" in kinds(plain)
     kept = write_task(tmp_path / "b", toml=TOML + "[metadata.pier]\nkeep_processes = true\n", solve=solve, test=test)
     assert rewards(await bench.run(kept)) == 1
+
+
+async def test_each_phase_has_its_network(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = await bench.services.backend.capabilities()
+    if "allowlist" not in capabilities.networks or not capabilities.switch_network:
+        pytest.skip("this machine's local backend cannot switch networks")
+    switched: list[NetworkPolicy] = []
+    switch = LocalSandbox.set_network
+
+    async def watched(sandbox: LocalSandbox, policy: NetworkPolicy) -> None:
+        switched.append(policy)
+        await switch(sandbox, policy)
+
+    monkeypatch.setattr(LocalSandbox, "set_network", watched)
+    agent = '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["allowed.example"]\n'
+    task = write_task(tmp_path / "t", toml=TOML.replace("[agent]\n", agent))
+    assert rewards(await bench.run(task)) == 1
+    assert switched == [NetworkPolicy("allowlist", ("allowed.example",)), NONE]
+    switched.clear()
+    assert rewards(await bench.run(task, sandbox=SandboxChoice(network=NONE))) == 1
+    assert switched == []

@@ -5,6 +5,8 @@ How the solution's script ends is not judged, the tests do that; its exit code i
 
 from __future__ import annotations
 
+import os
+
 from pier.agent.contract import AGENT_LOGS, Agent, AgentRun, Launch
 from pier.errors import TaskError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
@@ -29,7 +31,8 @@ class OracleAgent(Agent):
         launch = self.launch(run)
         assert run.solution is not None
         await sandbox.upload(run.solution, SOLUTION_PATH)
-        await sandbox.exec(["chmod", "+x", f"{SOLUTION_PATH}/{SCRIPT}"], user="0:0", cwd="/")
+        if not os.access(run.solution / SCRIPT, os.X_OK):
+            await sandbox.write_file(f"{SOLUTION_PATH}/{SCRIPT}", (run.solution / SCRIPT).read_bytes(), mode=0o755)
         result = await sandbox.exec(
             list(launch.argv),
             cwd=run.workdir,

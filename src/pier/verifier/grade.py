@@ -6,6 +6,7 @@ never through a file of the sandbox. Before the reward is read, everything that 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,14 +73,16 @@ async def _prepare(sandbox: Sandbox, grading: Grading) -> list[str]:
             script = await sandbox.read_file(path)
         except (FileNotFoundError, SandboxError) as error:
             raise TaskError(f"the verifier's image brings no {path}: {error}", code="no_tests") from error
+        await sandbox.write_file(path, script, mode=0o755)
     else:
         for directory in grading.tests:
             await sandbox.upload(directory, TESTS)
-        script = next(
-            (found.read_bytes() for tests in reversed(grading.tests) if (found := tests / grading.script).is_file()),
-            b"",
-        )
-    await sandbox.write_file(path, script, mode=0o755)
+        found = next((file for tests in grading.tests[::-1] if (file := tests / grading.script).is_file()), None)
+        if found is None:
+            raise TaskError(f"the task brings no tests/{grading.script}", code="no_tests")
+        script = found.read_bytes()
+        if not os.access(found, os.X_OK):
+            await sandbox.write_file(path, script, mode=0o755)
     return [path] if script.startswith(b"#!") else ["/bin/bash", path]
 
 
