@@ -12,6 +12,8 @@ from typing import Any
 from pier.sandbox.tree.beneath import DIRECTORY, IN_ROOT, NO_MAGICLINKS, TreeError, open_in, write_all
 
 CHUNK = 1 << 20
+BUFFER = 1 << 15
+"""tarfile copies its buffer at each header, so a larger one makes trees of small files slow."""
 DEPTH = 400
 """How deep a tree may be; what is deeper is left out and reported. Each level holds a file descriptor open."""
 
@@ -25,7 +27,7 @@ def pack(root: int, source: str, out: int, *, exclude: Sequence[str] = (), max_b
     fd = open_in(root, parent or ".", DIRECTORY, IN_ROOT | NO_MAGICLINKS)
     try:
         stream: Any = _Whole(out)
-        with tarfile.open(fileobj=stream, mode="w|", bufsize=CHUNK, format=tarfile.PAX_FORMAT) as archive:
+        with tarfile.open(fileobj=stream, mode="w|", bufsize=BUFFER, format=tarfile.PAX_FORMAT) as archive:
             packer = _Packer(archive, exclude, max_bytes)
             packer.add(fd, name, ".")
         return packer.skipped
@@ -45,7 +47,7 @@ class _Packer:
         status = os.stat(name, dir_fd=parent, follow_symlinks=False)
         entry = tarfile.TarInfo(path)
         entry.mode, entry.uid, entry.gid = stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
-        entry.mtime = status.st_mtime
+        entry.mtime = int(status.st_mtime)
         if stat.S_ISDIR(status.st_mode):
             self._add_directory(parent, name, entry, depth)
         elif stat.S_ISREG(status.st_mode):
@@ -68,7 +70,7 @@ class _Packer:
         try:
             entry.type = tarfile.DIRTYPE
             self._write(entry)
-            for child in sorted(os.listdir(fd)):  # noqa: PTH208 - a Path has no descriptor
+            for child in sorted(os.listdir(fd)):
                 path = child if entry.name == "." else f"{entry.name}/{child}"
                 if any(fnmatch.fnmatchcase(path, rule) or fnmatch.fnmatchcase(child, rule) for rule in self._exclude):
                     continue

@@ -20,7 +20,7 @@ from pier.sandbox.tree.beneath import (
     open_in,
     write_all,
 )
-from pier.sandbox.tree.pack import CHUNK, forget_members
+from pier.sandbox.tree.pack import BUFFER, CHUNK, forget_members
 
 ENTRIES = 5_000_000
 
@@ -52,7 +52,7 @@ def unpack(
     unpacker = _Unpacker(root, resolve, owner, keep, max_bytes)
     unpacker.single = single
     try:
-        with tarfile.open(fileobj=stream, mode="r|", bufsize=CHUNK) as archive:
+        with tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER) as archive:
             for count, entry in enumerate(_entries(archive)):
                 if count >= ENTRIES:
                     raise TreeError("too_large", f"the archive has more than {ENTRIES} entries")
