@@ -28,7 +28,7 @@ PACKS = Path(os.environ.get("PIER_PACKS") or ROOT / ".cache" / "packs")
 SCRIPT = ROOT / "examples" / "scripts" / "bug-fix.yaml"
 TURNS, CALLS = 5, 4
 IN_CI = ("claude-code", "codex", "gemini-cli", "opencode", "goose", "pi")
-ENDS_BY_CALL = ("mini-swe-agent", "openhands", "cline")
+ENDS_BY_CALL = ("mini-swe-agent", "openhands")
 """Agents that end by calling a tool, so that their last turn has a call too."""
 
 

@@ -23,7 +23,7 @@ def _is_log(path: Path) -> bool:
     with path.open("rb") as file:
         start, size = file.read(4096), path.stat().st_size
         file.seek(max(0, size - 4096))
-        return b"mini-swe-agent" in start + file.read() and path.suffix == ".json"
+        return b'"trajectory_format"' in start + file.read()
 
 
 def read(session: Session, assembler: Assembler) -> Iterator[None]:
