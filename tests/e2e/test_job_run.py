@@ -199,3 +199,15 @@ def test_equal_environments_are_built_once(tmp_path: Path) -> None:
     pier("run", "-p", "tasks", "-k", "3", "-n", "6", "--job-name", "j", cwd=tmp_path)
     stamps = {(t / "verifier" / "test-stdout.txt").read_text() for t in trials_of(tmp_path / "jobs" / "j")}
     assert len(trials_of(tmp_path / "jobs" / "j")) == 6 and len(stamps) == 1
+
+
+def test_tasks_get_no_variable_without_consent(tmp_path: Path) -> None:
+    task = make_task(tmp_path / "tasks" / "one", test='test "$A" = mine; echo $((! $?)) > /logs/verifier/reward.txt')
+    with (task / "task.toml").open("a") as stream:
+        stream.write('[verifier.env]\nA = "${MY_WORD}"\n')
+    command = ["run", "-p", "tasks", "--job-name", "j"]
+    assert "MY_WORD" in pier(*command, "-y", cwd=tmp_path, code=2).stderr
+    refused = pier(*command, cwd=tmp_path, code=2, MY_WORD="mine")
+    assert "MY_WORD" in refused.stderr and "-y" in refused.stderr and not (tmp_path / "jobs").exists()
+    pier(*command, "-y", cwd=tmp_path, MY_WORD="mine")
+    assert rewards_of(tmp_path / "jobs" / "j") == [1]

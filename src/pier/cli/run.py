@@ -136,7 +136,7 @@ OPTIONS: list[Decorator] = [
     _switch("--strict", "Refuse tasks with unknown keys."),
     click.option("--print-config", is_flag=True, help="Print the merged configuration and stop."),
     click.option("--dry-run", is_flag=True, help="Check everything, print the plan and stop."),
-    click.option("-y", "--yes", is_flag=True, help="Ask nothing."),
+    click.option("-y", "--yes", is_flag=True, help="Let tasks have the variables of yours that they ask for."),
     click.option("-q", "--quiet", "--silent", "quiet", is_flag=True, default=None, help="Print nothing but errors."),
     click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and no progress."),
     _switch("--debug", "Show tracebacks."),
@@ -192,4 +192,4 @@ def run(**flags: Any) -> None:
         print_plan(config, env)
     else:
         show = Show("json" if flags["as_json"] else "quiet" if config.quiet else "full")
-        raise click.exceptions.Exit(run_and_report(config, env, show))
+        raise click.exceptions.Exit(run_and_report(config, env, show, yes=flags["yes"]))

@@ -30,9 +30,9 @@ class Show(Enum):
     JSON = "json"
 
 
-def run_and_report(config: JobConfig, env: Mapping[str, str], show: Show) -> int:
+def run_and_report(config: JobConfig, env: Mapping[str, str], show: Show, *, yes: bool = False) -> int:
     """Run the job that `config` asks for, or continue it; the answer is the exit code."""
-    with open_for(config, env, check=lambda: _check(config, env)) as job:
+    with open_for(config, env, yes=yes, check=lambda: _check(config, env)) as job:
         return _run(job, env, show)
 
 
@@ -120,7 +120,7 @@ def print_config(config: JobConfig, env: Mapping[str, str]) -> None:
 def print_plan(config: JobConfig, env: Mapping[str, str]) -> None:
     """Print what would be run, without running it."""
     _check(config, env)
-    plan, _ = plan_job(config, env)
+    plan, _ = plan_job(config, env, yes=True)
     for task in plan.tasks:
         click.echo(f"{task.name}  {task.digest}  {task.path}")
     click.echo(

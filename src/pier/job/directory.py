@@ -15,13 +15,13 @@ from typing import Any
 from pier.errors import JobError
 from pier.files import read_journal
 from pier.job.config import DatasetConfig, JobConfig, TaskConfig
+from pier.job.consent import Consent
 from pier.job.layout import CONFIG, RETRIES, to_disk, write_config, write_lock
 from pier.job.ledger import JOURNAL, Ledger
 from pier.job.load import parse, read_file
 from pier.job.outcome import read_outcome
 from pier.job.owner import OWNER, current_owner, owning
 from pier.job.plan import Plan, PlannedTask, PlannedTrial, make_plan
-from pier.job.regrade import plan_regrade
 from pier.task.sources import Selection, resolve_sources
 
 _NOT_ASKED = ("job_name", "jobs_dir", "debug", "quiet", "n_concurrent_trials", "n_concurrent_builds", "retry")
@@ -61,15 +61,18 @@ class Job:
         return f"{RETRIES}/{kept.name}"
 
 
-def plan_job(config: JobConfig, env: Mapping[str, str]) -> tuple[Plan, dict[str, Any]]:
-    """The plan that a configuration asks for, and the configuration as it may stand on disk."""
+def plan_job(config: JobConfig, env: Mapping[str, str], *, yes: bool = False) -> tuple[Plan, dict[str, Any]]:
+    """The plan that a configuration asks for, and the configuration as it may stand on disk. `yes` is consent to what
+    tasks want to know of this environment."""
+    consent = Consent(env, given=yes)
     disk = to_disk(config, env)
-    found = [task for source in (*config.datasets, *config.tasks) for task in _tasks_of(source, config)]
+    found = [task for source in (*config.datasets, *config.tasks) for task in _tasks_of(source, config, consent)]
+    consent.ask()
     settings = {key: value for key, value in disk.items() if key not in _OUTSIDE_TRIALS}
     return make_plan(found, disk["agents"], settings, config.n_attempts), disk
 
 
-def _tasks_of(source: DatasetConfig | TaskConfig, config: JobConfig) -> list[PlannedTask]:
+def _tasks_of(source: DatasetConfig | TaskConfig, config: JobConfig, consent: Consent) -> list[PlannedTask]:
     selection = None
     if isinstance(source, TaskConfig):
         commit = f"@{source.git_commit_id}" if source.git_commit_id else ""
@@ -81,6 +84,8 @@ def _tasks_of(source: DatasetConfig | TaskConfig, config: JobConfig) -> list[Pla
             source.task_names or (), source.exclude_task_names or (), source.n_tasks, source.sample_seed
         )
     tasks = resolve_sources([place], selection, strict=config.strict, verify=not config.verifier.disable)
+    for task in tasks:
+        consent.note(task)
     return [
         PlannedTask(
             name=task.name,
@@ -96,15 +101,19 @@ def _tasks_of(source: DatasetConfig | TaskConfig, config: JobConfig) -> list[Pla
 
 
 @contextmanager
-def open_for(config: JobConfig, env: Mapping[str, str], *, check: Callable[[], None] = lambda: None) -> Iterator[Job]:
+def open_for(
+    config: JobConfig, env: Mapping[str, str], *, yes: bool = False, check: Callable[[], None] = lambda: None
+) -> Iterator[Job]:
     """The job that `config` asks for: continued if it is there already, else made, after `check` had its say."""
-    with _open(config, *plan_job(config, env), check) as job:
+    with _open(config, *plan_job(config, env, yes=yes), check) as job:
         yield job
 
 
 @contextmanager
 def open_regrade(source: Path, config: JobConfig, env: Mapping[str, str]) -> Iterator[Job]:
     """The job that grades again what the job in `source` has kept."""
+    from pier.job.regrade import plan_regrade
+
     plan, without = plan_regrade(source, config)
     with _open(config, plan, to_disk(config, env), lambda: None) as job:
         job.left_out = without
