@@ -42,6 +42,7 @@ class Box:
         self._stopping: asyncio.Task[None] | None = None
         self._oom_kills = 0
         self._watching: asyncio.Task[None] | None = None
+        self.proof: dict[str, str] = {}
         self.pid = 0
         self.over_disk = False
 
@@ -70,7 +71,7 @@ class Box:
                 self.pid, self._pidfd = answer["pid"], fds[0]
                 if self._group is not None:
                     await asyncio.to_thread(self._group.attach, self.pid)
-                await ready
+                self.proof = (await ready)[0]["proof"]
         except TimeoutError:
             message = f"the sandbox {self.id} did not start in {_START_SECONDS} s"
             raise SandboxError(message, code="start_timeout") from None

@@ -40,7 +40,7 @@ def main(control: socket.socket, go: int, plan: dict[str, Any]) -> None:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         init = Init(control, plan, Census(proc, without=frozenset({1})))
-        wire.send(control, {"id": 0, "ready": True})
+        wire.send(control, {"id": 0, "ready": True, "proof": plumbing.probe("none")})
         if not plan["caged"]:
             init.add_worker()
         init.serve()
@@ -104,9 +104,6 @@ class Init:
                     self._take(*received)
                 else:
                     self._hear(fd)
-            if not self.idle:
-                with contextlib.suppress(OSError):
-                    self.add_worker()
             if self.memory:
                 self._watch_memory()
 

@@ -37,6 +37,10 @@ class Network:
         """What was refused so far, and how often."""
         return dict(self._gatekeeper.ledger.refused)
 
+    def begin(self, proof: dict[str, str]) -> None:
+        """A sandbox begins without a network; init said how it was refused one."""
+        self._note(proof)
+
     async def enforce(self, channel: Channel, policy: NetworkPolicy) -> None:
         """Put a policy in force in the sandbox behind `channel`, and prove it. Connections that were open are closed.
         When it cannot be enforced the sandbox has no network, and this raises `PolicyError`."""

@@ -1,7 +1,7 @@
 """Builds a sandbox's root file system, from inside its own namespaces, and moves into it.
 
 Runs as root of the sandbox's user namespace, with the working directory at the sandbox's directory (`u` upper, `w`
-work, `m` mount point, `etc` files of pier's own). Nothing here reaches the machine's own mounts: they are copies.
+work, `m` mount point). Nothing here reaches the machine's own mounts: they are copies.
 Standard library only, all of it imported before the root changes.
 """
 
@@ -28,7 +28,6 @@ _MASKED = (
     "sys/kernel/debug", "sys/kernel/tracing", "sys/kernel/security",
 )  # fmt: skip
 _READ_ONLY = ("proc/bus", "proc/fs", "proc/irq", "proc/sys")
-_ETC = ("resolv.conf", "hosts", "hostname")
 _SKELETON = (("proc", 0o555), ("sys", 0o555), ("dev", 0o755), ("etc", 0o755), ("tmp", 0o1777))
 
 
@@ -43,8 +42,8 @@ def build(plan: dict[str, Any]) -> None:
     _mount_proc()
     _mount_sys(plan)
     _mount_dev(plan)
-    for name in _ETC:
-        _put(f"etc/{name}", f"m/etc/{name}", replace=True)
+    for name, text in plan["etc"].items():
+        _put_text(text, f"m/etc/{name}")
     for wanted in plan["mounts"]:
         _mount_wanted(wanted)
     os.chdir("m")
@@ -145,10 +144,19 @@ def _inside(path: str) -> str:
     raise OSError(errno.ELOOP, f"too many links in {path}")
 
 
-def _put(source: str, target: str, *, recursive: bool = False, read_only: bool = False, replace: bool = False) -> None:
-    """Bind `source` at `target`, which is made if it is missing."""
-    if replace and os.path.islink(target):
+def _put_text(text: str, target: str) -> None:
+    """Put a file of pier's own at `target`: it lies in the memory of /dev, without a name there, and is no change."""
+    unborn = "m/dev/.pier"
+    with open(unborn, "w") as stream:
+        stream.write(text)
+    if os.path.islink(target):
         os.unlink(target)
+    _put(unborn, target)
+    os.unlink(unborn)
+
+
+def _put(source: str, target: str, *, recursive: bool = False, read_only: bool = False) -> None:
+    """Bind `source` at `target`, which is made if it is missing."""
     if os.path.isdir(source):
         _make_directory(target, 0o755)
     elif not os.path.exists(target):
@@ -169,15 +177,11 @@ def _remount_read_only(target: str) -> None:
 
 
 def _make_directory(path: str, mode: int) -> None:
-    parts = path.split("/")
-    for end in range(1, len(parts) + 1):
-        here = "/".join(parts[:end])
-        try:
-            os.mkdir(here, mode if end == len(parts) else 0o755)
-        except FileExistsError:
-            continue
-        if end == len(parts):
-            os.chmod(here, mode)
+    if os.path.isdir(path):
+        return
+    _make_directory(os.path.dirname(path), 0o755)
+    os.mkdir(path, mode)
+    os.chmod(path, mode)
 
 
 def raise_loopback() -> None:

@@ -100,7 +100,7 @@ class Zygote:
     def _start(self, message: dict[str, Any], fds: list[int]) -> None:
         plan = message["plan"]
         directory = HOST + message["directory"]
-        self._make_directories(directory, plan, HOST + message["layers"][-1])
+        _make_directories(directory, HOST + message["layers"][-1])
         plan["lowers"] = [self._lower(path) for path in message["layers"]]
         attached: list[str] = []
         try:
@@ -151,16 +151,6 @@ class Zygote:
         finally:
             os.close(go_out)
             os.close(pidfd)
-
-    def _make_directories(self, directory: str, plan: dict[str, Any], top: str) -> None:
-        for name in ("u", "w", "m", "etc"):
-            os.mkdir(f"{directory}/{name}", 0o755)
-        like = os.stat(top)
-        os.chown(f"{directory}/u", like.st_uid, like.st_gid)
-        os.chmod(f"{directory}/u", stat.S_IMODE(like.st_mode))
-        for name, text in plan["etc"].items():
-            with open(f"{directory}/etc/{name}", "w") as stream:
-                stream.write(text)
 
     def _write_maps(self, pid: int) -> None:
         for name, rows in self.config["maps"].items():
@@ -282,6 +272,15 @@ def look(message: dict[str, Any]) -> dict[str, Any]:
         return {"bytes": changes.measure(HOST + message["path"])}
     lowers = [HOST + path for path in message["layers"]]
     return {"changes": changes.compare(HOST + message["path"], lowers)}
+
+
+def _make_directories(directory: str, top: str) -> None:
+    """The parts of a sandbox's directory. The root that is merged looks like its topmost layer."""
+    for name in ("u", "w", "m"):
+        os.mkdir(f"{directory}/{name}", 0o755)
+    like = os.stat(top)
+    os.chown(f"{directory}/u", like.st_uid, like.st_gid)
+    os.chmod(f"{directory}/u", stat.S_IMODE(like.st_mode))
 
 
 def _is_small(path: str) -> bool:
