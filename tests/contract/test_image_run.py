@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -188,6 +190,22 @@ async def test_a_cancelled_build_leaves_nothing(bench: Bench) -> None:
             await task
     assert list((bench.store.root / "tmp").iterdir()) == []
     assert bench.runner.backend.lease.held() == []
+
+
+async def test_the_command_line_builds(bench: Bench) -> None:
+    (bench.context / "Dockerfile").write_text("FROM busybox\nARG WHAT\nRUN echo built $WHAT; echo x >/f\n")
+    command = ["image", "build", str(bench.context), "-t", "app:1", "--build-arg", "WHAT=it", "--network", "none"]
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-m", "pier", *command, "--json"],
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, progress = await process.communicate()
+    assert process.returncode == 0, progress.decode()
+    assert "  built it" in progress.decode().splitlines()
+    image = await bench.store.resolve("app:1")
+    assert json.loads(out)["digest"] == image.digest
+    assert names(image.layers[-1]) == ["f"]
 
 
 async def test_the_machines_own_root_is_a_base(bench: Bench) -> None:

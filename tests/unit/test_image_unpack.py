@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pier.errors import ImageError
+from pier.idmap import IdMap, mapped_argv
 from pier.image import owner
 from pier.image.trees import unpack_archive
 from pier.image.unpack import unpack
@@ -71,7 +72,7 @@ async def test_the_stores_owner_unpacks_owners_and_whiteouts(tmp_path: Path) -> 
         script = "import os, sys; s = os.lstat(sys.argv[1]); print(f'{s.st_mode:o} {s.st_uid}:{s.st_gid} {s.st_rdev}')"
         seen = {name: _inside(script, str(target / name)) for name in ("d", "d/s", "d/gone")}
         assert seen["d/gone"].split()[0] == "20600"
-        if owner.IdMap.detect().mode != "single":
+        if IdMap.detect().mode != "single":
             assert seen["d"] == "42750 10:20 0"
             assert seen["d/s"] == "104755 1:0 0"
     finally:
@@ -83,7 +84,7 @@ def _inside(script: str, *args: str) -> str:
     """What a script prints where the store's owners are seen as the image's."""
     argv = ["/usr/bin/python3", "-c", script, *args]
     if os.geteuid() != 0:
-        argv = owner.mapped_argv(argv)
+        argv = mapped_argv(argv)
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
 
 

@@ -20,7 +20,7 @@ from pier.image.model import HOST, SCRATCH, Image
 from pier.image.platforms import architecture
 from pier.image.stage import DEFAULT_PATH, SETTINGS, Stage, arg_pairs, located
 from pier.image.steps import StepRunner
-from pier.image.store import ImageStore
+from pier.image.store import ImageStore, canonical
 from pier.image.words import expand, split
 from pier.network.policy import PUBLIC, NetworkPolicy
 
@@ -78,6 +78,8 @@ async def build_image(
     """
     if not context.is_dir():
         raise ImageError(f"the build context {context} is not a directory", code="build", blame="user")
+    if tag:
+        canonical(tag)
     path = dockerfile or context / "Dockerfile"
     build = Build(
         store,

@@ -6,11 +6,15 @@ used first, layers that only serve as a build's cache, then images. What a livin
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pier.image.store import ImageStore
+
+_DOWNLOADS_KEPT = 24 * 3600
 
 
 @dataclass(slots=True)
@@ -30,6 +34,10 @@ async def collect(store: ImageStore, *, max_size: int | None = None, dry_run: bo
     if not store.root.is_dir():
         return done
     done.leftovers = [str(path) for path in await store.layers.sweep(dry_run=dry_run)]
+    for path in _stale_downloads(store):
+        done.leftovers.append(str(path))
+        if not dry_run:
+            path.unlink(missing_ok=True)
     async with store.only_one("gc"), store.layers.scratch() as away:
         with store.users.collecting():
             _choose(store, max_size, done)
@@ -39,6 +47,13 @@ async def collect(store: ImageStore, *, max_size: int | None = None, dry_run: bo
                 for layer in done.layers:
                     store.layers.hide(layer, away)
     return done
+
+
+def _stale_downloads(store: ImageStore) -> list[Path]:
+    """Downloads that were cut off and that nobody went on with."""
+    place = store.root / "downloads"
+    files = sorted(place.iterdir()) if place.is_dir() else []
+    return [path for path in files if path.stat().st_mtime < time.time() - _DOWNLOADS_KEPT]
 
 
 def _choose(store: ImageStore, max_size: int | None, done: Collected) -> None:

@@ -53,7 +53,9 @@ async def pull_image(store: ImageStore, reference: str, *, on_progress: OnProgre
     """Pull an image from its registry, also if the store has one of that name: only what changed is downloaded."""
     from pier.image.assemble import LayerSource, Origins, assemble
     from pier.image.registry import open_registry
+    from pier.image.store import canonical
 
+    canonical(reference)
     parsed = parse(reference)
     tell = on_progress or (lambda _: None)
     store.prepare("downloads")

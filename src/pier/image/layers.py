@@ -117,7 +117,7 @@ class Layers:
             try:
                 yield directory
             finally:
-                await asyncio.shield(owner.run("remove_tree", path=str(directory)))
+                await _remove(directory)
                 lock.unlink(missing_ok=True)
         finally:
             os.close(fd)
@@ -155,3 +155,21 @@ class Layers:
             finally:
                 os.close(fd)
         return left
+
+
+async def _remove(directory: Path) -> None:
+    """Remove a directory to the end, also when this is cancelled meanwhile."""
+    try:
+        directory.rmdir()
+        return
+    except OSError:
+        work = asyncio.ensure_future(owner.run("remove_tree", path=str(directory)))
+    cancelled = False
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            cancelled = True
+    work.result()
+    if cancelled:
+        raise asyncio.CancelledError
