@@ -35,6 +35,7 @@ class Aider(PackedAgent):
 
     name = "aider"
     dialect = "chat"
+    direct_hosts = ("api.openai.com",)
     pack = PackSpec("pypi", "aider-chat", "0.86.2", pythons=("3.12", "3.11"))
     options = (*(row.option for row in FLAGS), "edit_format", "stream", "model")
 

@@ -34,7 +34,7 @@ class ClaudeCode(PackedAgent):
 
     name = "claude-code"
     dialect = "anthropic"
-    hosts = ()
+    direct_hosts = ("api.anthropic.com",)
     pack = PackSpec(
         "npm", "@anthropic-ai/claude-code", "2.1.325", program="@anthropic-ai/claude-code-linux-{arch}/claude"
     )

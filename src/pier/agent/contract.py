@@ -99,6 +99,10 @@ class Agent(ABC):
     exit_code_counts: ClassVar[bool] = True
     """Whether an exit code other than 0 is the agent's failure; the trial is graded either way."""
 
+    def reach(self, options: Mapping[str, Any], env: Mapping[str, str], *, direct: bool) -> tuple[str, ...]:
+        """The hosts that it needs with these options and variables; `direct` if no gateway stands before its model."""
+        return self.hosts
+
     def mounts(self, options: Mapping[str, Any]) -> tuple[Mount, ...]:
         """What must be mounted for these options, beside the pack."""
         return ()

@@ -14,6 +14,7 @@ class Goose(PackedAgent):
 
     name = "goose"
     dialect = "chat"
+    direct_hosts = ("api.openai.com",)
     pack = PackSpec(
         "npm", "@aaif/goose-binary-linux-{arch}", "1.52.0", program="@aaif/goose-binary-linux-{arch}/bin/goose"
     )

@@ -18,6 +18,7 @@ class MiniSweAgent(PackedAgent):
 
     name = "mini-swe-agent"
     dialect = "chat"
+    direct_hosts = ("api.openai.com", "api.anthropic.com", "openrouter.ai", "*.googleapis.com")
     pack = PackSpec("pypi", "mini-swe-agent", "2.4.6", extras=("mcp",))
     options = (
         "config_yaml",

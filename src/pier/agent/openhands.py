@@ -15,6 +15,7 @@ class OpenHands(PackedAgent):
 
     name = "openhands"
     dialect = "chat"
+    direct_hosts = ("api.openai.com",)
     pack = PackSpec("pypi", "openhands", "1.16.0", pythons=("3.12", "3.13"))
     options = ("max_iterations", "reasoning_effort", "model")
 

@@ -10,13 +10,14 @@ import io
 import signal
 import tarfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, Agent, AgentFile, AgentRun, Launch
+from pier.agent.reach import hosts_in
 from pier.errors import SandboxError
 from pier.sandbox.contract import OnOutput, Process, Result, Sandbox
 
@@ -33,6 +34,13 @@ class PackedAgent(Agent):
     logs: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Session logs that no variable moves to `AGENT_LOGS`: a directory below the home directory, and the one below
     the logs where its contents are put."""
+
+    direct_hosts: ClassVar[tuple[str, ...]] = ()
+    """Where its model is when no gateway stands before it and its configuration names no other place."""
+
+    def reach(self, options: Mapping[str, Any], env: Mapping[str, str], *, direct: bool) -> tuple[str, ...]:
+        named = hosts_in(options, env)
+        return (*self.hosts, *(named or (self.direct_hosts if direct else ())))
 
     def skills_into(self, run: AgentRun) -> str | None:
         """The directory where it looks for skills; None if it has no notion of them."""

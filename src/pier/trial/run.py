@@ -136,12 +136,13 @@ class _Trial:
         agent = make_agent(spec.agent)
         capabilities = await backend.capabilities()
         check_support(spec.task, capabilities, backend.name)
+        reach = agent.reach(spec.agent.options, spec.agent.env, direct=spec.agent.model is None)
         plan = plan_network(
             spec.task.config.environment,
             spec.task.steps,
             override=spec.sandbox.network,
             hosts=spec.sandbox.hosts,
-            agent_hosts=(*agent.hosts, *spec.agent.hosts),
+            agent_hosts=(*reach, *spec.agent.hosts),
         )
         check_network(plan, capabilities, backend.name)
         for key in spec.task.unknown:
