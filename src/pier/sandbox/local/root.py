@@ -1,12 +1,13 @@
 """Builds a sandbox's root file system, from inside its own namespaces, and moves into it.
 
 Runs as root of the sandbox's user namespace, with the working directory at the sandbox's directory (`u` upper, `w`
-work, `m` mount point). Nothing here reaches the machine's own mounts: they are copies.
+work) and a zygote's root, where `/m` is empty. Nothing here reaches the machine's own mounts: they are copies.
 Standard library only, all of it imported before the root changes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -29,6 +30,21 @@ _MASKED = (
 )  # fmt: skip
 _READ_ONLY = ("proc/bus", "proc/fs", "proc/irq", "proc/sys")
 _SKELETON = (("proc", 0o555), ("sys", 0o555), ("dev", 0o755), ("etc", 0o755), ("tmp", 0o1777))
+_ETC = ("resolv.conf", "hosts", "hostname")
+
+
+def make_skeleton(directory: str, owner: int) -> None:
+    """The layer that lies below all others: what a root must have, for images that lack it."""
+    for name, mode in (("", 0o755), *_SKELETON):
+        path = f"{directory}/{name}"
+        if name:
+            os.mkdir(path)
+        os.chmod(path, mode)
+        os.chown(path, owner, owner)
+    for name in _ETC:
+        path = f"{directory}/etc/{name}"
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+        os.chown(path, owner, owner)
 
 
 def build(plan: dict[str, Any]) -> None:
@@ -36,17 +52,17 @@ def build(plan: dict[str, Any]) -> None:
     kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     _mount_overlay(plan)
     for bound in plan["binds"]:
-        _put(bound["from"], "m/" + bound["to"].strip("/"), recursive=True, read_only=bound.get("read_only", True))
-    for name, mode in _SKELETON:
-        _make_directory("m/" + name, mode)
+        _put(bound["from"], "/m/" + bound["to"].strip("/"), recursive=True, read_only=bound.get("read_only", True))
+    for name in ("proc", "sys", "dev", "etc"):
+        _make_real("/m/" + name)
     _mount_proc()
     _mount_sys(plan)
     _mount_dev(plan)
     for name, text in plan["etc"].items():
-        _put_text(text, f"m/etc/{name}")
+        _put_text(text, f"/m/etc/{name}")
     for wanted in plan["mounts"]:
         _mount_wanted(wanted)
-    os.chdir("m")
+    os.chdir("/m")
     kernel.pivot_root(".", ".")
     kernel.unmount(".")
     os.chdir("/")
@@ -56,13 +72,13 @@ def build(plan: dict[str, Any]) -> None:
 
 def _mount_overlay(plan: dict[str, Any]) -> None:
     lowers = ":".join(reversed(plan["lowers"]))
-    kernel.mount("overlay", "m", "overlay", 0, f"lowerdir={lowers},upperdir=u,workdir=w,userxattr,volatile")
+    kernel.mount("overlay", "/m", "overlay", 0, f"lowerdir={lowers},upperdir=u,workdir=w,userxattr,volatile")
 
 
 def _mount_proc() -> None:
-    kernel.mount("proc", "m/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    kernel.mount("proc", "/m/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     try:
-        with open("m/proc/sys/user/max_user_namespaces", "w") as stream:
+        with open("/m/proc/sys/user/max_user_namespaces", "w") as stream:
             stream.write("0")
     except OSError:
         pass
@@ -71,27 +87,27 @@ def _mount_proc() -> None:
 def _mount_sys(plan: dict[str, Any]) -> None:
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
     if plan["own_network"]:
-        kernel.mount("sysfs", "m/sys", "sysfs", flags)
+        kernel.mount("sysfs", "/m/sys", "sysfs", flags)
     else:
-        kernel.mount(f"{HOST}/sys", "m/sys", "", kernel.MS_BIND | kernel.MS_REC)
-        kernel.mount("", "m/sys", "", kernel.MS_BIND | kernel.MS_REMOUNT | flags)
+        kernel.mount(f"{HOST}/sys", "/m/sys", "", kernel.MS_BIND | kernel.MS_REC)
+        kernel.mount("", "/m/sys", "", kernel.MS_BIND | kernel.MS_REMOUNT | flags)
 
 
 def _mount_dev(plan: dict[str, Any]) -> None:
-    kernel.mount("tmpfs", "m/dev", "tmpfs", MS_NOSUID, "mode=755,size=64k")
+    kernel.mount("tmpfs", "/m/dev", "tmpfs", MS_NOSUID, "mode=755,size=64k")
     for name in _DEVICES:
-        _put(f"{HOST}/dev/{name}", f"m/dev/{name}")
-    os.mkdir("m/dev/pts", 0o755)
+        _put(f"{HOST}/dev/{name}", f"/m/dev/{name}")
+    os.mkdir("/m/dev/pts", 0o755)
     tty = ",gid=5" if plan["many_ids"] else ""
-    kernel.mount("devpts", "m/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, f"newinstance,ptmxmode=0666,mode=0620{tty}")
-    os.mkdir("m/dev/shm", 0o1777)
+    kernel.mount("devpts", "/m/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, f"newinstance,ptmxmode=0666,mode=0620{tty}")
+    os.mkdir("/m/dev/shm", 0o1777)
     size = plan["shm_size"]
-    kernel.mount("tmpfs", "m/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"mode=1777,size={size}")
-    os.mkdir("m/dev/mqueue", 0o1777)
+    kernel.mount("tmpfs", "/m/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"mode=1777,size={size}")
+    os.mkdir("/m/dev/mqueue", 0o1777)
     links = {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "core": "/proc/kcore"}
     links |= {name: f"/proc/self/fd/{number}" for number, name in enumerate(("stdin", "stdout", "stderr"))}
     for name, target in links.items():
-        os.symlink(target, f"m/dev/{name}")
+        os.symlink(target, f"/m/dev/{name}")
 
 
 def seal() -> None:
@@ -122,17 +138,17 @@ def _mount_wanted(wanted: dict[str, Any]) -> None:
 
 
 def _inside(path: str) -> str:
-    """`path` below `m` with every symlink on the way resolved inside `m`, so that no image can send a mount astray."""
+    """`path` below `/m` with every symlink on the way resolved there, so that no image can send a mount astray."""
     done: list[str] = []
     todo = [part for part in reversed(path.split("/")) if part not in ("", ".")]
     for _ in range(4096):
         if not todo:
-            return "/".join(["m", *done])
+            return "/".join(["/m", *done])
         part = todo.pop()
         if part == "..":
             done = done[:-1]
             continue
-        here = "/".join(["m", *done, part])
+        here = "/".join(["/m", *done, part])
         try:
             link = os.readlink(here)
         except OSError:
@@ -146,7 +162,7 @@ def _inside(path: str) -> str:
 
 def _put_text(text: str, target: str) -> None:
     """Put a file of pier's own at `target`: it lies in the memory of /dev, without a name there, and is no change."""
-    unborn = "m/dev/.pier"
+    unborn = "/m/dev/.pier"
     with open(unborn, "w") as stream:
         stream.write(text)
     if os.path.islink(target):
@@ -174,6 +190,14 @@ def _remount_read_only(target: str) -> None:
     times = (1024 if at & os.ST_NOATIME else 0) | (2048 if at & os.ST_NODIRATIME else 0)
     times |= 1 << 21 if at & os.ST_RELATIME else 0
     kernel.mount("", target, "", kernel.MS_BIND | kernel.MS_REMOUNT | MS_RDONLY | kept | times)
+
+
+def _make_real(path: str) -> None:
+    """See to it that a path is a directory, and no link that leads out of the root that is being made."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        os.mkdir(path, 0o755)
 
 
 def _make_directory(path: str, mode: int) -> None:

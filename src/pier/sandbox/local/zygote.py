@@ -10,6 +10,7 @@ Run as `python -I -S -c BOOT`; descriptor 0 is its socket to pier, the configura
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import os
 import select
@@ -21,7 +22,7 @@ from typing import Any
 from pier.sandbox import tree
 from pier.sandbox.local import attendant, changes, init, kernel, wire
 from pier.sandbox.local.remove import remove
-from pier.sandbox.local.root import HOST
+from pier.sandbox.local.root import HOST, make_skeleton
 
 _NAMESPACES = (
     kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
@@ -49,8 +50,9 @@ class Zygote:
         kernel.unshare(kernel.CLONE_NEWNS)
         kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         kernel.mount("tmpfs", "/tmp", "tmpfs", 0, "mode=755")
-        for name in ("host", *self.free):
+        for name in ("host", "m", "skeleton", *self.free):
             os.mkdir(f"/tmp/{name}", 0o755)
+        make_skeleton("/tmp/skeleton", self.config["root_outside"])
         kernel.pivot_root("/tmp", "/tmp/host")
         os.chdir("/")
         if self.config["shifted"]:
@@ -98,12 +100,15 @@ class Zygote:
                 os.close(fd)
 
     def _start(self, message: dict[str, Any], fds: list[int]) -> None:
+        """Clone a sandbox's init. It holds a lock on its directory as long as it lives, whoever else dies."""
         plan = message["plan"]
         directory = HOST + message["directory"]
         _make_directories(directory, HOST + message["layers"][-1])
-        plan["lowers"] = [self._lower(path) for path in message["layers"]]
+        plan["lowers"] = ["/skeleton", *(self._lower(path) for path in message["layers"])]
         attached: list[str] = []
+        held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             attached.append(self._attach(directory))
             for wanted in (*plan["mounts"], *plan["binds"]):
                 if "source" in wanted:
@@ -112,6 +117,7 @@ class Zygote:
             os.chdir(attached[0])
             self._clone(message, plan, fds)
         finally:
+            os.close(held)
             os.chdir("/")
             for target in attached:
                 self._detach(target)
@@ -141,8 +147,6 @@ class Zygote:
         try:
             os.close(go_in)
             self._write_maps(pid)
-            with open(f"{HOST}{message['directory']}/pid", "w") as stream:
-                stream.write(f"{pid} {_start_time(pid)}")
             os.write(go_out, b"1")
             wire.send(self.sock, {"id": message["id"], "pid": pid}, [pidfd])
         except OSError:
@@ -276,7 +280,7 @@ def look(message: dict[str, Any]) -> dict[str, Any]:
 
 def _make_directories(directory: str, top: str) -> None:
     """The parts of a sandbox's directory. The root that is merged looks like its topmost layer."""
-    for name in ("u", "w", "m"):
+    for name in ("u", "w"):
         os.mkdir(f"{directory}/{name}", 0o755)
     like = os.stat(top)
     os.chown(f"{directory}/u", like.st_uid, like.st_gid)
@@ -296,11 +300,6 @@ def _reap() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def _start_time(pid: int) -> str:
-    with open(f"{HOST}/proc/{pid}/stat") as stream:
-        return stream.read().rpartition(")")[2].split()[19]
 
 
 def main() -> None:

@@ -52,7 +52,8 @@ class Zygote:
         """Wait until it can start sandboxes."""
         shifted = self._ids.mode == "root"
         maps = {"uid_map": id_rows(self._ids, self._ids.uids), "gid_map": id_rows(self._ids, self._ids.gids)}
-        config = {"shifted": shifted, "maps": maps}
+        root = self._ids.uids[0].outside if shifted else 0
+        config = {"shifted": shifted, "root_outside": root, "maps": maps}
         try:
             await self.channel.wait(0, lambda: self.channel.send(config))
         except SandboxError as error:
