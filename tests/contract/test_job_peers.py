@@ -35,15 +35,15 @@ for path in sorted(p.parent for p in job.glob("*/result.json")):
     rewards = trial.verifier_result.rewards if trial.verifier_result else None
     failure = trial.exception_info.exception_type if trial.exception_info else None
     trials.append([trial.trial_name, rewards, failure])
-scanner = importlib.import_module(f"{package}.viewer.scanner").JobScanner(job.parent)
+from starlette.testclient import TestClient
+viewer = TestClient(importlib.import_module(f"{package}.viewer.server").create_app(job.parent))
 print(json.dumps({
     "agents": [agent.name for agent in config.agents],
     "locked": [trial.task.digest for trial in lock.trials],
     "completed": result.stats.n_completed_trials,
     "trials": trials,
-    "jobs": scanner.list_jobs(),
-    "seen": scanner.list_trials(job.name),
-    "opened": scanner.get_job_config(job.name) is not None and scanner.get_job_result(job.name) is not None,
+    "jobs": viewer.get("/api/jobs").json()["items"],
+    "shown": viewer.get(f"/api/jobs/{job.name}/trials").json()["items"],
 }))
 """
 
@@ -71,7 +71,8 @@ def test_a_job_is_read_by_the_models_and_the_viewer_of(peer: str, job: Path) -> 
     read = json.loads(done.stdout)
     names = [trial.name for trial in trials_of(job)]
     assert read["agents"] == ["oracle"] and read["completed"] == 4 and len(read["locked"]) == 4
-    assert read["jobs"] == ["j"] and read["seen"] == names and read["opened"]
+    assert [(row["name"], row["n_completed_trials"]) for row in read["jobs"]] == [("j", 4)]
+    assert sorted(row["name"] for row in read["shown"]) == names
     assert [trial[0] for trial in read["trials"]] == names
     assert [trial[1] for trial in read["trials"]] == [{"reward": 1}] * 2 + [None] * 2
     assert [trial[2] for trial in read["trials"]] == [None] * 2 + ["RewardFileNotFoundError"] * 2
