@@ -217,7 +217,7 @@ def nginx(port: int, folder: str) -> Iterator[Place | None]:
     own = 20_000 + os.getpid() % 20_000
     config = Path(folder) / "nginx.conf"
     config.write_text(
-        f"daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log /dev/null; events {{}}\n"
+        f"daemon off; master_process off; pid {folder}/nginx.pid; error_log /dev/null; events {{}}\n"
         f"http {{ access_log off; client_max_body_size 64m; upstream u {{ server 127.0.0.1:{port}; keepalive 64; }}\n"
         f"server {{ listen 127.0.0.1:{own}; keepalive_requests 1000000; location / {{ proxy_pass http://u;\n"
         "proxy_http_version 1.1; proxy_set_header Connection ''; proxy_buffering off; } } }\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,9 +14,9 @@ import pytest
 from pier.endpoint import GATEWAY_PORT
 from pier.errors import UsageError
 from pier.gateway import Budget, Directory, Gateway, Meter, recording
-from pier.gateway.canonical import Request, Turn
+from pier.gateway.canonical import Request, Text, Turn, TurnBuilder, Usage
 from pier.gateway.dialect import DIALECTS
-from tests.gateway_fakes import HELLO, PATHS, STREAM_PATHS, fake_provider, post, replies, request_body, says
+from tests.gateway_fakes import HELLO, PATHS, STREAM_PATHS, fake_provider, post, replies, request_body, says, thinks
 
 pytestmark = pytest.mark.plain
 NAMES = ["chat", "responses", "anthropic", "gemini"]
@@ -442,3 +443,78 @@ async def test_a_script_answers(client: str, tmp_path: Path) -> None:
         for number, words in enumerate((b"First words.", b"Last words.")):
             status, _, raw = await post(url, PATHS[client], session.key, request_body(client, str(number)))
             assert (status, words in raw) == (200, True)
+
+
+async def test_a_key_of_any_bytes_is_refused() -> None:
+    async with Gateway() as gateway:
+        url = await gateway.serve()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nx-api-key: \xff\xfe\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readline(), 60)).startswith(b"HTTP/1.1 401")
+        writer.close()
+
+
+async def test_many_sessions_at_once_see_only_their_own(tmp_path: Path) -> None:
+    def echo(request: Request) -> Turn:
+        return Turn((Text(f"you said {request.messages[0].text}"),), "end", Usage(1, 1))
+
+    async with fake_provider(thinks(echo)) as fake, Gateway() as gateway:
+        url = await gateway.serve()
+        sessions = [
+            gateway.session("m", upstream=fake.provider("chat"), recording=tmp_path / str(number) / "calls.jsonl")
+            for number in range(20)
+        ]
+
+        async def talk(number: int, turn: int) -> None:
+            client, words = NAMES[turn % 4], f"<{number}-{turn}>"
+            body = request_body(client, words, stream=True)
+            status, _, raw = await post(url, STREAM_PATHS[client], sessions[number].key, body)
+            parser = DIALECTS[client].stream_parser()
+            built = TurnBuilder().extend([*parser.feed(raw), *parser.close()])
+            assert (status, built.turn().text) == (200, f"you said {words}")
+
+        await asyncio.gather(*(talk(number, turn) for number in range(20) for turn in range(10)))
+        for number in range(20):
+            calls = recording.read(tmp_path / str(number)).generations()
+            assert [call.outcome for call in calls] == ["ok"] * 10
+            for call in calls:
+                said = re.findall(rb"<\d+-\d+>", call.body)
+                assert said[0].startswith(b"<%d-" % number)
+                assert call.upstream
+                assert call.upstream.answer
+                assert said[0] in call.upstream.body
+                parser = DIALECTS["chat"].stream_parser()
+                heard = TurnBuilder().extend(parser.feed(call.upstream.answer.body)).turn().text
+                assert heard == f"you said {said[0].decode()}"
+
+
+async def test_an_agent_that_reads_slowly_slows_the_provider_down(tmp_path: Path) -> None:
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n' % (b"x" * 2**20)
+    count, sent = 64, 0
+
+    async def pour(request: aiohttp.web.BaseRequest, raw: bytes) -> aiohttp.web.StreamResponse:
+        nonlocal sent
+        response = aiohttp.web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for _ in range(count):
+            await response.write(event)
+            sent += 1
+        await response.write(b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n')
+        return response
+
+    async with fake_provider(pour) as fake, Gateway() as gateway, aiohttp.ClientSession() as http:
+        url = await gateway.serve()
+        session = gateway.session("m", upstream=fake.provider())
+        headers, body = {"Authorization": f"Bearer {session.key}"}, request_body("chat", stream=True)
+        async with http.post(url + PATHS["chat"], json=body, headers=headers) as response:
+            before, still = -1, 0
+            while still < 10:
+                still = still + 1 if sent == before else 0
+                before = sent
+                await asyncio.sleep(0.05)
+            assert sent < count
+            size = 0
+            async for part in response.content.iter_any():
+                size += len(part)
+        assert sent == count
+        assert size > count * 2**20

@@ -121,3 +121,25 @@ async def test_a_replay_answers_again_and_shows_what_differs(client: str, stream
         status, _, raw = await post(url, path, third.key, request_body(client, "other", stream=stream))
         assert status == 400
         assert b'was \\"a\\", is \\"other\\"' in raw
+
+
+@pytest.mark.parametrize("client", NAMES)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_half_a_character_passes(client: str, stream: bool, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from pier.gateway.canonical import Text
+
+    half = "cut \ud83d here"
+    async with fake_provider(says(replace(HELLO, parts=(Text(half),)))) as fake, Gateway() as gateway:
+        url = await gateway.serve()
+        path = (STREAM_PATHS if stream else PATHS)[client]
+        for upstream in NAMES:
+            session = gateway.session(
+                "m", upstream=fake.provider(upstream), closed_book=True, recording=tmp_path / f"{upstream}.jsonl"
+            )
+            status, _, raw = await post(url, path, session.key, request_body(client, half, stream=stream))
+            assert (status, read_answer(client, stream, raw).text) == (200, half)
+            assert b"\\ud83d" in fake.asked[-1].body
+            (call,) = recording.read(tmp_path / f"{upstream}.jsonl").generations()
+            assert call.outcome == "ok"

@@ -38,13 +38,21 @@ class Body:
         text = self.text
         present = sorted((self.fields[name], name) for name in changes if name in self.fields)
         for (start, end), name in reversed(present):
-            text = text[:start] + json.dumps(changes[name], ensure_ascii=False) + text[end:]
+            text = text[:start] + dump(changes[name]).decode() + text[end:]
         added = {name: value for name, value in changes.items() if name not in self.fields}
         if added:
             at = text.index("{") + 1
             comma = "," if self.fields else ""
-            text = text[:at] + json.dumps(added, ensure_ascii=False)[1:-1] + comma + text[at:]
+            text = text[:at] + dump(added)[1:-1].decode() + comma + text[at:]
         return parse(text.encode())
+
+
+def dump(value: Any) -> bytes:
+    """JSON as bytes; also of text with half a character in it, which cut-off tool outputs have."""
+    try:
+        return json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return json.dumps(value).encode()
 
 
 def parse(raw: bytes) -> Body:

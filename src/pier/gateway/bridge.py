@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 from aiohttp import ClientResponse, web
 
 from pier.errors import ProviderError
-from pier.gateway.body import parse
+from pier.gateway.body import dump, parse
 from pier.gateway.canonical import (
     Delta,
     ModelFailed,
@@ -72,7 +72,7 @@ def _outgoing(translation: Translation, target: Target) -> Outgoing:
     body = translation.body
     if target.provider.tokens and dialect == "chat":
         body = {**body, "return_token_ids": True, "logprobs": True}
-    raw = json.dumps(body, ensure_ascii=False).encode()
+    raw = dump(body)
     headers = {"Content-Type": "application/json", "User-Agent": "pier"}
     if dialect == "anthropic":
         headers["anthropic-version"] = "2023-06-01"
@@ -129,7 +129,7 @@ async def _deliver(x: Exchange, turn: Turn) -> web.StreamResponse:
     if turn.tokens and x.target is None:
         _note_tokens(x, turn.tokens)
     x.usage = turn.usage
-    data = json.dumps(x.caller.dialect.render_response(turn, x.request), ensure_ascii=False).encode()
+    data = dump(x.caller.dialect.render_response(turn, x.request))
     x.record.status("delivered", 200, {"content-type": "application/json"}, False)
     x.record.chunk("delivered", data)
     return await x.reply(data)

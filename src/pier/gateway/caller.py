@@ -6,14 +6,15 @@ error event, since its status is gone already.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
 
 from aiohttp import web
+from multidict import CIMultiDict
 
+from pier.gateway.body import dump
 from pier.gateway.canonical import ErrorKind
 from pier.gateway.dialect import DIALECTS, Dialect, Route, recognise
 from pier.gateway.redact import redacted, redacted_path
@@ -80,11 +81,13 @@ class Caller:
             "headers": redacted(self.request.headers),
         }
 
-    def forwarded_headers(self) -> dict[str, str]:
+    def forwarded_headers(self) -> CIMultiDict[str]:
         """The agent's headers for an upstream of the same dialect: all but those of the connection and of identity."""
-        kept = {name: value for name, value in self.request.headers.items() if name.lower() not in _NOT_UPSTREAM}
-        if self.route.dialect == "anthropic" and "anthropic-version" not in self.request.headers:
-            kept["anthropic-version"] = "2023-06-01"
+        kept = CIMultiDict(
+            (name, value) for name, value in self.request.headers.items() if name.lower() not in _NOT_UPSTREAM
+        )
+        if self.route.dialect == "anthropic":
+            kept.setdefault("anthropic-version", "2023-06-01")
         return kept
 
     async def read(self) -> bytes:
@@ -120,10 +123,10 @@ class Caller:
         return self.response
 
     async def reply_json(self, value: Mapping[str, Any], status: int = 200) -> web.StreamResponse:
-        return await self.reply(status, json.dumps(value, ensure_ascii=False).encode())
+        return await self.reply(status, dump(value))
 
     def error_bytes(self, status: int, message: str, kind: ErrorKind) -> bytes:
-        return json.dumps(self.dialect.error_body(status, message, kind), ensure_ascii=False).encode()
+        return dump(self.dialect.error_body(status, message, kind))
 
     async def start(self, status: int, headers: Mapping[str, str] | None = None) -> None:
         """Begin a streamed answer."""

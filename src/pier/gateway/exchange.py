@@ -7,7 +7,6 @@ sees its last event; a failure reaches the agent in its own dialect; a stream th
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pier.gateway.body import Body, parse
+from pier.gateway.body import Body, dump, parse
 from pier.gateway.budget import Turn
 from pier.gateway.caller import Caller
 from pier.gateway.canonical import Edit, ErrorKind, Request, Usage
@@ -80,7 +79,7 @@ class Exchange:
 
     def edit(self, value: Mapping[str, Any], edits: list[Edit]) -> None:
         """Go on with another body than the agent sent, for the reasons given."""
-        self.body = parse(json.dumps(value, ensure_ascii=False).encode())
+        self.body = parse(dump(value))
         self.edited = True
         self.record.edited([asdict(edit) for edit in edits])
 

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from aiohttp import ClientError, ClientResponse, web
 
+from pier.gateway.body import dump
 from pier.gateway.canonical import DialectName, stream_turn
 from pier.gateway.dialect import BadResponse
 from pier.gateway.exchange import Exchange
@@ -79,7 +80,7 @@ async def _whole(x: Exchange, answer: ClientResponse, extras: Extras, scrub: Scr
     watch.see_whole(value)
     x.usage = watch.usage
     if extras:
-        raw = json.dumps(extras.strip(value), ensure_ascii=False).encode()
+        raw = dump(extras.strip(value))
         x.record.status("delivered", answer.status, answer.headers, False)
         x.record.chunk("delivered", raw, whole=True)
     return await x.reply(raw, answer.headers)

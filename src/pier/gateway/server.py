@@ -152,7 +152,7 @@ class Gateway:
 
     def _find(self, key: str, bound: Session | None) -> Session | None:
         found = self._sessions.get(_digest(key))
-        if found is None or not hmac.compare_digest(found.key.encode(), key.encode()):
+        if found is None or not hmac.compare_digest(found.key.encode(), _encoded(key)):
             return None
         return found if bound is None or found is bound else None
 
@@ -179,7 +179,12 @@ class Gateway:
 
 
 def _digest(key: str) -> bytes:
-    return sha256(key.encode()).digest()
+    return sha256(_encoded(key)).digest()
+
+
+def _encoded(key: str) -> bytes:
+    """A header may hold any bytes."""
+    return key.encode(errors="surrogateescape")
 
 
 async def _stop(server: asyncio.Server) -> None:

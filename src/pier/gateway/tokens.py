@@ -6,11 +6,10 @@ servers such as vLLM give token ids.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
-from pier.gateway.body import Body
+from pier.gateway.body import Body, dump
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class Extras:
         kept = self.strip(value)
         if kept is None:
             return b""
-        return event if kept == value else b"data: " + json.dumps(kept, ensure_ascii=False).encode() + b"\n\n"
+        return event if kept == value else b"data: " + dump(kept) + b"\n\n"
 
 
 def ask(body: Body, *, tokens: bool, usage: bool) -> tuple[Body, Extras]:

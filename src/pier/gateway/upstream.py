@@ -26,6 +26,7 @@ from aiohttp import (
     TCPConnector,
 )
 from aiohttp import ServerTimeoutError as AioTimeout
+from multidict import CIMultiDict
 from yarl import URL
 
 from pier.gateway.body import Body
@@ -133,7 +134,9 @@ class Upstreams:
         provider = out.provider
         address = provider.address(out.path)
         facts = {"provider": provider.name, "dialect": out.dialect, "url": redacted_path(address), "model": out.model}
-        headers = {**out.headers, **provider.credentials(out.dialect), "Accept-Encoding": "identity"}
+        headers = CIMultiDict(out.headers)
+        headers.update(provider.credentials(out.dialect))
+        headers["Accept-Encoding"] = "identity"
         if small := len(out.data) < _RECORD_FIRST:
             record.attempt(facts, out.body)
         sending = self._http.post(_url(address), data=out.data, headers=headers, allow_redirects=False)

@@ -34,7 +34,14 @@ def kind_of_status(status: int) -> ErrorKind:
 
 
 def dumps(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    """JSON that can be encoded, also when a text in it was cut in the middle of a character."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return json.dumps(value, separators=(",", ":"))
+    return text
 
 
 def sse(data: Any, event: str | None = None) -> bytes:
