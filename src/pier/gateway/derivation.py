@@ -241,7 +241,9 @@ class _Builder:
     def _trajectory(self, thread: Thread, session: str | None, name: str | None, subs: list[Thread]) -> atif.Trajectory:
         steps = Steps()
         for node in thread.nodes:
-            if node.kind not in ("retry", "side"):
+            if node.kind == "side":
+                steps.overhear(node)
+            elif node.kind != "retry":
                 steps.take(node, self._read[node.number].priced)
         self._media.update(steps.media)
         embedded = [self._embedded(sub, session, name, number, steps) for number, sub in enumerate(subs, 1)]

@@ -49,6 +49,14 @@ class Steps:
         if node.turn is not None:
             self._take_turn(node, node.turn, priced)
 
+    def overhear(self, node: Node) -> None:
+        """Take only the tool results from a call beside the work: a summary may be asked for right after a tool ran."""
+        renamed = self._renamed_calls(node)
+        for message in node.new_messages:
+            for part in message.parts:
+                if isinstance(part, ToolResult) and renamed.get(part.call_id, part.call_id) in self._by_call:
+                    self._observe(part, renamed.get(part.call_id, part.call_id))
+
     def _renamed_calls(self, node: Node) -> dict[str, str]:
         """The ids that the agent gave to the calls of the last answer; Gemini's have none on the wire."""
         if node.parent is None or node.parent.turn is None:

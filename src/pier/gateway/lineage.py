@@ -28,7 +28,7 @@ Kind = Literal["main", "compaction", "sub_agent", "side", "foreign", "retry"]
 _REMINDER = re.compile(r"<system-reminder>.*?</system-reminder>", re.DOTALL)
 _BESIDE = re.compile(r"\btitle|summar[iy]|\bquota\b|topic|short name|branch name|condense|compact", re.IGNORECASE)
 _ENOUGH = 40
-"""So many characters in common are no accident."""
+"""So many characters in common are no accident; fewer will do if they come from a call for a summary."""
 
 
 @dataclass(eq=False, slots=True)
@@ -123,8 +123,8 @@ class Lineage:
         for thread in threads:
             if thread is not main:
                 _classify(thread, main, threads)
+        self._mark_asides(threads)
         self._join(main, threads)
-        self._mark_asides(main)
         for thread in threads:
             for node in thread.nodes:
                 if node.kind == "main":
@@ -170,18 +170,23 @@ class Lineage:
                 return by_node[id(other)]
         return None
 
-    def _mark_asides(self, main: Thread) -> None:
-        """A call without tools amid work with tools, whose answer nothing builds on, is a summary or the like."""
+    def _mark_asides(self, threads: list[Thread]) -> None:
+        """Calls amid work with tools whose answers nothing builds on, and that offer no tools or want a summary."""
         continued = {id(node.parent) for node in self.nodes}
-        for node in main.nodes:
-            if main.offers_tools and not node.request.tools and id(node) not in continued and node.kind == "main":
-                node.kind = "side"
+        last = self.nodes[-1]
+        for thread in threads:
+            for node in thread.nodes if thread.offers_tools else ():
+                if node.kind != "main" or id(node) in continued:
+                    continue
+                if not node.request.tools or (node is not last and _wants_summary(node)):
+                    node.kind = "side"
 
     @staticmethod
     def _join(main: Thread, threads: list[Thread]) -> None:
         """Threads that carry the main work on become part of it."""
         for thread in [thread for thread in threads if thread is not main and thread.kind == "main"]:
-            before = [node for node in main.nodes if node.number < thread.root.number and node.kind != "retry"]
+            work = [node for node in main.nodes if node.kind not in ("retry", "side")]
+            before = [node for node in work if node.number < thread.root.number]
             thread.root.parent = before[-1] if before else None
             main.nodes.extend(thread.nodes)
             threads.remove(thread)
@@ -219,6 +224,11 @@ def _classify(thread: Thread, main: Thread, threads: list[Thread]) -> None:
         thread.kind = "main"
     else:
         thread.kind = "sub_agent"
+
+
+def _wants_summary(node: Node) -> bool:
+    asked = node.request.messages[-1].text if node.request.messages else ""
+    return node.turn is not None and not node.turn.calls and _BESIDE.search(asked) is not None
 
 
 def _looks_beside(thread: Thread) -> bool:
@@ -266,7 +276,9 @@ def _predecessor(root: Node, main: list[Node], earlier: list[Node]) -> Node | No
     for node in reversed(earlier):
         text = node.turn.text.strip() if node.turn else ""
         core = re.sub(r"</?\w+>", "", text).strip()
-        if len(core) >= _ENOUGH and (core[:200] in said or core[-200:] in said):
+        asked = node.request.messages[-1].text if node.request.messages else ""
+        enough = _ENOUGH if node.request.tools and not _BESIDE.search(asked) else _ENOUGH // 5
+        if len(core) >= enough and (core[:200] in said or core[-200:] in said):
             return node
     tail = set(main[-1].keys[-4:])
     goes_on = len(tail & set(root.keys)) >= 2 and root.keys[:1] != main[-1].keys[:1]

@@ -222,7 +222,8 @@ def _all_edits(turns: list[TurnSpec]) -> TurnSpec:
     edits = [action for turn in turns for action in turn.all_actions() if isinstance(action, Write | Edit)]
     words = [text for turn in turns if (text := turn.text or turn.finish)]
     specs = [ActionSpec(write=item) if isinstance(item, Write) else ActionSpec(edit=item) for item in edits]
-    return TurnSpec(text="\n\n".join(words) or "Done.", actions=specs)
+    text = "\n\n".join(words) or (None if specs else "There is nothing to edit.")
+    return TurnSpec(text=text, actions=specs)
 
 
 def _play(spec: TurnSpec, request: Request, label: str) -> Turn:

@@ -15,6 +15,7 @@ _SIDE = re.compile(
     r"compact|condense",
     re.IGNORECASE,
 )
+_FORBIDS_TOOLS = re.compile(r"text only|do not call any tools|do not use any tools", re.IGNORECASE)
 _FEW_TOKENS = 32
 
 
@@ -22,8 +23,11 @@ def side_answer(request: Request, plain: str) -> str | None:
     """The answer to a call beside the work; None if the call is the work itself.
 
     Such calls offer no tools, and either want JSON of a schema, or a few tokens only, or say that they are about a
-    title, a summary and the like.
+    title, a summary and the like. Claude Code offers its tools when it asks for a summary, and forbids their use.
     """
+    last = next((message.text for message in reversed(request.messages) if message.role == "user"), "")
+    if request.tools and _FORBIDS_TOOLS.search(last) and _SIDE.search(last):
+        return plain
     if request.tools or text_form(request):
         return None
     wanted = request.response_format
@@ -31,7 +35,6 @@ def side_answer(request: Request, plain: str) -> str | None:
         return json.dumps(example(wanted.schema))
     if request.sampling.max_tokens is not None and request.sampling.max_tokens <= _FEW_TOKENS:
         return plain
-    last = next((message.text for message in reversed(request.messages) if message.role == "user"), "")
     return plain if _SIDE.search("\n".join([*request.system, last[:2000], last[-2000:]])) else None
 
 
