@@ -10,8 +10,6 @@ import pytest
 from pier.cli.main import main
 from tests.job_tasks import make_task, pier, rewards_of, snapshot, trials_of
 
-pytestmark = pytest.mark.plain
-
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
@@ -20,6 +18,7 @@ def tasks(tmp_path: Path) -> Path:
     return tmp_path / "tasks"
 
 
+@pytest.mark.plain
 def test_a_job_from_start_to_finish(tmp_path: Path, tasks: Path) -> None:
     done = pier("run", "-p", "tasks", "-a", "oracle", "-k", "2", "--job-name", "j", cwd=tmp_path)
     job = tmp_path / "jobs" / "j"
@@ -114,6 +113,7 @@ def test_a_changed_task_is_not_mixed_with_its_old_results(tmp_path: Path, tasks:
     assert "does not ask for" in refused.stderr
 
 
+@pytest.mark.plain
 def test_errors_are_no_zeros_and_can_be_retried(tmp_path: Path, tasks: Path) -> None:
     make_task(tasks / "one", test="true")
     done = pier("run", "-p", "tasks", "-a", "oracle", "-r", "2", "--job-name", "j", cwd=tmp_path, code=1)
@@ -171,6 +171,7 @@ def test_dry_run_and_print_config_run_nothing(tmp_path: Path, tasks: Path) -> No
     assert not (tmp_path / "jobs").exists()
 
 
+@pytest.mark.plain
 def test_grading_again_what_agents_left_behind(tmp_path: Path, is_root: bool) -> None:
     solve = "mkdir -p /tmp/x/y && echo hi > /tmp/x/y/z && echo hi > /tmp/answer"
     check = 'test "$(cat /tmp/x/y/z)" = hi'
@@ -191,6 +192,7 @@ def test_grading_again_what_agents_left_behind(tmp_path: Path, is_root: bool) ->
     assert "--keep-state" in refused.stderr
 
 
+@pytest.mark.plain
 def test_equal_environments_are_built_once(tmp_path: Path) -> None:
     for name in ("one", "two"):
         task = make_task(tmp_path / "tasks" / name, test="cat /built && echo 1 > /logs/verifier/reward.txt")
@@ -211,3 +213,38 @@ def test_tasks_get_no_variable_without_consent(tmp_path: Path) -> None:
     assert "MY_WORD" in refused.stderr and "-y" in refused.stderr and not (tmp_path / "jobs").exists()
     pier(*command, "-y", cwd=tmp_path, MY_WORD="mine")
     assert rewards_of(tmp_path / "jobs" / "j") == [1]
+
+
+CALL = """
+import json, os, urllib.request
+body = {"model": os.environ["PIER_MODEL"], "messages": [{"role": "user", "content": "hi"}]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+for _ in range(2):
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+        text = json.load(answer)["choices"][0]["message"]["content"]
+open("/tmp/answer", "w").write(text)
+"""
+
+
+@pytest.mark.plain
+def test_an_agent_with_a_model_is_counted_and_held_to_its_budget(tmp_path: Path) -> None:
+    make_task(tmp_path / "tasks" / "one")
+    (tmp_path / "agent.py").write_text(CALL)
+    (tmp_path / "model.yaml").write_text("turns:\n  - text: hi\n  - text: hi again\n")
+    agent = {"command": "python3 - < /agent/agent.py"}
+    mounts = [{"type": "bind", "source": str(tmp_path), "target": "/agent", "read_only": True}]
+    command = ["run", "-p", "tasks", "-a", "command", "--ak", f"command={agent['command']}", "-m", "script:model.yaml",
+               "--mounts", json.dumps(mounts)]  # fmt: skip
+    pier(*command, "--job-name", "j", cwd=tmp_path)
+    assert rewards_of(tmp_path / "jobs" / "j") == [1]
+    stats = json.loads((tmp_path / "jobs" / "j" / "result.json").read_text())["stats"]
+    assert stats["n_input_tokens"] > 0 and stats["n_output_tokens"] > 0
+    pier(*command, "--job-name", "k", "--max-turns", "1", cwd=tmp_path)
+    assert rewards_of(tmp_path / "jobs" / "k") == [0]
+
+
+def test_without_verification_a_job_is_done_without_verdicts(tmp_path: Path, tasks: Path) -> None:
+    pier("run", "-p", "tasks", "--disable-verification", "--job-name", "j", cwd=tmp_path)
+    result = json.loads((trials_of(tmp_path / "jobs" / "j")[0] / "result.json").read_text())
+    assert result["verifier_result"] is None

@@ -23,8 +23,6 @@ from tests.job_tasks import (
     wait_for,
 )
 
-pytestmark = pytest.mark.plain
-
 
 def _journal(job: Path, event: str) -> int:
     try:
@@ -64,6 +62,7 @@ def test_a_runner_killed_in_a_phase(tmp_path: Path, pier_home: Path, phase: str)
     _assert_nothing_is_owned(pier_home)
 
 
+@pytest.mark.plain
 def test_runners_killed_again_and_again(tmp_path: Path, pier_home: Path) -> None:
     make_task(tmp_path / "tasks" / "hello")
     command = ["run", "-p", "tasks", "-a", "oracle", "-n", "2", "-k", "8", "--job-name", "j"]
@@ -124,6 +123,7 @@ def test_a_sealed_result_counts_though_its_end_was_not_written_down(tmp_path: Pa
     assert snapshot(trial) == before
 
 
+@pytest.mark.plain
 def test_ctrl_c_once_cleans_up_and_keeps_what_is_done(tmp_path: Path, pier_home: Path) -> None:
     gate = tmp_path / "gate"
     make_task(tmp_path / "tasks" / "a-quick")
@@ -160,6 +160,7 @@ def test_a_storm_of_ctrl_c(tmp_path: Path, pier_home: Path) -> None:
     _assert_nothing_is_owned(pier_home)
 
 
+@pytest.mark.plain
 def test_the_second_runner_is_refused_and_told_of_the_first(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     gated_task(tmp_path / "tasks" / "gated", gate, "agent")

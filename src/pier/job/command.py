@@ -85,7 +85,7 @@ def _run(job: Job, env: Mapping[str, str], show: Show) -> int:
         from pier.job.report import print_report
 
         print_report(job.directory, job.ledger, seconds=progress.seconds, interrupted=interrupted)
-    return exit_code(job.ledger, interrupted=interrupted)
+    return exit_code(job.ledger, graded=not job.config.verifier.disable, interrupted=interrupted)
 
 
 def _run_owed(job: Job, env: Mapping[str, str], progress: Progress) -> bool:
@@ -128,11 +128,11 @@ def print_plan(config: JobConfig, env: Mapping[str, str]) -> None:
     )
 
 
-def exit_code(ledger: Ledger, *, interrupted: bool = False) -> int:
-    """0 if every trial has a verdict, 1 if not, 130 when interrupted."""
+def exit_code(ledger: Ledger, *, graded: bool = True, interrupted: bool = False) -> int:
+    """0 if every trial has a verdict (or no error, if none is `graded`), 1 if not, 130 when interrupted."""
     if interrupted:
         return 130
-    missing = any(
-        (outcome := ledger.outcomes.get(trial.id)) is None or outcome.rewards is None for trial in ledger.plan.trials
-    )
-    return 1 if missing else 0
+    outcomes = (ledger.outcomes.get(trial.id) for trial in ledger.plan.trials)
+    if graded:
+        return int(any(outcome is None or outcome.rewards is None for outcome in outcomes))
+    return int(any(outcome is None or outcome.fault is not None for outcome in outcomes))

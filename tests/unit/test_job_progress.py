@@ -1,0 +1,99 @@
+"""What is shown while a job runs and when it is over."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pier.job.command import exit_code
+from pier.job.ledger import Fault, Ledger, Outcome
+from pier.job.live import LiveProgress
+from pier.job.plan import PlannedTask, make_plan
+from pier.job.progress import PlainProgress, Progress, tell
+from pier.job.report import next_command, print_report
+
+pytestmark = pytest.mark.plain
+
+PLAN = make_plan([PlannedTask("hello", "sha256:" + "a" * 64, "/hello")], [{"name": "oracle"}], {}, 60)
+GOOD = Outcome(rewards={"reward": 1.0}, cost=0.25)
+BAD = Outcome(rewards={"reward": 0.0})
+BROKEN = Outcome(fault=Fault("SandboxError", "sandbox", "infra", True, "it broke\x1b[2J\nand more"))
+
+
+def test_numbers_add_up_and_earlier_trials_count() -> None:
+    progress = Progress(5, [GOOD, BAD])
+    first, second, *_ = PLAN.trials
+    progress.started(first, 1)
+    progress.phase(first.name, "agent")
+    assert progress.running[first.name][0] == "agent"
+    progress.ended(first, GOOD)
+    progress.started(second, 1)
+    progress.retrying(second, BROKEN, 1.0)
+    assert (progress.done, progress.verdicts, progress.retries, progress.cost) == (3, 3, 1, 0.5)
+    assert "3/5 trials" in progress.line() and "mean reward 0.667" in progress.line()
+
+
+def test_plain_lines_name_each_trial_of_a_small_job() -> None:
+    out = io.StringIO()
+    progress = PlainProgress(2, stream=out)
+    for trial, outcome in zip(PLAN.trials[:2], (GOOD, BROKEN), strict=True):
+        progress.ended(trial, outcome)
+    assert out.getvalue().splitlines()[0] == f"[1/2] {PLAN.trials[0].name}: reward 1"
+    assert "SandboxError (infra): it broke" in out.getvalue()
+
+
+def test_a_large_job_gets_few_lines_and_a_last_one() -> None:
+    out = io.StringIO()
+    progress = PlainProgress(60, stream=out)
+    for trial in PLAN.trials:
+        progress.ended(trial, GOOD)
+    lines = out.getvalue().splitlines()
+    assert len(lines) <= 20 and lines[-1].startswith("60/60 trials")
+
+
+def test_the_live_view_shows_phases_and_what_is_beyond() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100)
+    progress = LiveProgress(60, console)
+    for trial in PLAN.trials[:20]:
+        progress.started(trial, 1)
+        progress.phase(trial.name, "verify")
+    with progress.show():
+        pass
+    progress.stop_noticed()
+    with progress.show():
+        pass
+    assert PLAN.trials[0].name in out.getvalue() and "8 in verify" in out.getvalue()
+    assert "stopping" in out.getvalue()
+
+
+def test_what_others_wrote_cannot_move_the_cursor() -> None:
+    assert "\x1b" not in tell(BROKEN) and "and more" not in tell(BROKEN)
+    assert tell(Outcome()) == "no verdict"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code", "words"),
+    [
+        ([GOOD, GOOD], 0, "pier job show"),
+        ([GOOD, BAD], 0, "pier trial show"),
+        ([GOOD, BROKEN], 1, "--only infra"),
+        ([GOOD], 1, "pier job resume"),
+    ],
+)
+def test_the_report_says_what_comes_next(tmp_path: Path, outcomes: list[Outcome], code: int, words: str) -> None:
+    ledger = Ledger.create(tmp_path)
+    ledger.adopt_plan(make_plan(PLAN.tasks, PLAN.agents, {}, 2))
+    for trial, outcome in zip(ledger.plan.trials, outcomes, strict=False):
+        ledger.begin(trial.id)
+        ledger.end(trial.id, outcome)
+    ledger.close()
+    out = io.StringIO()
+    print_report(tmp_path, ledger, console=Console(file=out, width=200))
+    assert words in out.getvalue() and words in next_command(tmp_path, ledger)
+    assert str(tmp_path) in out.getvalue()
+    assert exit_code(ledger) == code
+    assert exit_code(ledger, interrupted=True) == 130
