@@ -322,7 +322,7 @@ def _summary(path: Path, trajectory: atif.Trajectory, kinds: dict[str, int]) -> 
     return Summary(
         path=path,
         steps=len(trajectory.steps),
-        agent_steps=len(trajectory.agent_steps),
+        agent_steps=sum(not step.is_copied_context for step in trajectory.agent_steps),
         prompt_tokens=final.total_prompt_tokens,
         completion_tokens=final.total_completion_tokens,
         cached_tokens=final.total_cached_tokens,
