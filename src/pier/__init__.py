@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pier.gateway import Gateway
-
-__all__ = ["Gateway", "__version__"]
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
 
+_HOMES = {"Gateway": "pier.gateway"}
+"""What `pier.NAME` gives, and where it is. Loaded on first use, so that `import pier` costs nothing."""
+
 
 def __getattr__(name: str) -> Any:
-    """Loads what is exported here on first use, so that `import pier` costs nothing."""
-    if name == "Gateway":
-        from pier.gateway import Gateway
-
-        return Gateway
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
