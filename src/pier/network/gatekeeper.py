@@ -28,8 +28,9 @@ from pier.network.sniff import Disagreement, Watch
 
 _ORIGINAL_DESTINATION = 80
 _GATEWAYS = (ipaddress.ip_address(plumbing.GATEWAY), ipaddress.ip_address(plumbing.GATEWAY6))
-_MOST_CONNECTIONS = 4096
-_NEVER_NAMES = ("invalid", "localhost", "local", "onion", "arpa")
+_MOST_AT_ONCE = 256
+"""Connections of one sandbox, so that it cannot use up the files that pier may have open."""
+_NEVER_NAMES = ("invalid", "localhost", "arpa")
 """Last labels that no resolver outside is asked for."""
 
 
@@ -107,7 +108,7 @@ class Gatekeeper:
                 data, extra, _, source = sock.recvmsg(4096, 128)
             except OSError:
                 return
-            if len(self._tasks) < _MOST_CONNECTIONS:
+            if len(self._tasks) < 2 * _MOST_AT_ONCE:
                 self._start(self._answer_datagram(sock, data, extra, source))
 
     async def _answer_datagram(self, sock: socket.socket, data: bytes, extra: list[Any], source: Any) -> None:
@@ -167,7 +168,7 @@ class Gatekeeper:
     # Connections ----------------------------------------------------------------------------------------------
 
     def _take_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._tasks) >= _MOST_CONNECTIONS:
+        if len(self._tasks) >= _MOST_AT_ONCE:
             reset(writer)
             return
         self._start(self._serve_connection((reader, writer)))

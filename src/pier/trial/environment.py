@@ -12,6 +12,7 @@ from pathlib import Path
 from pier.agent.contract import AGENT_LOGS
 from pier.errors import SandboxError, TaskError
 from pier.image.model import Image
+from pier.network.decision import OnDecision
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.contract import Backend, Capabilities, Limits, Mount, Sandbox, SandboxSpec
 from pier.task import Task, resolve_env
@@ -124,6 +125,7 @@ async def start_room(
     environ: Mapping[str, str],
     limits: Limits,
     mounts: Iterable[Mount] = (),
+    on_decision: OnDecision | None = None,
 ) -> Sandbox:
     """Start the sandbox. The environment's variables are filled in here and live in the sandbox only."""
     env = resolve_env(room.table.env, where="environment.env", environ=environ)
@@ -136,6 +138,7 @@ async def start_room(
         env={**env, **extra},
         gpus=room.table.gpus or 0,
         name=name,
+        on_decision=on_decision,
     )
     return await backend.start(spec)
 

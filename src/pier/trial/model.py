@@ -106,6 +106,8 @@ class PierInfo(_Part):
     phases: dict[str, float] = Field(default_factory=dict)
     """Seconds that each phase took."""
     warnings: list[str] = Field(default_factory=list)
+    network_refused: dict[str, int] = Field(default_factory=dict)
+    """How often each thing was tried that the network policy refused: the hundred most frequent."""
 
 
 class TrialResult(_Part):

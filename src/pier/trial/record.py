@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from pier import files
 from pier.errors import UsageError
+from pier.network.decision import Decision
 from pier.sandbox.contract import Stream
 from pier.trial.model import TrialResult
 from pier.trial.redact import Redactor
@@ -24,7 +26,9 @@ class TrialRecord:
         self.directory = directory
         self.redactor = redactor
         self.warnings: list[str] = []
+        self.refused: Counter[str] = Counter()
         self._log: int | None = None
+        self._network = files.Journal(directory / "network.jsonl")
 
     def open(self) -> None:
         """Make the directory; it must be new or empty."""
@@ -55,10 +59,23 @@ class TrialRecord:
         """Seal the trial: `result.json` is the last file, and on disk before this returns."""
         files.write_json(self.directory / "result.json", self.redactor.value(result.model_dump(mode="json")))
 
+    def note_network(self, decision: Decision) -> None:
+        """Add a decision of the network policy to `network.jsonl`, and count what was refused."""
+        if self._log is None:
+            return
+        if not decision.allowed:
+            port = f":{decision.port}" if decision.port else ""
+            self.refused[f"{decision.kind} {decision.name}{port}"] += 1
+        try:
+            self._network.append(self.redactor.value(decision.line()))
+        except OSError as error:
+            self.log(f"network.jsonl lacks a line: {error}")
+
     def output(self, path: Path) -> OutputFile:
         return OutputFile(path, self.redactor)
 
     def close(self) -> None:
+        self._network.close()
         if self._log is not None:
             os.close(self._log)
             self._log = None

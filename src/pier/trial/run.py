@@ -180,6 +180,7 @@ class _Trial:
             environ=self.environ,
             limits=limits,
             mounts=mounts,
+            on_decision=self.record.note_network,
         )
         return await self._within_build_time(starting)
 
@@ -235,6 +236,7 @@ class _Trial:
             task_digest=spec.task.digest,
             phases=dict(self.clock.seconds),
             warnings=list(self.record.warnings),
+            network_refused=dict(self.record.refused.most_common(100)),
         )
         self.record.log(f"rewards {result.rewards}")
         self.record.write_result(result)
