@@ -10,12 +10,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pier.gateway import Gateway
+from pier.gateway import Gateway, Provider
 from pier.gateway.canonical import Message, Request, Text, Tool, ToolResult, Turn
 from pier.gateway.derivation import About, Derivation, write_trajectory
 from pier.gateway.dialect import DIALECTS
 from pier.gateway.script import Script
 from pier.trajectory import rules
+from pier.trajectory.model import Step
 from pier.trajectory.write import read
 
 pytestmark = pytest.mark.plain
@@ -193,3 +194,35 @@ async def test_harbor_takes_it(tmp_path: Path) -> None:
         [HARBOR, "-m", "harbor.utils.trajectory_validator", target], capture_output=True, text=True, timeout=300
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+PAIRS = [(client, model) for client in DIALECTS for model in DIALECTS if client != model]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["unary", "streamed"])
+@pytest.mark.parametrize(("client", "model"), PAIRS, ids=[f"{client}-on-{model}" for client, model in PAIRS])
+async def test_an_agent_of_any_dialect_works_on_a_model_of_any_other(
+    client: str, model: str, stream: bool, tmp_path: Path
+) -> None:
+    """The model is a script behind a second gateway, which is asked in its own dialect."""
+    async with Gateway() as models, Gateway() as gateway:
+        scripted = models.session("m", upstream=Script.parse(TURNS), recording=tmp_path / "model.jsonl")
+        provider = Provider("far", await models.serve(), (model,), key=scripted.key)  # type: ignore[arg-type]
+        session = gateway.session("m", upstream=provider, recording=tmp_path / "calls.jsonl")
+        await Agent(client, await gateway.serve(), session.key, stream=stream).run("Do the work.")
+    shown = []
+    for name in ("model.jsonl", "calls.jsonl"):
+        target = tmp_path / f"{name}.json"
+        summary = write_trajectory(tmp_path / name, target, agent_name="tiny", session_id="s")
+        assert rules.validate_file(target) == []
+        assert summary.calls == {"main": 3}
+        shown.append(read(target))
+    far, near = shown
+    assert [step.message for step in near.agent_steps] == ["Looking.", "", "All done."]
+    assert near.agent_steps[0].reasoning_content == "I should look first."
+    assert [step.observation for step in far.agent_steps] == [step.observation for step in near.agent_steps]
+    assert [_used(step) for step in far.agent_steps] == [_used(step) for step in near.agent_steps]
+
+
+def _used(step: Step) -> tuple[int | None, int | None]:
+    return (step.metrics.prompt_tokens, step.metrics.completion_tokens) if step.metrics else (None, None)
