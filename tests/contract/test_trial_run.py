@@ -145,6 +145,19 @@ async def test_variables_users_and_working_directories(bench: Bench, tmp_path: P
     assert (bench.last / "verifier/seen").read_text() == "1 two none 4 /some/place\n"
 
 
+async def test_users(bench: Bench, tmp_path: Path) -> None:
+    if not (await bench.services.backend.capabilities()).users:
+        pytest.skip("this machine's sandboxes have one user only")
+    toml = TOML.replace("[agent]\n", "[agent]\nuser = 1234\n").replace("[verifier]\n", '[verifier]\nuser = "nobody"\n')
+    test = "#!/bin/bash\nid -un > /logs/verifier/seen; echo 1 > /logs/verifier/reward.txt\n"
+    task = write_task(tmp_path / "t", toml=toml, solve="id -u; id -u > /logs/agent/uid", test=test)
+    for script in ("solution/solve.sh", "tests/test.sh"):
+        (task.path / script).chmod(0o600)
+    assert rewards(await bench.run(task)) == 1
+    assert (bench.last / "agent/oracle.txt").read_text() == (bench.last / "agent/uid").read_text() == "1234\n"
+    assert (bench.last / "verifier/seen").read_text() == "nobody\n"
+
+
 async def test_files_of_the_environment_come_into_the_working_directory(bench: Bench, tmp_path: Path) -> None:
     test = "#!/bin/bash\nls -A /app > /logs/verifier/seen; echo 1 > /logs/verifier/reward.txt\n"
     more = {"environment__Dockerfile": "FROM x", "environment__sub__data": "x", "environment__top": "y"}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pier.trial.model import TrialResult
+from pier.trial.read import read_result
 from pier.trial.record import OUTPUT_LIMIT
 from pier.trial.spec import AgentChoice
 from tests.trial_runs import PASS, TOML, Bench, kinds, open_bench, write_task
@@ -61,33 +62,24 @@ async def test_background_writers_are_dead(bench: Bench, tmp_path: Path) -> None
     assert "processes" in kinds(result)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "rm -rf /logs; mkdir -p /app/f/verifier; echo 1 > /app/f/verifier/reward.txt; ln -s /app/f /logs",
-        "rm -rf /logs/verifier; mkdir /app/fake; echo 1 > /app/fake/reward.txt; ln -s /app/fake /logs/verifier",
-        "rm -rf /logs/verifier; mkfifo /logs/verifier",
-        "rm -rf /logs; echo not a directory > /logs",
-        "mkdir /app/f; ln -s /app/f /tests; printf '#!/bin/sh\necho 1 > /logs/verifier/reward.txt' > /app/f/test.sh",
-        "rm -f /logs/verifier/reward.txt; mkfifo /logs/verifier/reward.txt; ln -s /app/x /logs/verifier/reward.json",
-        "chmod 000 /logs/verifier; chmod 000 /logs",
-        "cd /; rm -rf /app",
-    ],
-    ids=[
-        "logs-link",
-        "verifier-link",
-        "verifier-fifo",
-        "logs-file",
-        "tests-link",
-        "reward-fifo",
-        "modes",
-        "no-workdir",
-    ],
-)
-async def test_places_that_were_bent_are_straight_again(bench: Bench, tmp_path: Path, command: str) -> None:
-    result = await attack(bench, tmp_path, command)
-    assert result.rewards == {"reward": 0}
-    assert not (bench.last / "verifier").is_symlink()
+BENT = {
+    "logs is a link": "rm -rf /logs; mkdir -p /app/f/verifier; echo 1 > /app/f/verifier/reward.txt; ln -s /app/f /logs",
+    "verifier is a link": "rm -rf /logs/verifier; mkdir /f; echo 1 > /f/reward.txt; ln -s /f /logs/verifier",
+    "verifier is a fifo": "rm -rf /logs/verifier; mkfifo /logs/verifier",
+    "logs is a file": "rm -rf /logs; echo not a directory > /logs",
+    "tests is a link": f"mkdir /app/f; ln -s /app/f /tests; printf '#!/bin/sh\n{CHEAT}' > /app/f/test.sh",
+    "rewards are odd": "mkfifo /logs/verifier/reward.txt; ln -s /app/x /logs/verifier/reward.json",
+    "modes are odd": "chmod 000 /logs/verifier; chmod 000 /logs",
+    "no working directory": "cd /; rm -rf /app",
+}
+"""What an agent may do to the places that its verifier uses."""
+
+
+async def test_places_that_were_bent_are_straight_again(bench: Bench, tmp_path: Path) -> None:
+    for name, command in BENT.items():
+        result = await attack(bench, tmp_path, command)
+        assert result.rewards == {"reward": 0}, name
+        assert not (bench.last / "verifier").is_symlink(), name
 
 
 @only_root
@@ -139,6 +131,15 @@ async def test_planted_test_settings_are_noted(bench: Bench, tmp_path: Path) -> 
     assert found == {"/app/conftest.py": False, "/app/pytest.ini": False, "/conftest.py": True}
 
 
+async def test_names_that_are_no_text_break_nothing(bench: Bench, tmp_path: Path) -> None:
+    command = (
+        'd=$(printf \'/app/\\377\\033[31m\'); mkdir -p "$d"; touch "$d/conftest.py" "/logs/agent/$(printf \'x\\376\')"'
+    )
+    result = await attack(bench, tmp_path, command)
+    assert result.rewards == {"reward": 0} and "pytest" in kinds(result)
+    assert read_result(bench.last).rewards == {"reward": 0}
+
+
 async def test_the_agents_variables_do_not_reach_the_verifier(bench: Bench, tmp_path: Path) -> None:
     test = "#!/bin/bash\nenv > /logs/verifier/env; echo 0 > /logs/verifier/reward.txt\n"
     task = write_task(tmp_path / "t", test=test)
@@ -163,42 +164,28 @@ async def ungraded(bench: Bench, tmp_path: Path, test: str, *, toml: str = TOML)
     return result
 
 
-@pytest.mark.parametrize(
-    ("test", "name"),
-    [
-        ("true", "RewardFileNotFoundError"),
-        ("exit 9", "RewardFileNotFoundError"),
-        ("touch /logs/verifier/reward.txt", "RewardFileEmptyError"),
-        ("echo NaN > /logs/verifier/reward.txt", "VerifierOutputParseError"),
-        ("echo '{\"reward\": Infinity}' > /logs/verifier/reward.json", "VerifierOutputParseError"),
-        ("truncate -s 1G /logs/verifier/reward.txt", "VerifierOutputParseError"),
-        ("mkfifo /logs/verifier/reward.txt", "VerifierOutputParseError"),
-        ("ln -s /etc/hostname /logs/verifier/reward.txt", "VerifierOutputParseError"),
-        ("mkdir /logs/verifier/reward.txt", "VerifierOutputParseError"),
-        (
-            "rm -rf /logs/verifier; mkdir /x; echo 1 > /x/reward.txt; ln -s /x /logs/verifier",
-            "VerifierOutputParseError",
-        ),
-        ("rm -rf /logs", "RewardFileNotFoundError"),
-    ],
-    ids=[
-        "nothing",
-        "exit",
-        "empty",
-        "nan",
-        "infinity",
-        "large",
-        "fifo",
-        "link",
-        "directory",
-        "linked-place",
-        "no-logs",
-    ],
-)
-async def test_no_usable_verdict_is_no_reward(bench: Bench, tmp_path: Path, test: str, name: str) -> None:
-    result = await ungraded(bench, tmp_path, test)
-    assert result.exception_info is not None and result.exception_info.exception_type == name
-    assert (bench.last / "exception.txt").exists()
+NO_VERDICT = {
+    "true": "RewardFileNotFoundError",
+    "exit 9": "RewardFileNotFoundError",
+    "rm -rf /logs": "RewardFileNotFoundError",
+    "touch /logs/verifier/reward.txt": "RewardFileEmptyError",
+    "echo NaN > /logs/verifier/reward.txt": "VerifierOutputParseError",
+    "echo '{\"reward\": Infinity}' > /logs/verifier/reward.json": "VerifierOutputParseError",
+    "echo '{\"\\ud800\": 1}' > /logs/verifier/reward.json": "VerifierOutputParseError",
+    "truncate -s 1G /logs/verifier/reward.txt": "VerifierOutputParseError",
+    "mkfifo /logs/verifier/reward.txt": "VerifierOutputParseError",
+    "ln -s /etc/hostname /logs/verifier/reward.txt": "VerifierOutputParseError",
+    "mkdir /logs/verifier/reward.txt": "VerifierOutputParseError",
+    "mkdir /x; echo 1 > /x/reward.txt; rm -rf /logs/verifier; ln -s /x /logs/verifier": "VerifierOutputParseError",
+}
+"""What a verifier may do instead of giving a verdict, and what its trial's error is called."""
+
+
+async def test_no_usable_verdict_is_no_reward(bench: Bench, tmp_path: Path) -> None:
+    for test, name in NO_VERDICT.items():
+        result = await ungraded(bench, tmp_path, test)
+        assert result.exception_info is not None and result.exception_info.exception_type == name, test
+        assert (bench.last / "exception.txt").exists()
 
 
 async def test_a_verifier_that_hangs_is_ended(bench: Bench, tmp_path: Path) -> None:

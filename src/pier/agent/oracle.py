@@ -30,9 +30,10 @@ class OracleAgent(Agent):
     async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
         launch = self.launch(run)
         assert run.solution is not None
-        await sandbox.upload(run.solution, SOLUTION_PATH)
+        await sandbox.upload(run.solution, SOLUTION_PATH, owner=run.user)
         if not os.access(run.solution / SCRIPT, os.X_OK):
-            await sandbox.write_file(f"{SOLUTION_PATH}/{SCRIPT}", (run.solution / SCRIPT).read_bytes(), mode=0o755)
+            script = (run.solution / SCRIPT).read_bytes()
+            await sandbox.write_file(f"{SOLUTION_PATH}/{SCRIPT}", script, mode=0o755, owner=run.user)
         result = await sandbox.exec(
             list(launch.argv),
             cwd=run.workdir,

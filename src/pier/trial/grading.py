@@ -17,6 +17,7 @@ from pier.trial.collect import Collected, hand_over, take_logs
 from pier.trial.environment import Room, agent_room, furnish, verifier_room
 from pier.trial.model import Integrity, IntegrityNote
 from pier.trial.record import TrialRecord
+from pier.trial.redact import Redactor
 from pier.trial.spec import TrialSpec
 from pier.verifier import Grading, Note, Rewards, grade, secure
 from pier.verifier.folders import VERIFIER_LOGS
@@ -37,8 +38,13 @@ class Graded:
     compared: bool = False
     notes: list[Note] = field(default_factory=list)
 
-    def integrity(self) -> Integrity:
-        notes = [IntegrityNote(kind=n.kind, detail=n.detail, path=n.path, stopped=n.stopped) for n in self.notes]
+    def integrity(self, redactor: Redactor) -> Integrity:
+        notes = [
+            IntegrityNote(
+                kind=n.kind, detail=n.detail, path=redactor.text(n.path) if n.path else None, stopped=n.stopped
+            )
+            for n in self.notes
+        ]
         return Integrity(mode=self.mode, compared=self.compared, notes=notes)
 
 

@@ -59,6 +59,8 @@ class Redactor:
         self.longest = max((len(form) for form in self._bytes), default=0)
 
     def text(self, text: str) -> str:
+        """`text` without secrets, and without what cannot be written as UTF-8: names of files need not be text."""
+        text = text.encode(errors="backslashreplace").decode()
         for form in self._texts:
             text = text.replace(form, REDACTED)
         return text

@@ -193,4 +193,4 @@ async def _verify(
                 await grade_shared(stage.grading, graded, index, stage.sandbox, before, stage.workdir, directory)
             outcome.rewards = graded.rewards
         finally:
-            outcome.integrity = graded.integrity()
+            outcome.integrity = graded.integrity(stage.record.redactor)

@@ -76,13 +76,13 @@ async def _prepare(sandbox: Sandbox, grading: Grading) -> list[str]:
         await sandbox.write_file(path, script, mode=0o755)
     else:
         for directory in grading.tests:
-            await sandbox.upload(directory, TESTS)
+            await sandbox.upload(directory, TESTS, owner=grading.user)
         found = next((file for tests in grading.tests[::-1] if (file := tests / grading.script).is_file()), None)
         if found is None:
             raise TaskError(f"the task brings no tests/{grading.script}", code="no_tests")
         script = found.read_bytes()
         if not os.access(found, os.X_OK):
-            await sandbox.write_file(path, script, mode=0o755)
+            await sandbox.write_file(path, script, mode=0o755, owner=grading.user)
     return [path] if script.startswith(b"#!") else ["/bin/bash", path]
 
 

@@ -72,7 +72,17 @@ def parse_json(content: bytes) -> Rewards:
         raise _invalid(f"reward.json: {_short(str(error), 200)}") from None
     if not isinstance(value, dict):
         raise _invalid(f"reward.json: {_short(text)} is no object")
+    if bad := [key for key in value if not _is_text(key)]:
+        raise _invalid(f"reward.json: the key {bad[0]!a} is not text")
     return {key: _number(key, item) for key, item in value.items()}
+
+
+def _is_text(key: str) -> bool:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _number(key: str, value: Any) -> float | int:
