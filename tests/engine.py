@@ -36,6 +36,11 @@ class Engine:
         assert done.returncode == 0, done.stderr.decode()
         return done.stdout.decode().strip()
 
+    def processes(self, container: str) -> str:
+        """What runs in a container; nothing if it is not running."""
+        command = ["docker", "--host", self.url, "top", container]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False).stdout
+
     def containers(self) -> list[str]:
         return self.docker("ps", "-aq").split()
 

@@ -11,7 +11,7 @@ from pier.image.model import Image
 from pier.lease import Lease
 from pier.sandbox import open_backend
 from pier.sandbox.conformance import CHECKS, Check, verify
-from pier.sandbox.contract import Backend
+from pier.sandbox.contract import Backend, SandboxSpec
 from tests.busybox import busybox_image
 from tests.engine import Engine, engine, missing
 
@@ -42,3 +42,13 @@ async def backend(docker: Engine, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 async def test_promise(check: Check, backend: Backend, image: Image, tmp_path: Path) -> None:
     await verify(check, backend, image, tmp_path)
+
+
+async def test_the_machines_disks_are_out_of_reach(backend: Backend, image: Image) -> None:
+    device = next(Path("/sys/class/block").glob("*/dev")).read_text().strip().replace(":", " ")
+    async with await backend.start(SandboxSpec(image)) as sandbox:
+        result = await sandbox.exec(
+            f"mknod /tmp/disk b {device} && dd if=/tmp/disk of=/dev/null bs=1 count=1", timeout=60
+        )
+    assert not result.ok
+    assert "not permitted" in result.error_text

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tarfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def test_a_dockerfile_is_built_once_and_brought_to_the_engine(job: Path, docker:
 
 
 def test_a_container_that_is_removed_during_a_trial_is_the_infrastructures_fault(job: Path, docker: Engine) -> None:
-    with start_sleeper(job, "--job-name", "r", "--max-retries", "0") as running:
+    with sleeper(job, "--job-name", "r", "--max-retries", "0") as running:
         docker.docker("rm", "-f", wait_for(lambda: busy_container(docker), running))
         _, told = running.communicate(timeout=PATIENCE)
     assert running.returncode == 1, told
@@ -79,7 +80,7 @@ def test_a_container_that_is_removed_during_a_trial_is_the_infrastructures_fault
 
 
 def test_what_a_killed_runner_left_is_swept(job: Path, docker: Engine) -> None:
-    with start_sleeper(job, "--job-name", "k") as running:
+    with sleeper(job, "--job-name", "k") as running:
         wait_for(lambda: busy_container(docker), running)
         running.kill()
         running.communicate(timeout=PATIENCE)
@@ -97,12 +98,18 @@ def test_an_engine_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytes
     assert "none.sock" in done.stderr + done.stdout
 
 
-def start_sleeper(cwd: Path, *args: str) -> subprocess.Popen[str]:
+@contextmanager
+def sleeper(cwd: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
     """A run whose agent sleeps until somebody ends it."""
     agent = ["-a", "command", "--ak", "command=sleep 600"]
-    return start_pier("run", "-p", "tasks", *agent, "--env", "docker", "--image", IMAGE, *args, cwd=cwd)
+    running = start_pier("run", "-p", "tasks", *agent, "--env", "docker", "--image", IMAGE, *args, cwd=cwd)
+    try:
+        yield running
+    finally:
+        running.kill()
+        running.communicate(timeout=PATIENCE)
 
 
 def busy_container(docker: Engine) -> str:
     """The container whose agent runs, if there is one."""
-    return next((found for found in docker.containers() if "sleep 600" in docker.docker("top", found)), "")
+    return next((found for found in docker.containers() if "sleep 600" in docker.processes(found)), "")

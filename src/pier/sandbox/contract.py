@@ -313,6 +313,10 @@ class Backend(ABC):
         this raises or is cancelled nothing is left behind. Asking for what `capabilities` lacks is a `SandboxError`
         (a `PolicyError` for networks) before anything starts."""
 
+    async def find_image(self, reference: str) -> Image | None:
+        """An image that the backend keeps itself; None if it has none of that name, or no store of its own."""
+        return None
+
     async def fork(self, image: Image, spec: SandboxSpec, n: int) -> list[Sandbox]:
         """Start n sandboxes from a snapshot; all or none."""
         started: list[Sandbox] = []

@@ -10,6 +10,7 @@ from pathlib import Path
 from pier.errors import ImageError
 from pier.image.model import HOST, Image
 from pier.network.policy import NONE, PUBLIC
+from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend
 from pier.task.digest import tree_digest
 
@@ -28,12 +29,16 @@ class ImageWish:
 
 Resolve = Callable[[str], Awaitable[Image]]
 Build = Callable[[Path, str], Awaitable[Image]]
+Close = Callable[[], Awaitable[None]]
 
 
 class TrialImages:
     """Gives images to trials. At most `builds` are built at once; a build that failed is tried again when asked for."""
 
-    def __init__(self, resolve: Resolve, build: Build | None = None, *, builds: int = 2) -> None:
+    def __init__(
+        self, resolve: Resolve, build: Build | None = None, *, builds: int = 2, close: Close | None = None
+    ) -> None:
+        self._close = close
         self._resolve = resolve
         self._build = build
         self._limit = asyncio.Semaphore(builds)
@@ -55,6 +60,8 @@ class TrialImages:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._waiting.clear()
+        if self._close is not None:
+            await self._close()
 
     async def _make(self, wish: ImageWish, key: str) -> Image:
         if wish.reference is not None:
@@ -75,17 +82,26 @@ def _context_key(context: Path | None) -> str:
 
 
 def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
-    """Images from pier's own store, with Dockerfiles built in sandboxes of `backend`."""
+    """Images that the backend has itself, else from pier's own store; Dockerfiles are built in local sandboxes, whose
+    layers every backend can take."""
     from pier.image.store import ImageStore
 
     store = ImageStore()
+    builder = backend if backend.name == "local" else open_backend("local", backend.lease)
+
+    async def resolve(reference: str) -> Image:
+        return await backend.find_image(reference) or await store.resolve(reference)
 
     async def build(context: Path, _: str) -> Image:
         from pier.image.build import build_image
         from pier.sandbox.building import SandboxRunner
 
-        networks = (await backend.capabilities()).networks
+        networks = (await builder.capabilities()).networks
         network = PUBLIC if "public" in networks else NONE
-        return await build_image(store, context, runner=SandboxRunner(backend), network=network)
+        return await build_image(store, context, runner=SandboxRunner(builder), network=network)
 
-    return TrialImages(store.resolve, build, builds=builds)
+    async def close() -> None:
+        if builder is not backend:
+            await builder.close()
+
+    return TrialImages(resolve, build, builds=builds, close=close)

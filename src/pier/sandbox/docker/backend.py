@@ -142,6 +142,14 @@ class DockerBackend(Backend):
         self._sandboxes.add(sandbox)
         return sandbox
 
+    async def find_image(self, reference: str) -> Image | None:
+        await self._engine()
+        assert self._images is not None
+        try:
+            return await self._images.find(reference)
+        except DockerError as error:
+            raise engine_error(error) from error
+
     def _container(self, spec: SandboxSpec, image: str) -> dict[str, Any]:
         program = idle.place(pier_home() / "docker")
         limits = spec.limits

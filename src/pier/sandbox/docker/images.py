@@ -12,7 +12,7 @@ import aiodocker
 from aiodocker.exceptions import DockerError
 
 from pier.errors import ImageError
-from pier.image.model import Image
+from pier.image.model import Image, ImageConfig
 from pier.sandbox.docker.flatten import write_flat
 
 _CHUNK = 1 << 20
@@ -48,6 +48,31 @@ class EngineImages:
             if not await self._has(name):
                 await self._bring(image, name)
         return name
+
+    async def find(self, reference: str) -> Image | None:
+        """The engine's own image of that name, with its settings."""
+        try:
+            found = await self._docker.images.inspect(reference)
+        except DockerError as error:
+            if error.status in (400, 404):
+                return None
+            raise
+        config = found.get("Config") or {}
+        return Image(
+            reference,
+            found["Id"],
+            (),
+            ImageConfig(
+                env=dict(row.partition("=")[::2] for row in config.get("Env") or []),
+                workdir=config.get("WorkingDir") or "/",
+                user=config.get("User") or "",
+                entrypoint=tuple(config.get("Entrypoint") or ()),
+                cmd=tuple(config.get("Cmd") or ()),
+                shell=tuple(config.get("Shell") or ("/bin/sh", "-c")),
+                labels=dict(config.get("Labels") or {}),
+                healthcheck=config.get("Healthcheck"),
+            ),
+        )
 
     async def _has(self, name: str) -> bool:
         try:

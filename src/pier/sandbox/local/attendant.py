@@ -20,7 +20,7 @@ from pier.sandbox.local.init import Init, set_limits
 from pier.sandbox.local.root import HOST
 
 _NAMESPACES = ("ipc", "uts", "net", "cgroup", "pid", "mnt")
-_CONTROLLERS = ("memory", "pids", "cpu")
+_CONTROLLERS = ("memory", "pids", "cpu", "devices", "freezer")
 
 
 def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
@@ -91,18 +91,25 @@ class Attendant(Init):
 
 
 def _join_groups(pid: int) -> None:
-    """Count as the container's own for its limits. Hierarchies that are mounted elsewhere are passed over."""
+    """Count as the container's own, for its limits and for the devices that it may open. Without the latter nothing
+    would keep commands from the machine's disks, so that one is a must."""
     with open(f"{HOST}/proc/{pid}/cgroup") as stream:
         rows = [line.rstrip("\n").split(":", 2) for line in stream]
+    joined: set[str] = set()
     for _, controllers, path in rows:
         names = controllers.split(",")
         if controllers and not any(name in _CONTROLLERS for name in names):
             continue
         places = [f"/sys/fs/cgroup/{controllers}"] if controllers else ["/sys/fs/cgroup/unified", "/sys/fs/cgroup"]
         for place in places:
-            with contextlib.suppress(OSError), open(f"{HOST}{place}{path}/cgroup.procs", "w") as stream:
-                stream.write("0")
+            with contextlib.suppress(OSError):
+                with open(f"{HOST}{place}{path}/cgroup.procs", "w") as stream:
+                    stream.write("0")
+                joined.update(names)
                 break
+    keeper = "devices" if any("devices" in row[1].split(",") for row in rows) else ""
+    if keeper not in joined:
+        raise OSError(1, "cannot join the container's control group, which keeps devices from it")
 
 
 def _enter(pid: int) -> None:
