@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 PIER = [sys.executable, "-m", "pier"]
-PATIENCE = 120.0
+PATIENCE = 300.0
 
 
 def make_task(directory: Path, *, solve: str = "echo hi > /tmp/answer", test: str | None = None) -> Path:
