@@ -213,6 +213,10 @@ COMMANDS = {
     "curl": ["curl", "-sS", "-m", "60", "http://allowed.test/path"],
     "curl over IPv6": ["curl", "-sS", "-6", "-m", "60", "http://allowed.test/path"],
     "curl to an IPv6 host": ["curl", "-sS", "-m", "60", "http://six.test/"],
+    "curl over TLS": ["curl", "-sSk", "-m", "60", "https://allowed.test/tls"],
+    "curl over TLS with another name": [
+        "curl", "-sSk", "-m", "60", "--connect-to", "refused.test:443:allowed.test:443", "https://refused.test/",
+    ],
     "git": ["git", "ls-remote", "http://allowed.test/repository.git"],
     "python": ["/usr/bin/python3", "-c", "import urllib.request as u; print(u.urlopen('http://allowed.test/py').read())"],
     "node": ["node", "-e", "fetch('http://allowed.test/js').then(r => r.text()).then(console.log)"],

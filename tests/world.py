@@ -14,7 +14,9 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -37,6 +39,9 @@ NAMES = {
     "six.test": "2001:470::34",
 }
 """The names that the fake internet knows, and where they lead."""
+
+CERTIFICATE: list[str] = []
+"""The file with the key and certificate of the world's TLS servers, if there is a program to make one."""
 
 PORTS = (80, 443, 8443, 25, 22, 9418)
 _NEW_NETWORK, _NEW_MOUNTS, _NEW_USERS = 0x40000000, 0x00020000, 0x10000000
@@ -96,6 +101,23 @@ def main() -> None:
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     _mount_resolver_files()
     _unshare(_NEW_NETWORK)
+    with tempfile.TemporaryDirectory(prefix="world-") as directory:
+        _make_certificate(Path(directory) / "server.pem")
+        _run()
+
+
+def _make_certificate(path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is not None:
+        names = ",".join(f"DNS:{name}" for name in NAMES)
+        command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=world"]
+        command += ["-addext", f"subjectAltName={names}", "-keyout", str(path), "-out", str(path) + ".crt"]
+        subprocess.run(command, check=True, capture_output=True)
+        path.write_text(path.read_text() + Path(str(path) + ".crt").read_text())
+        CERTIFICATE.append(str(path))
+
+
+def _run() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     here = os.open("/proc/self/ns/net", os.O_RDONLY)
     child = os.fork()
@@ -220,11 +242,16 @@ def _serve(server: socket.socket, port: int) -> None:
 
 
 def _greet(client: socket.socket, port: int) -> None:
-    """HTTP servers answer HTTP and say which address was asked; others greet first, as mail servers do."""
+    """HTTP servers answer HTTP and say which address was asked; others greet first, as mail servers do. Who says hello
+    in TLS is answered in TLS."""
     with client:
         where = client.getsockname()[0]
         client.settimeout(60)
         try:
+            if port == 443 and CERTIFICATE and client.recv(1, socket.MSG_PEEK) == b"\x16":
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.load_cert_chain(CERTIFICATE[0])
+                client = context.wrap_socket(client, server_side=True)
             if port in (25, 22):
                 client.sendall(f"220 {where}\r\n".encode())
             data = client.recv(65536)
