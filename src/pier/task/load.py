@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
 from pier.errors import TaskError
-from pier.task.config import StepTable, TaskConfig, Verifier
+from pier.task.config import Agent, PhaseNetwork, StepTable, TaskConfig, Verifier
 from pier.task.digest import check_containment
 from pier.task.model import Origin, Step, Task, VerifierEnvironment
 from pier.task.unknown import UnknownKey, unknown_keys
+
+P = TypeVar("P", bound=PhaseNetwork)
 
 COMPOSE_NAMES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 _CANARY = re.compile(r"\s*(?:<!--.*canary.*-->|#.*canary.*)\s*", re.IGNORECASE)
@@ -137,7 +140,7 @@ def _instruction(path: Path) -> str:
         raise TaskError(f"{path}: cannot be read: {error}", code="task_layout") from error
 
 
-def _merge_agent(config: TaskConfig, table: StepTable | None):
+def _merge_agent(config: TaskConfig, table: StepTable | None) -> Agent:
     if table is None:
         return config.agent
     return _overlay(config.agent, table.agent, ("network_mode", "allowed_hosts"))
@@ -148,7 +151,7 @@ def _merge_verifier(task: Verifier, step: Verifier) -> Verifier:
     return merged.model_copy(update={"env": {**task.env, **step.env}})
 
 
-def _overlay(base, over, together: tuple[str, ...]):
+def _overlay(base: P, over: P, together: tuple[str, ...]) -> P:
     """`over` where it says something, `base` elsewhere; the keys in `together` come from one of the two."""
     said = {key: getattr(over, key) for key in over.model_fields_set}
     if said.keys() & set(together):

@@ -5,7 +5,7 @@ A task without `[[steps]]` is a task with one nameless step, so that nothing dow
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -69,7 +69,6 @@ class Task:
     unknown: tuple[UnknownKey, ...] = ()
     pre_artifacts: Path | None = None
     compose: Path | None = None
-    warnings: tuple[str, ...] = field(default=())
 
     @property
     def short_name(self) -> str:

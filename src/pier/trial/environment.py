@@ -49,21 +49,18 @@ def check_support(task: Task, capabilities: Capabilities, backend: str) -> None:
     """Refuse what the backend cannot run, before anything starts."""
     environment = task.config.environment
     if task.compose and not capabilities.compose:
-        raise SandboxError(
-            f"{task.compose}: this task is made of several services; the backend 'docker' is the one for such tasks, "
-            f"and {backend!r} cannot run them",
-            code="compose",
-            blame="user",
-            retryable=False,
-            hint="run it on the backend docker, once that is there",
+        message = (
+            f"{task.compose}: this task is made of several services; the backend 'docker' is the one for such tasks"
         )
+        raise _refusal(f"{message}, and {backend!r} cannot run them", "compose")
     if environment.os != "linux":
-        raise SandboxError(f"{task.name}: the backend {backend!r} runs no {environment.os} tasks", **_REFUSED)
+        raise _refusal(f"{task.name}: the backend {backend!r} runs no {environment.os} tasks", "unsupported")
     if (environment.gpus or environment.tpu) and not capabilities.gpus:
-        raise SandboxError(f"{task.name}: the backend {backend!r} has no GPUs or TPUs", **_REFUSED)
+        raise _refusal(f"{task.name}: the backend {backend!r} has no GPUs or TPUs", "unsupported")
 
 
-_REFUSED: dict = {"code": "unsupported", "blame": "user", "retryable": False}
+def _refusal(message: str, code: str) -> SandboxError:
+    return SandboxError(message, code=code, blame="user", retryable=False)
 
 
 def agent_room(task: Task, choice: SandboxChoice) -> Room:

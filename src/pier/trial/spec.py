@@ -83,7 +83,7 @@ class Multipliers:
 @dataclass(frozen=True, slots=True)
 class TrialSpec:
     """One trial: one agent, one task, one attempt. `directory` is the trial's own; it is made if missing and must be
-    empty. `config` is what Harbor's `config.json` of the trial says beyond what this spec can tell (job id, ...)."""
+    empty."""
 
     name: str
     task: Task
