@@ -355,3 +355,13 @@ async def test_streamed_token_ids_are_kept_and_not_shown(tmp_path: Path) -> None
         assert call.upstream
         assert call.upstream.answer
         assert call.upstream.answer.body == b"".join(given) + b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("client", NAMES)
+async def test_a_body_that_only_the_provider_can_read(client: str, tmp_path: Path) -> None:
+    async with fake_provider(streams(*events(client)[:2], cut=True)) as fake, Gateway(retry=QUICK) as gateway:
+        case = Case(gateway, await gateway.serve(), fake, tmp_path, client, client)
+        body = {"model": "m", "stream": True, "messages": "?", "input": 7, "contents": {"new": "shape"}}
+        answer = await post(case.url, STREAM_PATHS[client], case.session.key, body)
+        assert answer[0] == 200
+        case.check_failure(True, answer, "")

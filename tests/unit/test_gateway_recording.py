@@ -147,3 +147,13 @@ def test_what_is_no_object_is_refused(raw: bytes) -> None:
 def test_no_recording_says_so(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no recording"):
         recording.read(tmp_path)
+
+
+def test_a_recording_is_found_below_a_trial(tmp_path: Path) -> None:
+    (tmp_path / "steps" / "1").mkdir(parents=True)
+    make(tmp_path / "steps" / "1" / "recording.jsonl").close("done")
+    assert recording.read(tmp_path).closed == "done"
+    (tmp_path / "steps" / "2").mkdir()
+    make(tmp_path / "steps" / "2" / "recording.jsonl")
+    with pytest.raises(UsageError, match="2 recordings"):
+        recording.read(tmp_path)

@@ -19,7 +19,7 @@ from pier.gateway.budget import Turn
 from pier.gateway.caller import Caller
 from pier.gateway.canonical import Edit, ErrorKind, Request, Usage
 from pier.gateway.cost import cost_of
-from pier.gateway.dialect import StreamRenderer
+from pier.gateway.dialect import BadRequest, StreamRenderer
 from pier.gateway.providers import Target
 from pier.gateway.recorder import CallRecord, Outcome
 from pier.gateway.translate import Memory
@@ -73,8 +73,14 @@ class Exchange:
 
     @property
     def renderer(self) -> StreamRenderer:
+        """Writes events for the agent, also about a body that only its own provider can read."""
         if self._renderer is None:
-            self._renderer = self.caller.dialect.stream_renderer(self.request, self.caller.route)
+            try:
+                request = self.request
+            except BadRequest:
+                name = str(self.body.value.get("model") or self.caller.route.model)
+                request = Request(name, (), stream=True, dialect=self.caller.route.dialect)
+            self._renderer = self.caller.dialect.stream_renderer(request, self.caller.route)
         return self._renderer
 
     def edit(self, value: Mapping[str, Any], edits: list[Edit]) -> None:

@@ -293,6 +293,11 @@ def find(path: Path) -> Path:
         for name in FILE_NAMES:
             if (folder / name).is_file():
                 return folder / name
+    deeper = sorted(found for name in FILE_NAMES for found in path.rglob(name))
+    if len(deeper) == 1:
+        return deeper[0]
+    if deeper:
+        raise UsageError(f"there are {len(deeper)} recordings below {path}", hint=f"choose one, e.g. {deeper[0]}")
     raise UsageError(f"there is no recording at {path}", hint="give a recording, or a trial directory that has one")
 
 
