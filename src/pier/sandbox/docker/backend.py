@@ -22,12 +22,15 @@ from pier.idmap import IdMap
 from pier.image.engine import engine_address
 from pier.image.model import Image
 from pier.lease import Held, Lease
+from pier.network.plumbing import GATEWAY
+from pier.network.rules import Rules
 from pier.sandbox import seccomp
 from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Mount, SandboxSpec
 from pier.sandbox.docker import idle
 from pier.sandbox.docker.box import KIND, LABEL, ContainerBox, engine_error, remove
 from pier.sandbox.docker.images import REPOSITORY, EngineImages
 from pier.sandbox.docker.sandbox import DockerSandbox
+from pier.sandbox.local.network import offered_modes
 from pier.sandbox.local.sandbox import LocalSandbox
 from pier.sandbox.local.zygotes import Zygotes
 
@@ -67,7 +70,7 @@ class DockerBackend(Backend):
 
     async def capabilities(self) -> Capabilities:
         limits = {"cpus": "cgroup", "memory": "cgroup", "processes": "cgroup", "open_files": "rlimit"}
-        return Capabilities(limits=limits, users=True, snapshot=True)
+        return Capabilities(networks=offered_modes(), switch_network=True, limits=limits, snapshot=True)
 
     async def _engine(self) -> aiodocker.Docker:
         async with self._opening:
@@ -118,6 +121,7 @@ class DockerBackend(Backend):
                 f"the Docker backend cannot enforce the network policy {spec.network.mode!r} here",
                 hint="use --env local",
             )
+        Rules(spec.network.hosts)
         if spec.limits.disk is not None:
             raise SandboxError(
                 "the Docker backend cannot limit the disk here: the engine's storage driver has no quotas",
@@ -140,6 +144,14 @@ class DockerBackend(Backend):
             raise
         sandbox = DockerSandbox(spec, box, self)
         self._sandboxes.add(sandbox)
+        if spec.network.mode == "none":
+            sandbox.network.begin(box.proof)
+            return sandbox
+        try:
+            await sandbox.network.enforce(box.channel, spec.network)
+        except BaseException:
+            await asyncio.shield(sandbox.stop())
+            raise
         return sandbox
 
     async def find_image(self, reference: str) -> Image | None:
@@ -155,6 +167,7 @@ class DockerBackend(Backend):
         limits = spec.limits
         host: dict[str, Any] = {
             "NetworkMode": "none",
+            "Dns": [GATEWAY],
             "ExtraHosts": [f"{spec.hostname}:127.0.1.1"],
             "Binds": [f"{program}:{_IDLE}:ro", *(_bind(mount) for mount in spec.mounts if mount.source is not None)],
             "Tmpfs": {mount.target: _tmpfs(mount) for mount in spec.mounts if mount.source is None},

@@ -34,6 +34,7 @@ class ContainerBox:
         self.id = secrets.token_hex(6)
         self.name = f"pier-{self.id}"
         self.channel: Channel
+        self.proof: dict[str, str] = {}
         self._lease = lease
         self._zygotes = zygotes
         self._docker = docker
@@ -53,7 +54,7 @@ class ContainerBox:
             async with asyncio.timeout(_START_SECONDS):
                 self._running = asyncio.ensure_future(self._run(config))
                 await self._enter(await asyncio.shield(self._running), plan, theirs)
-                await ready
+                self.proof = (await ready)[0]["proof"]
         except TimeoutError:
             message = f"the container {self.name} did not start in {_START_SECONDS} s"
             raise SandboxError(message, code="start_timeout") from None

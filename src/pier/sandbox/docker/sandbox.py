@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from pier.errors import PolicyError
-from pier.network.policy import NetworkPolicy
 from pier.sandbox.contract import SandboxSpec
 from pier.sandbox.docker.box import ContainerBox
 from pier.sandbox.local.sandbox import Home, LocalSandbox
@@ -18,7 +16,3 @@ class DockerSandbox(LocalSandbox):
 
     def __init__(self, spec: SandboxSpec, box: ContainerBox, home: Home) -> None:
         super().__init__(spec, cast(Any, box), home)
-
-    async def set_network(self, policy: NetworkPolicy) -> None:
-        if policy != self.spec.network:
-            raise PolicyError("a container keeps the network that it was started with", hint="use --env local")

@@ -14,6 +14,7 @@ import signal
 import socket
 from typing import Any
 
+from pier.network import plumbing
 from pier.sandbox.local import kernel, wire
 from pier.sandbox.local.census import Census
 from pier.sandbox.local.init import Init, set_limits
@@ -40,7 +41,7 @@ def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
         set_limits(plan["rlimits"])
         census = Census(proc, without=frozenset({pid}), namespace=inside)
         attendant = Attendant(control, plan, census, container, (proc, inside))
-        wire.send(control, {"id": 0, "ready": True})
+        wire.send(control, {"id": 0, "ready": True, "proof": plumbing.probe("none")})
         attendant.serve()
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -80,6 +81,18 @@ class Attendant(Init):
         while any(self.census.is_running(pid) for pid in self.census.take()):
             select.select([], [], [], 0.001)
         return killed
+
+    def _change_network(self, message: dict[str, Any]) -> None:
+        """By a child, which the container's own /proc knows."""
+        child = os.fork()
+        if child == 0:
+            try:
+                super()._change_network(message)
+            except OSError as error:
+                wire.send(self.control, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
 
     def _kill_others(self) -> None:
         proc, inside = self._inside
