@@ -185,3 +185,16 @@ async def test_a_full_disk_is_told(small_disk: Path, image: Image) -> None:
             async with await backend.start(SandboxSpec(image)) as again:
                 assert (await again.exec("true")).ok
         assert lease.held() == []
+
+
+def test_a_kernel_without_user_namespaces_is_told(pier_home: Path) -> None:
+    closed = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
+    argv = ["unshare", "-Ur", "sh", "-c", closed, "-", sys.executable, "-m", "pier"]
+    run = subprocess.run(
+        [*argv, "sandbox", "run", "--", "true"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 1 and "cannot prepare sandboxes here" in run.stderr and "pier doctor" in run.stderr
+    doctor = subprocess.run([*argv, "doctor"], capture_output=True, text=True, timeout=120, check=False)
+    assert doctor.returncode == 1 and "sysctl user.max_user_namespaces" in doctor.stdout
+    for name in ("sandboxes", "leases"):
+        assert list((pier_home / name).iterdir()) == []

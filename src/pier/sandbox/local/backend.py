@@ -172,7 +172,7 @@ class LocalBackend(Backend):
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes)))
         if self._host is not None:
             id = f"host-{self._lease.owner}"
-            await self._zygotes.ask_any({"op": "remove", "path": str(self._base / id)})
+            await self._zygotes.remove(self._base / id)
             self._lease.strike(KIND, id)
             self._host = None
         self._zygotes.close()

@@ -139,7 +139,7 @@ class Box:
     async def remove(self) -> None:
         """Remove the directory and strike out the lease."""
         if self.directory.exists():
-            await self._zygotes.ask_any({"op": "remove", "path": str(self.directory)})
+            await self._zygotes.remove(self.directory)
         self._lease.strike(KIND, self.id)
 
 

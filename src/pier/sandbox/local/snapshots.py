@@ -52,5 +52,5 @@ class Snapshots:
             if not holders:
                 del self._holders[layer]
                 await self._zygotes.tell_all({"op": "forget", "id": 0, "path": str(layer)})
-                await self._zygotes.ask_any({"op": "remove", "path": str(layer.parent)})
+                await self._zygotes.remove(layer.parent)
                 self._lease.strike(KIND, layer.parent.name)

@@ -24,7 +24,7 @@ async def destroy(held: Held, zygotes: Zygotes) -> None:
     if groups := held.data.get("groups"):
         await asyncio.to_thread(Group(tuple(map(Path, groups))).remove)
     if directory.exists():
-        await zygotes.ask_any({"op": "remove", "path": str(directory)})
+        await zygotes.remove(directory)
 
 
 async def _wait_for_end(directory: Path) -> None:

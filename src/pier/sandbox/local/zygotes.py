@@ -13,6 +13,7 @@ from typing import Any
 from pier.errors import SandboxError
 from pier.idmap import IdMap, IdRange, mapped_argv
 from pier.sandbox.local.channel import Answer, Channel
+from pier.sandbox.local.remove import remove
 
 _BOOT = Path(__file__).resolve().with_name("boot.py")
 _GONE = "the process that sandboxes are forked from has died"
@@ -57,7 +58,12 @@ class Zygote:
         try:
             await self.channel.wait(0, lambda: self.channel.send(config))
         except SandboxError as error:
-            raise SandboxError(f"cannot prepare sandboxes here: {self.log() or error}", hint="pier doctor") from error
+            raise SandboxError(
+                f"cannot prepare sandboxes here: {self.log() or error}",
+                hint="pier doctor",
+                code="no_sandboxes",
+                retryable=False,
+            ) from error
 
     async def ask(self, message: dict[str, Any], fds: list[int] | None = None) -> Answer:
         self.pending += 1
@@ -129,6 +135,16 @@ class Zygotes:
             if not zygote.channel.closed:
                 raise
         return await (await self.pick()).ask(message)
+
+    async def remove(self, path: Path) -> None:
+        """Remove a tree as whoever owns its files. Where no zygote can be had, none of them wrote anything either, and
+        what is there is this user's own."""
+        try:
+            await self.pick()
+        except SandboxError:
+            await asyncio.to_thread(remove, str(path))
+            return
+        await self.ask_any({"op": "remove", "path": str(path)})
 
     async def tell_all(self, message: dict[str, Any]) -> None:
         for one in self._all:
