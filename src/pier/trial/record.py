@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
+
 from pier import files
 from pier.errors import UsageError
 from pier.network.decision import Decision
@@ -50,14 +52,18 @@ class TrialRecord:
         self.log(f"warning: {text}")
 
     def write_config(self, config: dict[str, Any]) -> None:
-        files.write_json(self.directory / "config.json", self.redactor.value(config), durable=False)
+        self._write("config.json", config, durable=False)
 
     def write_exception(self, text: str) -> None:
         files.write(self.directory / "exception.txt", self.redactor.text(text), durable=False)
 
     def write_result(self, result: TrialResult) -> None:
         """Seal the trial: `result.json` is the last file, and on disk before this returns."""
-        files.write_json(self.directory / "result.json", self.redactor.value(result.model_dump(mode="json")))
+        self._write("result.json", result.model_dump(mode="json"), durable=True)
+
+    def _write(self, name: str, value: dict[str, Any], *, durable: bool) -> None:
+        content = to_json(self.redactor.value(value), indent=2)
+        files.write(self.directory / name, content + b"\n", durable=durable)
 
     def note_network(self, decision: Decision) -> None:
         """Add a decision of the network policy to `network.jsonl`, and count what was refused."""
