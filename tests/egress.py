@@ -169,7 +169,7 @@ from pier.lease import Lease
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import SandboxSpec, open_backend
 from pier.sandbox.host import host_image
-from tests.egress import ATTEMPTS, COMMANDS
+from tests.egress import ATTEMPTS, COMMANDS, HOLD
 
 machine = socket.socket()
 machine.bind(("0.0.0.0", 7777))
@@ -194,6 +194,25 @@ async def main():
                 for name, command in COMMANDS.items():
                     result = await box.exec(command, timeout=100, env={"HOME": "/tmp"})
                     told["commands"][name] = [result.exit_code, result.text[-500:] + result.error_text[-500:]]
+                serving = ["/usr/bin/python3", "-m", "http.server", "9999", "--directory", "/usr/share"]
+                async with await backend.start(SandboxSpec(host_image(), network=policy)) as other:
+                    async with await other.spawn(serving):
+                        while not (await other.exec(["curl", "-s", "-o", "/dev/null", "http://127.0.0.1:9999/"])).ok:
+                            await asyncio.sleep(0.05)
+                        told["neighbour"] = []
+                        for address in ("192.0.0.2", "192.0.0.1", "127.0.0.1", "[fd70:6965:72::2]", "203.0.113.2"):
+                            result = await box.exec(["curl", "-sS", "-m", "60", f"http://{address}:9999/"], timeout=100)
+                            told["neighbour"].append(result.exit_code)
+                await box.set_network(NetworkPolicy("allowlist", ("allowed.test",)))
+                heard = []
+                hear = lambda _, data: heard.append(data)
+                holding = await box.spawn(["/usr/bin/python3", "-c", HOLD], on_output=hear)
+                while b"220" not in b"".join(heard):
+                    await asyncio.sleep(0.05)
+                await box.set_network(NetworkPolicy("none"))
+                async with asyncio.timeout(100):
+                    await holding.wait()
+                told["held"] = b"".join(heard).decode()
                 allow = NetworkPolicy("allowlist", ("other.test",))
                 for later in (NetworkPolicy("none"), allow, NetworkPolicy("public")):
                     await box.set_network(later)
@@ -208,6 +227,18 @@ async def main():
 asyncio.run(main())
 os._exit(0)
 """
+
+HOLD = """
+import socket
+sock = socket.create_connection(("allowed.test", 25), 60)
+print(sock.recv(100), flush=True)
+sock.settimeout(None)
+try:
+    print("ended", sock.recv(100), flush=True)
+except OSError as error:
+    print("ended", error, flush=True)
+"""
+"""Keeps a connection open until somebody else ends it."""
 
 COMMANDS = {
     "curl": ["curl", "-sS", "-m", "60", "http://allowed.test/path"],
@@ -235,6 +266,8 @@ class World:
     decisions: list[dict[str, Any]]
     seen: dict[str, int]
     touched: list[str]
+    neighbour: list[int]
+    held: str
     after: dict[str, list[str]] = field(default_factory=dict)
 
     def reached(self, address: str) -> list[str]:
@@ -252,4 +285,13 @@ def run_world(mode: str, hosts: tuple[str, ...], directory: Path) -> World:
     assert answer.exists(), f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     told = json.loads(answer.read_text())
     after = {name.removeprefix("after "): rows for name, rows in told.items() if name.startswith("after ")}
-    return World(told["attempts"], told["commands"], told["decisions"], told["seen"], told["touched"], after)
+    return World(
+        told["attempts"],
+        told["commands"],
+        told["decisions"],
+        told["seen"],
+        told["touched"],
+        told["neighbour"],
+        told["held"],
+        after,
+    )

@@ -167,6 +167,16 @@ def test_public_works_with_unmodified_programs(public: World, name: str) -> None
     assert code == 0, output
 
 
+def test_other_sandboxes_are_out_of_reach(allowlist: World, none: World, public: World) -> None:
+    for world in (allowlist, none, public):
+        assert [code for code in world.neighbour if code not in (7, 56)] == []
+
+
+def test_a_new_policy_ends_connections_that_were_open(allowlist: World, none: World, public: World) -> None:
+    for world in (allowlist, none, public):
+        assert "ended" in world.held
+
+
 def test_policies_are_switched_while_the_sandbox_runs(allowlist: World, none: World, public: World) -> None:
     for world in (allowlist, none, public):
         assert world.after["none"] == ["refused", "refused"]
