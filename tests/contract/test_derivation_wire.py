@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from pier.gateway import Gateway, Provider
-from pier.gateway.canonical import Message, Request, Text, Tool, ToolResult, Turn
+from pier.gateway.canonical import Media, Message, Request, Text, Tool, ToolResult, Turn
 from pier.gateway.derivation import About, Derivation, write_trajectory
 from pier.gateway.dialect import DIALECTS
 from pier.gateway.script import Script
@@ -160,6 +160,7 @@ async def test_titles_sub_agents_and_compaction_are_told_apart(tmp_path: Path) -
     assert [ref.trajectory_id for ref in refs] == [inner.trajectory_id]
     breakdown = (trajectory.final_metrics.extra or {})["breakdown"] if trajectory.final_metrics else {}
     assert breakdown["side"]["calls"] >= 1
+    harbor_takes(target)
 
 
 async def test_a_retry_is_one_step(tmp_path: Path) -> None:
@@ -183,6 +184,32 @@ def test_nothing_recorded_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "t.json").exists()
 
 
+async def test_pictures_are_files_beside_the_trajectory(tmp_path: Path) -> None:
+    async with Gateway() as gateway:
+        url, key = await session(gateway, tmp_path / "calls.jsonl", [{"finish": "A dot."}])
+        agent = Agent("anthropic", url, key, stream=True)
+        await agent.ask(agent.request([Message("user", (Media("image/png", "aGk="), Text("What is it?")))]))
+    target = tmp_path / "agent" / "trajectory.json"
+    write_trajectory(tmp_path / "calls.jsonl", target, agent_name="tiny", session_id="s")
+    assert rules.validate_file(target) == []
+    asked = read(target).steps[1].message
+    assert isinstance(asked, list)
+    source = asked[0].source
+    assert source is not None
+    assert (target.parent / source.path).read_bytes() == b"hi"
+    harbor_takes(target)
+
+
+def harbor_takes(target: Path) -> None:
+    """Harbor's own validator, where it is installed."""
+    if not (PEER / ".ready").exists():
+        return
+    checked = subprocess.run(
+        [HARBOR, "-m", "harbor.utils.trajectory_validator", target], capture_output=True, text=True, timeout=300
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
 @pytest.mark.skipif(not (PEER / ".ready").exists(), reason="no Harbor in .cache/peers; .ci/peers makes it")
 async def test_harbor_takes_it(tmp_path: Path) -> None:
     async with Gateway() as gateway:
@@ -190,10 +217,7 @@ async def test_harbor_takes_it(tmp_path: Path) -> None:
         await Agent("anthropic", url, key, stream=True).run("Do the work.")
     target = tmp_path / "trajectory.json"
     write_trajectory(tmp_path / "calls.jsonl", target, agent_name="tiny", session_id="s")
-    checked = subprocess.run(
-        [HARBOR, "-m", "harbor.utils.trajectory_validator", target], capture_output=True, text=True, timeout=300
-    )
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+    harbor_takes(target)
 
 
 PAIRS = [(client, model) for client in DIALECTS for model in DIALECTS if client != model]
