@@ -19,6 +19,7 @@ from typing import Any
 
 from pier.errors import ImageError
 from pier.image.compression import compression_of, decompressed
+from pier.image.disk import write_all
 from pier.image.ignore import Ignore, glob_regex
 from pier.image.trees import remove_tree
 from pier.image.unpack import is_kept_xattr, unpack
@@ -205,7 +206,7 @@ class _Layer:
     def _copy_file(self, source: str, place: str) -> None:
         with open(source, "rb", buffering=0) as reader, open(place, "xb", buffering=0) as writer:
             while data := reader.read(_CHUNK):
-                writer.write(data)
+                write_all(writer, data)
                 self.size += len(data)
 
     def _set_metadata(self, entry: Entry, place: str) -> None:

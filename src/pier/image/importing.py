@@ -13,6 +13,7 @@ from pier.errors import ImageError
 from pier.image import owner
 from pier.image.assemble import LayerSource, Origins, assemble
 from pier.image.compression import decompressed
+from pier.image.disk import told_by_disk
 from pier.image.model import Image, ImageConfig
 from pier.image.platforms import choose_platform
 from pier.image.records import Origin
@@ -83,7 +84,7 @@ def _is_image_archive(source: Path) -> bool:
 
 
 def _unpack_here(source: Path, directory: Path) -> None:
-    with decompressed(str(source)) as stream:
+    with told_by_disk(f"unpacking {source}"), decompressed(str(source)) as stream:
         unpack(stream, str(directory), owners=False)
 
 

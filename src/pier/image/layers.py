@@ -22,6 +22,7 @@ from pathlib import Path
 
 from pier.files import write_json
 from pier.image import owner
+from pier.image.disk import told_by_disk
 from pier.image.records import LayerRecord, Origin
 from pier.image.users import Users
 
@@ -41,9 +42,10 @@ class Draft:
     async def keep(self, layer_id: str, *, size: int, origin: Origin, source: str = "", empty: bool = False) -> Path:
         """Make the layer visible as `layer_id`; if it is there already this one is dropped. Its directory."""
         record = LayerRecord(id=layer_id, size=size, origin=origin, source=source, empty=empty)
-        write_json(self._directory / "layer.json", record.model_dump(), durable=False)
         final = self._layers.root / "layers" / hex_of(layer_id)
-        final.parent.mkdir(parents=True, exist_ok=True)
+        with told_by_disk("keeping a layer"):
+            write_json(self._directory / "layer.json", record.model_dump(), durable=False)
+            final.parent.mkdir(parents=True, exist_ok=True)
         with self._layers.users.using():
             self._layers.users.note([layer_id])
             try:

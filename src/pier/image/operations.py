@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from typing import Any
 
-from pier.errors import ImageError
 from pier.image.adopt import adopt_layer
 from pier.image.copying import copy_into, make_directories
+from pier.image.disk import told_by_disk
 from pier.image.trees import copy_tree, measure, remove_tree, unpack_archive
 
 OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -25,12 +24,6 @@ OWNING = frozenset({"unpack_archive", "copy_tree", "copy_into", "make_directorie
 
 
 def perform(operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run an operation by name; a full disk is an `ImageError` with code `disk_full`."""
-    try:
+    """Run an operation by name."""
+    with told_by_disk(operation.replace("_", " ")):
         return OPERATIONS[operation](**arguments)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ImageError(
-                f"the disk is full: {error}", code="disk_full", hint="pier image gc --max-size 10G", retryable=True
-            ) from error
-        raise ImageError(f"{operation.replace('_', ' ')}: {error}", code="files") from error

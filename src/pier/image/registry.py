@@ -20,6 +20,7 @@ import aiohttp
 
 from pier.errors import ImageError
 from pier.image.credentials import Credentials, find_credentials
+from pier.image.disk import told_by_disk, write_all
 from pier.image.platforms import choose_platform
 from pier.image.reference import DEFAULT_REGISTRY, Reference
 
@@ -111,11 +112,12 @@ class Registry:
         async with self._get(f"blobs/{digest}", headers, allowed=(200, 206, 416)) as answer:
             if answer.status == 416:
                 return
-            with target.open("ab" if answer.status == 206 else "wb") as sink:
+            with target.open("ab" if answer.status == 206 else "wb", buffering=0) as sink:
                 total = (answer.content_length or 0) + sink.tell()
                 last = asyncio.get_running_loop().time()
                 async for chunk in answer.content.iter_chunked(_CHUNK):
-                    sink.write(chunk)
+                    with told_by_disk(f"downloading {digest}"):
+                        write_all(sink, chunk)
                     now = asyncio.get_running_loop().time()
                     if now - last > 1:
                         last = now
@@ -154,7 +156,11 @@ class Registry:
             raise ImageError(f"{self._reference.registry} has no {name}", code="not_found", blame="user")
         if answer.status >= 500:
             answer.raise_for_status()
-        raise ImageError(f"{self._reference.registry} answered {answer.status}: {text}", code="registry")
+        raise ImageError(
+            f"{self._reference.registry} answered {answer.status}: {text}",
+            code="registry",
+            retryable=answer.status == 429,
+        )
 
     async def _find_base(self) -> str:
         """Where the registry is. One on this machine's loopback may speak plain HTTP, as with Docker."""

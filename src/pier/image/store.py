@@ -20,12 +20,13 @@ from pathlib import Path
 from pier.errors import ImageError
 from pier.files import write_json
 from pier.home import pier_home
+from pier.image.disk import told_by_disk
 from pier.image.host import host_image
 from pier.image.layers import Layers
 from pier.image.locks import only_one
 from pier.image.model import HOST, SCRATCH, Image, ImageConfig
 from pier.image.records import ConfigRecord, ImageRecord, Origin, image_digest
-from pier.image.reference import Reference, is_digest, parse
+from pier.image.reference import is_digest, parse
 
 
 class ImageStore:
@@ -120,7 +121,8 @@ class ImageStore:
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
         self.prepare("refs")
-        write_json(self._record_path(record.reference), record.model_dump(mode="json"))
+        with told_by_disk("writing the image down"):
+            write_json(self._record_path(record.reference), record.model_dump(mode="json"))
         return self.image(record)
 
     async def remove(self, reference: str) -> None:
@@ -147,10 +149,11 @@ class ImageStore:
 
     def prepare(self, part: str) -> None:
         """Make a directory of the store."""
-        if not self.root.is_dir():
-            self.root.mkdir(parents=True, exist_ok=True)
-            self.root.chmod(0o700)
-        (self.root / part).mkdir(exist_ok=True)
+        with told_by_disk(f"the image store {self.root} cannot be used"):
+            if not self.root.is_dir():
+                self.root.mkdir(parents=True, exist_ok=True)
+                self.root.chmod(0o700)
+            (self.root / part).mkdir(exist_ok=True)
 
     def _record_path(self, name: str) -> Path:
         return self.root / "refs" / f"{hashlib.sha256(name.encode()).hexdigest()[:40]}.json"
@@ -166,6 +169,3 @@ def canonical(reference: str) -> str:
 def familiar(name: str) -> str:
     """The short form of a canonical name."""
     return name if is_digest(name) else parse(name).familiar
-
-
-__all__ = ["ImageStore", "Reference", "canonical", "familiar", "host_image"]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
 from pier.image.compression import HashingReader, decompressed
+from pier.image.disk import write_all
 from pier.image.unpack import OPAQUE, is_kept_xattr, make_whiteout, unpack
 
 
@@ -107,7 +108,7 @@ class TreeCopier:
         with open(source, "rb", buffering=0) as reader, open(target, "xb", buffering=0) as writer:
             while data := reader.read(1 << 20):
                 digest.update(data)
-                writer.write(data)
+                write_all(writer, data)
                 self.size += len(data)
         return digest.digest()
 

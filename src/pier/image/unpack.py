@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from pier.errors import ImageError
+from pier.image.disk import write_all
 
 OPAQUE = "user.overlay.opaque"
 WHITEOUT = ".wh."
@@ -196,8 +197,8 @@ class _Unpacking:
         self._clear(path)
         source = archive.extractfile(member)
         with open(path, "xb", buffering=0) as sink:
-            if source is not None:
-                shutil.copyfileobj(source, sink, _CHUNK)
+            while source is not None and (data := source.read(_CHUNK)):
+                write_all(sink, data)
         self._size += member.size
         self._set_metadata(path, member)
 
