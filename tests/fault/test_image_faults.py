@@ -15,6 +15,7 @@ import pytest
 
 from pier.image import ImageStore
 from pier.image.importing import import_image
+from tests.busybox import busybox_image
 from tests.image_rig import entry, tar_of
 
 pytestmark = pytest.mark.plain
@@ -48,6 +49,34 @@ def test_a_killed_import_is_never_half_visible_and_is_swept(tmp_path: Path, monk
     assert any((store.root / "tmp").iterdir())
     assert len(gc()["leftovers"]) == 1
     assert list((store.root / "tmp").iterdir()) == []
+
+
+async def test_a_killed_build_leaves_no_layer_and_goes_on_later(tmp_path: Path) -> None:
+    store = ImageStore()
+    await import_image(store, busybox_image(tmp_path / "busybox").layers[0], "busybox")
+    context = tmp_path / "context"
+    context.mkdir()
+    (context / "Dockerfile").write_text(
+        "FROM busybox\nRUN echo one >/one\nRUN echo begun; test -e /stop || sleep 600\n"
+    )
+    command = [*PIER, "build", str(context), "-t", "app", "--network", "none"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stderr=log, start_new_session=True)
+    try:
+        _wait_for(lambda: b"\n  begun\n" in (tmp_path / "log").read_bytes())
+    finally:
+        process.kill()
+        process.wait()
+    before = set(store.layers.ids())
+    assert len(before) == 2
+    subprocess.run([sys.executable, "-m", "pier", "gc"], check=True, timeout=120, stdout=subprocess.DEVNULL)
+    gc()
+    assert list((store.root / "tmp").iterdir()) == []
+    (context / "Dockerfile").write_text("FROM busybox\nRUN echo one >/one\nRUN echo begun\n")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("  cached") == 1
+    assert before <= set(store.layers.ids())
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
