@@ -57,12 +57,20 @@ def unpack(
                 if count >= ENTRIES:
                     raise TreeError("too_large", f"the archive has more than {ENTRIES} entries")
                 unpacker.add(archive, entry)
+        _take_padding(stream)
         unpacker.finish()
     except (tarfile.TarError, EOFError, UnicodeError) as error:
         raise TreeError("broken_archive", f"not a whole tar archive: {error}") from error
     finally:
         unpacker.close()
     return Unpacked(unpacker.skipped, unpacker.alone)
+
+
+def _take_padding(stream: IO[bytes]) -> None:
+    """Read what stands behind the end of an archive, within reason: who writes it must not find the pipe closed."""
+    for _ in range(64):
+        if not stream.read(16 * 1024):
+            return
 
 
 class _Unpacker:
