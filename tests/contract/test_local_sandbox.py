@@ -69,6 +69,16 @@ async def test_root_inside_is_not_root_outside(backend: LocalBackend, image: Ima
         await process.kill()
 
 
+async def test_set_uid_programs_work_unless_told_otherwise(backend: LocalBackend) -> None:
+    if not (await backend.capabilities()).users:
+        pytest.skip("this user has one id only")
+    script = "cp /usr/bin/id /var/tmp/id && chmod 4755 /var/tmp/id"
+    for forbidden, uid in ((False, "0"), (True, "1234")):
+        async with await backend.start(SandboxSpec(host_image(), no_new_privileges=forbidden)) as sandbox:
+            assert (await sandbox.exec(script)).ok
+            assert (await sandbox.exec("/var/tmp/id -u", user="1234")).text.strip() == uid
+
+
 async def test_read_write_mount_lands_as_the_caller(backend: LocalBackend, image: Image, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()

@@ -22,6 +22,7 @@ from pier.sandbox.local.changes import merge
 from pier.sandbox.local.doctor import examine
 from pier.sandbox.local.network import offered_modes
 from pier.sandbox.local.plan import layers_of, limits_of, make_plan
+from pier.sandbox.local.root import APT_OF_ONE_ID
 from pier.sandbox.local.sandbox import LocalSandbox
 from pier.sandbox.local.snapshots import KIND as SNAPSHOT
 from pier.sandbox.local.snapshots import Snapshots
@@ -147,7 +148,8 @@ class LocalBackend(Backend):
             message, _ = await self._zygotes.ask_any({"op": "changes", "path": str(upper), "layers": layers})
             looks.append(message["changes"])
             layers = [*layers, str(upper)]
-        own = {"/etc/hosts", "/etc/hostname", "/etc/resolv.conf", *(mount.target for mount in sandbox.spec.mounts)}
+        own = {"/etc/hosts", "/etc/hostname", "/etc/resolv.conf", APT_OF_ONE_ID.removeprefix("/m")}
+        own.update(mount.target for mount in sandbox.spec.mounts)
         return [Change(*row) for row in merge(looks) if row[0] not in own]
 
     async def end(self, sandbox: LocalSandbox) -> None:

@@ -22,6 +22,9 @@ from pier.sandbox.local.kernel import MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY
 HOST = "/host"
 """Where a zygote's own root has the machine's."""
 
+APT_OF_ONE_ID = "/m/etc/apt/apt.conf.d/99pier-one-id"
+"""Tells apt not to become a user that does not exist."""
+
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _MASKED = (
     "proc/acpi", "proc/asound", "proc/kcore", "proc/keys", "proc/latency_stats", "proc/timer_list",
@@ -60,6 +63,8 @@ def build(plan: dict[str, Any]) -> None:
     _mount_dev(plan)
     for name, text in plan["etc"].items():
         _put_text(text, f"/m/etc/{name}")
+    if not plan["many_ids"] and os.path.isdir("/m/etc/apt/apt.conf.d"):
+        _put_text('APT::Sandbox::User "root";\n', APT_OF_ONE_ID)
     for wanted in plan["mounts"]:
         _mount_wanted(wanted)
     os.chdir("/m")
