@@ -2,7 +2,7 @@
 
 A fake provider, the gateway and each peer run in processes of their own; the load comes from this one over raw
 sockets, so that the client is no part of what is measured. The baseline is the same load sent to the provider directly.
-Peers (litellm's proxy, nginx) join when they are installed. Prints a table, and JSON with `--json`.
+nginx as a plain reverse proxy joins when it is installed. Prints a table, and JSON with `--json`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -218,13 +219,26 @@ def nginx(port: int, folder: str) -> Iterator[Place | None]:
     config = Path(folder) / "nginx.conf"
     config.write_text(
         f"daemon off; master_process off; pid {folder}/nginx.pid; error_log /dev/null; events {{}}\n"
-        f"http {{ access_log off; client_max_body_size 64m; upstream u {{ server 127.0.0.1:{port}; keepalive 64; }}\n"
+        f"http {{ access_log off; client_max_body_size 64m; client_body_temp_path {folder}/body;\n"
+        f"proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/w;\n"
+        f"scgi_temp_path {folder}/s; upstream u {{ server 127.0.0.1:{port}; keepalive 64; }}\n"
         f"server {{ listen 127.0.0.1:{own}; keepalive_requests 1000000; location / {{ proxy_pass http://u;\n"
         "proxy_http_version 1.1; proxy_set_header Connection ''; proxy_buffering off; } } }\n"
     )
-    with running("nginx", "-c", str(config), "-p", folder) as process:
-        time.sleep(1)
-        yield Place("nginx", own, "k", process.pid)
+    with running("nginx", "-e", "/dev/null", "-c", str(config), "-p", folder) as process:
+        yield Place("nginx", own, "k", process.pid) if _listens(own) else None
+
+
+def _listens(port: int) -> bool:
+    """Whether something listens there, within ten seconds."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return True
+        time.sleep(0.1)
+    print(f"nothing listens on port {port}: left out", file=sys.stderr)
+    return False
 
 
 def idle_sessions(folder: str, count: int) -> int:
