@@ -174,11 +174,13 @@ async def outside_of(session: Session | None, services: TrialServices, agent: Ag
 async def run_agent(agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: OnOutput) -> AgentError | None:
     """Run the agent to its end or deadline. An error that is given back, rather than raised, leaves the trial to be
     graded: the agent ran, however it ended."""
-    limit = None if run.seconds is None else run.seconds + _GRACE
+    scope = asyncio.timeout(None if run.seconds is None else run.seconds + _GRACE)
     try:
-        async with asyncio.timeout(limit):
+        async with scope:
             result = await agent.run(sandbox, run, on_output)
     except TimeoutError:
+        if not scope.expired():
+            raise
         result = Result(137, timed_out=True)
     if result.timed_out:
         return AgentError(f"the agent {agent.name!r} took longer than {run.seconds or 0:g} s", code="agent_timeout")

@@ -1,0 +1,118 @@
+"""Images for many trials at once: each is made once, failures are tried again, nobody's cancellation is another's."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from pier.errors import ImageError
+from pier.image.model import Image
+from pier.trial.images import ImageWish, TrialImages
+
+pytestmark = pytest.mark.plain
+
+
+class Maker:
+    """Counts what it makes, and waits for `go` before it is done."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.at_once = 0
+        self.most = 0
+        self.go = asyncio.Event()
+        self.fail = False
+
+    async def resolve(self, reference: str) -> Image:
+        return await self.make(reference)
+
+    async def build(self, context: Path, key: str) -> Image:
+        return await self.make(key)
+
+    async def make(self, name: str) -> Image:
+        self.made.append(name)
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        try:
+            await self.go.wait()
+        finally:
+            self.at_once -= 1
+        if self.fail:
+            raise ImageError("it failed")
+        return Image(name, name)
+
+
+def context(tmp_path: Path, name: str, text: str) -> ImageWish:
+    directory = tmp_path / name
+    directory.mkdir()
+    (directory / "Dockerfile").write_text(text)
+    return ImageWish(context=directory)
+
+
+async def until_made(maker: Maker, count: int) -> None:
+    async with asyncio.timeout(60):
+        while len(maker.made) < count:
+            await asyncio.sleep(0.01)
+
+
+async def test_the_same_image_is_made_once(tmp_path: Path) -> None:
+    maker = Maker()
+    images = TrialImages(maker.resolve, maker.build)
+    one, same = context(tmp_path, "a", "FROM x"), context(tmp_path, "b", "FROM x")
+    waiting = [asyncio.create_task(images.get(wish)) for wish in (one, same, one, ImageWish("ref"), ImageWish("ref"))]
+    await until_made(maker, 2)
+    maker.go.set()
+    found = await asyncio.gather(*waiting)
+    assert len(maker.made) == 2
+    assert len({image.digest for image in found}) == 2
+    assert (await images.get(one)).digest == found[0].digest and len(maker.made) == 2
+    await images.close()
+
+
+async def test_builds_are_limited_and_lookups_are_not(tmp_path: Path) -> None:
+    maker = Maker()
+    images = TrialImages(maker.resolve, maker.build, builds=1)
+    wishes = [context(tmp_path, str(n), f"FROM x{n}") for n in range(3)]
+    waiting = [asyncio.create_task(images.get(wish)) for wish in (*wishes, ImageWish("ref"))]
+    await until_made(maker, 2)
+    maker.go.set()
+    await asyncio.gather(*waiting)
+    assert len(maker.made) == 4 and maker.most == 2
+    await images.close()
+
+
+async def test_a_failure_is_tried_again_and_a_cancellation_is_ones_own() -> None:
+    maker = Maker()
+    images = TrialImages(maker.resolve)
+    first, second = (asyncio.create_task(images.get(ImageWish("ref"))) for _ in range(2))
+    await until_made(maker, 1)
+    first.cancel()
+    maker.fail = True
+    maker.go.set()
+    with pytest.raises(ImageError):
+        await second
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    maker.fail = False
+    assert (await images.get(ImageWish("ref"))).digest == "ref"
+    assert len(maker.made) == 2
+    await images.close()
+
+
+async def test_without_a_builder_a_dockerfile_is_refused(tmp_path: Path) -> None:
+    images = TrialImages(Maker().resolve)
+    with pytest.raises(ImageError, match="nothing here can build it"):
+        await images.get(context(tmp_path, "a", "FROM x"))
+    await images.close()
+
+
+async def test_closing_ends_what_is_under_way() -> None:
+    maker = Maker()
+    images = TrialImages(maker.resolve)
+    waiting = asyncio.create_task(images.get(ImageWish("ref")))
+    await until_made(maker, 1)
+    await images.close()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert maker.at_once == 0
