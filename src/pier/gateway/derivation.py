@@ -18,7 +18,7 @@ from pier.gateway.canonical import Request, Tokens, Turn, TurnBuilder
 from pier.gateway.cost import cost_of
 from pier.gateway.derivation_steps import Priced, Steps, tool_definitions
 from pier.gateway.dialect import DIALECTS, BadRequest, BadResponse, recognise
-from pier.gateway.lineage import Lineage, Node, Thread
+from pier.gateway.lineage import Lineage, Node, Thread, settle
 from pier.gateway.recording import Answer, Call, Reader, find
 from pier.trajectory import model as atif
 from pier.trajectory import write as atif_file
@@ -100,12 +100,15 @@ class Derivation:
         self._target = target
         self._about = about
         self._read: dict[int, _Read] = {}
+        self._recent: list[Node] = []
         self.trajectory: atif.Trajectory | None = None
 
     def update(self) -> Summary:
         """Take in what was recorded since the last time and write the file, if there is anything to say."""
         for call in self._reader.poll():
             if call.kind == "generate" and (read := _read_call(call)):
+                settle(read.node, self._recent)
+                self._recent = [*self._recent[-7:], read.node]
                 self._read[call.number] = read
         lineage = Lineage()
         for number in sorted(self._read):
@@ -144,6 +147,8 @@ def _read_call(call: Call) -> _Read | None:
     if parsed is None:
         return None
     turn = turn_of(call, parsed)
+    # The parsed body is as big as the whole history; what is needed of it is in the node.
+    call.__dict__.pop("request", None)
     headers = {name.lower(): value for name, value in call.headers.items()}
     node = Node(call.number, parsed, turn, call.at, _end_of(call), headers)
     return _Read(node, _price(call, turn))

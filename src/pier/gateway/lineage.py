@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Literal
 
@@ -27,6 +27,8 @@ Kind = Literal["main", "compaction", "sub_agent", "side", "foreign", "retry"]
 
 _REMINDER = re.compile(r"<system-reminder>.*?</system-reminder>", re.DOTALL)
 _BESIDE = re.compile(r"\btitle|summar[iy]|\bquota\b|topic|short name|branch name|condense|compact", re.IGNORECASE)
+_RECENT = 8
+"""So many calls back a history is looked for that a new one may share."""
 _ENOUGH = 40
 """So many characters in common are no accident; fewer will do if they come from a call for a summary."""
 
@@ -91,8 +93,8 @@ class Lineage:
         self._requests: dict[bytes, Node] = {}
 
     def add(self, node: Node) -> None:
-        node.keys = tuple(_key(message) for message in node.request.messages)
-        node.chain = _chain(node)
+        if not node.chain:
+            settle(node, self.nodes[-_RECENT:])
         self.nodes.append(node)
         node.parent = self._find_parent(node)
         self._requests[node.chain[-1]] = node
@@ -191,6 +193,28 @@ class Lineage:
             main.nodes.extend(thread.nodes)
             threads.remove(thread)
         main.nodes.sort(key=lambda node: node.number)
+
+
+def settle(node: Node, recent: Sequence[Node]) -> None:
+    """Work out the keys of a call, and share what it says again with a call shortly before it.
+
+    Histories grow by a little with each call, so a session takes memory and time for what is new, not for its square.
+    """
+    messages = node.request.messages
+    like = next((other for other in reversed(recent) if other.request.messages[:1] == messages[:1]), None)
+    if like is None:
+        node.keys = tuple(_key(message) for message in messages)
+    else:
+        old, old_keys = like.request.messages, like.keys
+        known = [index < len(old) and old[index] == message for index, message in enumerate(messages)]
+        node.keys = tuple(old_keys[i] if same else _key(messages[i]) for i, same in enumerate(known))
+        node.request = replace(
+            node.request,
+            messages=tuple(old[i] if same else messages[i] for i, same in enumerate(known)),
+            system=like.request.system if like.request.system == node.request.system else node.request.system,
+            tools=like.request.tools if like.request.tools == node.request.tools else node.request.tools,
+        )
+    node.chain = _chain(node)
 
 
 def _main_of(threads: list[Thread]) -> Thread | None:

@@ -49,12 +49,12 @@ async def add_trajectory(logs: Path, told: Told, result: AgentResult | None, rec
             "n_input_tokens": summary.prompt_tokens,
             "n_output_tokens": summary.completion_tokens,
             "n_cache_tokens": summary.cached_tokens,
-            "cost_usd": summary.cost_usd,
             "peak_context_tokens": summary.peak_context_tokens,
             "summarization_count": summary.summarization_count,
             "n_agent_steps": summary.agent_steps,
         }
         update = {name: value for name, value in known.items() if value is not None}
-        return (result or AgentResult()).model_copy(update=update)
+        # A cost that is only known in part is not known.
+        return (result or AgentResult()).model_copy(update={**update, "cost_usd": summary.cost_usd})
     record.warn(f"no trajectory could be derived from {logs / RECORDING}: {failure.error}")
     return result
