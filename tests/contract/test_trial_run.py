@@ -338,7 +338,7 @@ async def test_a_cancelled_trial_leaves_no_result_and_no_sandbox(bench: Bench, t
 
 async def test_kept_processes(bench: Bench, tmp_path: Path) -> None:
     solve = "touch /app/done; (setsid sleep 600 > /dev/null 2>&1 &)"
-    test = "#!/bin/bash\npgrep -x sleep > /dev/null; echo $((! $?)) > /logs/verifier/reward.txt\n"
+    test = "#!/bin/bash\ngrep -qsx sleep /proc/[0-9]*/comm; echo $((! $?)) > /logs/verifier/reward.txt\n"
     plain = await bench.run(write_task(tmp_path / "a", solve=solve, test=test))
     assert rewards(plain) == 0 and "processes" in kinds(plain)
     kept = write_task(tmp_path / "b", toml=TOML + "[metadata.pier]\nkeep_processes = true\n", solve=solve, test=test)

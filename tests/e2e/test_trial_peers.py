@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from pier.task import load_task
+from pier.trial.model import TrialResult
+from pier.trial.read import read_result
 from pier.trial.spec import AgentChoice
 from tests.trial_runs import TOML, open_bench, write_task
 
@@ -23,6 +25,7 @@ config = importlib.import_module(module + ".models.trial.config").TrialConfig
 for directory in directories:
     read = result.model_validate_json(open(directory + "/result.json").read())
     assert read.config == config.model_validate_json(open(directory + "/config.json").read())
+    open(directory + "/theirs.json", "w").write(read.model_dump_json())
     rewards = read.verifier_result.rewards if read.verifier_result else None
     print(json.dumps([read.task_name, rewards, read.exception_info.exception_type if read.exception_info else None]))
 """
@@ -65,6 +68,9 @@ async def test_their_models_load_our_results(peer: str, tmp_path: Path) -> None:
         ["steps", {"reward": 1.0}, None],
         ["broken", None, "RewardFileNotFoundError"],
     ]
+    for trial in trials:
+        theirs = TrialResult.model_validate_json(Path(trial, "theirs.json").read_bytes())
+        assert theirs.rewards == read_result(Path(trial)).rewards
 
 
 def test_digests_are_harbors(tmp_path: Path) -> None:
