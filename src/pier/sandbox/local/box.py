@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import secrets
 import signal
@@ -23,6 +24,8 @@ KIND = "sandbox"
 _START_SECONDS = 120
 _STOP_SECONDS = 60
 _WATCH_SECONDS = 0.5
+_PAUSE = 0.02
+_TRIES = 3000
 _OWN_PROCESSES = 3
 """Init and its workers, which the limit on processes does not count."""
 
@@ -120,7 +123,7 @@ class Box:
 
     async def end(self) -> None:
         """Kill init, and so everything inside, and wait until the kernel is done with it."""
-        if self._asked is not None and self._pidfd < 0:
+        if self._asked is not None and self.pid == 0:
             with contextlib.suppress(SandboxError, TimeoutError):
                 answer, fds = await asyncio.wait_for(asyncio.shield(self._asked), _STOP_SECONDS)
                 self.pid, self._pidfd = answer["pid"], fds[0]
@@ -133,6 +136,8 @@ class Box:
             await kill_and_wait(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
+        elif self._asked is not None and self.pid == 0:
+            await wait_for_end(self.directory)
         if self._group is not None:
             await asyncio.to_thread(self._group.remove)
 
@@ -147,6 +152,23 @@ def make_private(directory: Path) -> None:
     """Make a directory that nobody else on this machine can come to: what is inside has owners and set-id bits."""
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     directory.mkdir(mode=0o755)
+
+
+async def wait_for_end(directory: Path) -> None:
+    """Wait until no process of a sandbox is left: its init, which ends when its owner does, holds a lock."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        for _ in range(_TRIES):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            await asyncio.sleep(_PAUSE)
+        raise SandboxError(f"the processes of {directory.name} outlived their owner and do not end")
+    finally:
+        os.close(fd)
 
 
 async def kill_and_wait(pidfd: int) -> None:

@@ -9,13 +9,14 @@ from pathlib import Path
 from pier.idmap import IdMap
 from pier.sandbox import cgroup, seccomp
 from pier.sandbox.contract import Finding
+from pier.sandbox.local.network import offered_modes
 
 _KERNEL = (5, 12)
 
 
 def examine(ids: IdMap, groups: cgroup.Hierarchies | None, problem: str) -> list[Finding]:
     """All findings. `problem` is why a sandbox could not be started a moment ago, empty if one could."""
-    return [_kernel(), _namespaces(problem), _ids(ids), _host_image(ids), _limits(groups), _filter()]
+    return [_kernel(), _namespaces(problem), _ids(ids), _host_image(ids), _limits(groups), _network(), _filter()]
 
 
 def _kernel() -> Finding:
@@ -68,6 +69,13 @@ def _limits(groups: cgroup.Hierarchies | None) -> Finding:
         detail = "no writable control groups: memory is watched, cpus are bound to cores, processes by rlimit"
         return Finding("limits", False, detail, "run as root, or in a session with delegated control groups")
     return Finding("limits", True, f"control groups v{groups.version}: {', '.join(sorted(groups.limits))}")
+
+
+def _network() -> Finding:
+    modes = offered_modes()
+    if "allowlist" in modes:
+        return Finding("networks", True, "none, allowlist and public")
+    return Finding("networks", False, "only none: the kernel has no nftables", "sudo modprobe nf_tables")
 
 
 def _filter() -> Finding:
