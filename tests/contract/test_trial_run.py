@@ -364,3 +364,21 @@ async def test_each_phase_has_its_network(bench: Bench, tmp_path: Path, monkeypa
     switched.clear()
     assert rewards(await bench.run(task, sandbox=SandboxChoice(network=NONE))) == 1
     assert switched == []
+
+
+async def test_steps_may_be_graded_apart(bench: Bench, tmp_path: Path) -> None:
+    one = '[[steps]]\nname = "one"\nartifacts = ["/app/one"]\n[steps.verifier]\nenvironment_mode = "separate"\n'
+    two = '[[steps]]\nname = "two"\nartifacts = ["/app/two"]\n[steps.verifier.environment]\nworkdir = "/elsewhere"\n'
+    task = write_task(
+        tmp_path / "t",
+        toml=TOML + one + two + 'network_mode = "no-network"\n',
+        test="#!/bin/bash\nls /app > /logs/verifier/seen; pwd >> /logs/verifier/seen; . /tests/check\n",
+        **{f"steps__{name}__instruction.md": "Do it." for name in ("one", "two")},
+        **{f"steps__{name}__tests__check": f"cat /app/{name} > /logs/verifier/reward.txt\n" for name in ("one", "two")},
+        **{"steps__one__solution__solve.sh": "#!/bin/bash\necho 1 > one\n"},
+        **{"steps__two__solution__solve.sh": "#!/bin/bash\ncat one > two\n"},
+    )
+    result = await bench.run(task)
+    assert result.rewards == {"reward": 1}, result.step_results
+    seen = [(bench.last / f"steps/{name}/verifier/seen").read_text().split() for name in ("one", "two")]
+    assert seen == [["one", "/app"], ["two", "/elsewhere"]]
