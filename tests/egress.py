@@ -225,7 +225,6 @@ async def main():
     Path(sys.argv[3]).write_text(json.dumps(told))
 
 asyncio.run(main())
-os._exit(0)
 """
 
 HOLD = """

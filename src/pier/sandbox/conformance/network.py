@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from pier.errors import SandboxError
+from pier.errors import PierError, SandboxError
+from pier.network.decision import Decision
 from pier.network.policy import NetworkPolicy
-from pier.sandbox.conformance.bench import Bench, check, refuses, run
-from pier.sandbox.contract import Sandbox
+from pier.sandbox.conformance.bench import Bench, check, refuses, run, until
+from pier.sandbox.contract import Sandbox, SandboxSpec
 
 _ASK = """
 if command -v python3 >/dev/null; then
@@ -103,6 +104,69 @@ async def listen_under_public(bench: Bench) -> None:
     async with bench.sandbox(network=NetworkPolicy("public")) as sandbox:
         listener = await sandbox.listen(0, Greeter)
         assert await ask(sandbox, listener.port) == "servedhello"
+
+
+_CONNECT = """
+if command -v python3 >/dev/null; then exec python3 -c 'import socket, sys
+socket.create_connection((sys.argv[1], int(sys.argv[2])), 300).recv(1)' "$@"
+elif command -v bash >/dev/null; then exec bash -c 'exec 3<>"/dev/tcp/$0/$1"; head -c 1 <&3 | grep -q .' "$@"
+else exec nc "$@" </dev/null; fi
+"""
+_LOOK_UP = 'if command -v getent >/dev/null; then exec getent hosts "$1"; else exec nslookup "$1"; fi'
+
+
+async def fails_to_reach(sandbox: Sandbox, host: str, port: int = 80) -> None:
+    """See a name or an address refused, and not by waiting: the programs themselves would wait for minutes."""
+    named = host.endswith(".test")
+    command = ["sh", "-c", _LOOK_UP, "sh", host] if named else ["sh", "-c", _CONNECT, "sh", host, str(port)]
+    result = await sandbox.exec(command, timeout=100)
+    assert not result.timed_out, f"{host} was neither reached nor refused"
+    assert 0 < result.exit_code < 126, f"{host}: exit {result.exit_code}, {result.stdout[:200]!r} {result.stderr!r}"
+
+
+@check("with the network `none` every way out is refused at once")
+async def none_refuses_at_once(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        for host in ("192.0.2.1", "169.254.169.254", "refused.test"):
+            await fails_to_reach(sandbox, host)
+
+
+@check("under an allowlist what no rule has is refused at once", needs="network:allowlist")
+async def allowlist_refuses_at_once(bench: Bench) -> None:
+    async with bench.sandbox(network=NetworkPolicy("allowlist", ("allowed.test",))) as sandbox:
+        for host in ("192.0.2.1", "169.254.169.254", "10.0.0.1", "refused.test"):
+            await fails_to_reach(sandbox, host)
+
+
+@check("decisions of the policy are told, and none of them is pier's own", needs="network:allowlist")
+async def decisions_are_told(bench: Bench) -> None:
+    told: list[Decision] = []
+    policy = NetworkPolicy("allowlist", ("allowed.test",))
+    async with bench.sandbox(network=policy, on_decision=told.append) as sandbox:
+        assert [(decision.kind, decision.allowed) for decision in told] == [("probe", True)], told
+        await fails_to_reach(sandbox, "refused.test")
+        await fails_to_reach(sandbox, "192.0.2.1", 8080)
+
+        async def all_there() -> bool:
+            refused = {(decision.kind, decision.name, decision.port) for decision in told if not decision.allowed}
+            return refused >= {("dns", "refused.test", 0), ("tcp", "192.0.2.1", 8080)}
+
+        await until("both refusals to be told", all_there)
+
+
+@check("a rule that is none is refused before anything starts", needs="network:allowlist")
+async def bad_rule(bench: Bench) -> None:
+    await refuses(bench.backend.start(SandboxSpec(bench.image, NetworkPolicy("allowlist", ("http://x/",)))), PierError)
+    assert [held for held in bench.backend.lease.held() if held.kind in bench.backend.kinds] == []
+
+
+@check("a policy can be opened at run time", needs="switch_network")
+async def open_network(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        await sandbox.set_network(NetworkPolicy("allowlist", ("allowed.test",)))
+        routes = (await run(sandbox, "cat /proc/net/route")).text.splitlines()[1:]
+        assert routes
+        await fails_to_reach(sandbox, "192.0.2.1")
 
 
 @check("a policy can be closed at run time", needs="switch_network")
