@@ -222,6 +222,35 @@ async def test_a_layer_that_is_not_what_the_image_says_is_refused(tmp_path: Path
     assert caught.value.code == "digest"
 
 
+@pytest.mark.parametrize("where", ["layers", "config", "manifests", "diff_ids", "env"])
+async def test_a_hostile_registry_cannot_lead_outside_the_store(tmp_path: Path, where: str) -> None:
+    evil = "sha256:../../../../evil"
+    config = json.loads(PIECES.config)
+    manifest = json.loads(PIECES.manifest)
+    if where == "diff_ids":
+        config["rootfs"]["diff_ids"][0] = evil
+    elif where == "env":
+        config["config"]["Env"] = [1]
+    raw = json.dumps(config).encode()
+    manifest["config"]["digest"] = evil if where == "config" else sha(raw)
+    if where == "layers":
+        manifest["layers"][0]["digest"] = evil
+    body = {"manifests": [{"digest": evil}]} if where == "manifests" else manifest
+
+    async def front(request: web.Request) -> web.Response:
+        if "manifests" in request.path:
+            return web.json_response(body)
+        return web.Response(body=raw if request.path.endswith(sha(raw)) else PIECES.layers[0])
+
+    store = ImageStore()
+    async with running_server(front) as address:
+        with pytest.raises(ImageError) as caught:
+            await pull_image(store, f"{address}/app")
+    assert caught.value.code in ("manifest", "broken_archive")
+    assert list((store.root / "downloads").iterdir()) == []
+    assert not list(tmp_path.rglob("evil"))
+
+
 async def test_what_was_tried_is_told_when_nothing_is_found(tmp_path: Path) -> None:
     async with running_registry(tmp_path / "registry") as address:
         with pytest.raises(ImageError) as caught:

@@ -146,8 +146,11 @@ async def test_mounts_are_there_for_one_command(bench: Bench) -> None:
         "FROM busybox\n"
         "RUN --mount=type=bind,source=part,target=/in --mount=type=tmpfs,target=/scratch \\\n"
         "  cat /in/f >/out; touch /scratch/x\n"
+        "WORKDIR /w\nRUN --mount=type=bind,source=part/f,target=one/f cat one/f\n"
     )
-    assert names(image.layers[-1]) == ["out"]
+    assert names(image.layers[1]) == ["out"]
+    assert "  from the context" in bench.lines
+    assert names(image.layers[-1]) == ["w"]
     (bench.context / "part" / "f").write_text("changed")
     text = (bench.context / "Dockerfile").read_text()
     assert (await bench.build(text)).digest != image.digest

@@ -13,6 +13,7 @@ from pier.errors import ImageError
 from pier.image import owner
 from pier.image.model import Image, ImageConfig
 from pier.image.records import Origin
+from pier.image.reference import is_digest
 from pier.image.store import ImageStore
 
 _AT_ONCE = 3
@@ -40,11 +41,15 @@ async def assemble(
 ) -> Image:
     """Take the layers that the store lacks, check each against the configuration, and write the image down."""
     config = _parse(raw)
-    ids = config.get("rootfs", {}).get("diff_ids") or []
-    if len(ids) != len(layers) or not all(isinstance(id, str) and id.startswith("sha256:") for id in ids):
+    root = config.get("rootfs")
+    ids = (root.get("diff_ids") if isinstance(root, dict) else None) or []
+    if not isinstance(ids, list) or not all(isinstance(id, str) and is_digest(id) for id in ids):
+        raise ImageError("the configuration lists layers that are not sha256 digests", code="broken_archive")
+    if len(ids) != len(layers):
         raise ImageError(
             f"the configuration lists {len(ids)} layers and the manifest {len(layers)}", code="broken_archive"
         )
+    settings = config_of(config)
     store.prepare("layers")
     slots = asyncio.Semaphore(_AT_ONCE)
 
@@ -58,9 +63,7 @@ async def assemble(
                 group.create_task(take(id, source))
     except BaseExceptionGroup as problems:
         raise problems.exceptions[0] from None
-    return store.put(
-        reference, ids, config_of(config), origin=origins.origin, source=origins.source, digest=origins.digest
-    )
+    return store.put(reference, ids, settings, origin=origins.origin, source=origins.source, digest=origins.digest)
 
 
 async def _take(store: ImageStore, id: str, source: LayerSource, origins: Origins) -> None:
@@ -90,8 +93,14 @@ def _parse(raw: bytes) -> dict[str, Any]:
 
 
 def config_of(raw: dict[str, Any]) -> ImageConfig:
-    """The settings of an OCI image configuration."""
-    config = raw.get("config") or {}
+    """The settings of an OCI image configuration; `ImageError` if they are not of the right kinds."""
+    try:
+        return _config_of(raw.get("config") or {})
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ImageError(f"the image's configuration is broken: {error}", code="broken_archive") from None
+
+
+def _config_of(config: dict[str, Any]) -> ImageConfig:
     env = dict(row.partition("=")[::2] for row in config.get("Env") or [])
     return ImageConfig(
         env=env,

@@ -68,7 +68,7 @@ async def pull_image(store: ImageStore, reference: str, *, on_progress: OnProgre
         def source(digest: str) -> LayerSource:
             return LayerSource(digest, lambda: _download(store, registry, digest, tell, done))
 
-        layers = [source(digest) for digest, _ in manifest.layers]
+        layers = [source(digest) for digest in manifest.layers]
         try:
             return await assemble(store, reference, raw, layers, Origins("pull", str(parsed), manifest.digest))
         finally:

@@ -15,7 +15,7 @@ from pier.image.assemble import LayerSource, Origins, assemble
 from pier.image.compression import decompressed
 from pier.image.disk import told_by_disk
 from pier.image.model import Image, ImageConfig
-from pier.image.platforms import choose_platform
+from pier.image.platforms import choose_platform, digest_of
 from pier.image.records import Origin
 from pier.image.reference import parse
 from pier.image.store import ImageStore, canonical
@@ -113,16 +113,21 @@ class _Files:
         return Path(entry.place)
 
     def json(self, name: str) -> Any:
+        return self.read_json(self.path(name))
+
+    def read_json(self, path: Path) -> Any:
+        """A file's JSON: an object or an array."""
         try:
-            return json.loads(self.path(name).read_bytes())
+            value = json.loads(path.read_bytes())
         except ValueError as error:
-            raise ImageError(f"{name} of the archive is not JSON: {error}", code="broken_archive") from None
+            raise ImageError(f"{path.name} of the archive is not JSON: {error}", code="broken_archive") from None
+        if not isinstance(value, dict | list):
+            raise ImageError(f"{path.name} of the archive is neither an object nor an array", code="broken_archive")
+        return value
 
     async def blob(self, digest: str) -> Path:
         """A blob whose content was checked against its digest."""
-        algorithm, _, value = digest.partition(":")
-        if algorithm != "sha256" or not re.fullmatch(r"[0-9a-f]{64}", value):
-            raise ImageError(f"{digest!r} is not a sha256 digest", code="broken_archive")
+        value = digest.removeprefix("sha256:")
         path = self.path(f"blobs/sha256/{value}")
         found = await asyncio.to_thread(_digest, path)
         if found != value:
@@ -139,6 +144,8 @@ async def _import_docker(store: ImageStore, files: _Files, reference: str | None
     manifests = files.json("manifest.json")
     if not isinstance(manifests, list) or not manifests:
         raise ImageError("manifest.json of the archive lists no image", code="broken_archive")
+    if not all(isinstance(row, dict) and isinstance(row.get("Config"), str) for row in manifests):
+        raise ImageError("manifest.json of the archive names no configuration", code="broken_archive")
     tags = [tag for manifest in manifests for tag in manifest.get("RepoTags") or []]
     chosen = manifests[0] if len(manifests) == 1 else None
     for manifest in manifests:
@@ -161,19 +168,20 @@ def _local(name: str, files: _Files) -> LayerSource:
 
 
 async def _import_oci(store: ImageStore, files: _Files, reference: str | None, origins: Origins) -> Image:
-    descriptors = files.json("index.json").get("manifests") or []
+    index = files.json("index.json")
+    descriptors = (index.get("manifests") if isinstance(index, dict) else None) or []
     chosen = _choose(descriptors, reference)
     name = reference or _name_of(chosen)
     manifest: dict[str, Any] = {}
     for _ in range(4):
-        manifest = json.loads((await files.blob(chosen["digest"])).read_bytes())
+        manifest = files.read_json(await files.blob(digest_of(chosen)))
         if "manifests" not in manifest:
             break
         chosen = choose_platform(manifest["manifests"], "the OCI layout")
     if "config" not in manifest:
         raise ImageError("the OCI layout holds no image manifest", code="broken_archive")
-    raw = (await files.blob(manifest["config"]["digest"])).read_bytes()
-    layers = [_checked(layer["digest"], files) for layer in manifest.get("layers") or []]
+    raw = (await files.blob(digest_of(manifest["config"]))).read_bytes()
+    layers = [_checked(digest_of(layer), files) for layer in manifest.get("layers") or []]
     return await assemble(store, name, raw, layers, Origins(origins.origin, origins.source, chosen["digest"]))
 
 

@@ -1,4 +1,4 @@
-"""Which of several platforms' images this machine runs."""
+"""Reads the descriptors of manifests: their digests, and which of several platforms' images this machine runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import platform
 from typing import Any
 
 from pier.errors import ImageError
+from pier.image.reference import is_digest
 
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "armv6l": "arm", "i686": "386"}
 
@@ -20,7 +21,8 @@ def choose_platform(descriptors: list[dict[str, Any]], where: str) -> dict[str, 
     """The descriptor of a manifest list for this machine."""
     wanted = architecture()
     offered: list[str] = []
-    for descriptor in descriptors:
+    for descriptor in descriptors if isinstance(descriptors, list) else []:
+        digest_of(descriptor)
         found = descriptor.get("platform") or {}
         if found.get("os") in ("linux", None) and found.get("architecture") in (wanted, None):
             return descriptor
@@ -30,3 +32,11 @@ def choose_platform(descriptors: list[dict[str, Any]], where: str) -> dict[str, 
         code="platform",
         blame="user",
     )
+
+
+def digest_of(descriptor: Any) -> str:
+    """The digest in a descriptor. It becomes part of paths and addresses, so it is checked to be one."""
+    digest = descriptor.get("digest") if isinstance(descriptor, dict) else None
+    if not isinstance(digest, str) or not is_digest(digest):
+        raise ImageError(f"a manifest has {digest!r} where a sha256 digest should be", code="manifest")
+    return digest

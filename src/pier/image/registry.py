@@ -21,7 +21,7 @@ import aiohttp
 from pier.errors import ImageError
 from pier.image.credentials import Credentials, find_credentials
 from pier.image.disk import told_by_disk, write_all
-from pier.image.platforms import choose_platform
+from pier.image.platforms import choose_platform, digest_of
 from pier.image.reference import DEFAULT_REGISTRY, Reference
 
 _MANIFESTS = ", ".join(
@@ -46,7 +46,7 @@ class Manifest:
 
     digest: str
     config: str
-    layers: tuple[tuple[str, int], ...]
+    layers: tuple[str, ...]
 
 
 class Registry:
@@ -67,11 +67,10 @@ class Registry:
             if "manifests" not in value:
                 break
             chosen = choose_platform(value["manifests"], str(self._reference))
-            _, value = await self._manifest(chosen["digest"])
+            _, value = await self._manifest(digest_of(chosen))
         if "config" not in value or "layers" not in value:
             raise ImageError(f"{self._reference} is not a container image", code="manifest")
-        layers = tuple((layer["digest"], int(layer.get("size", 0))) for layer in value["layers"])
-        return Manifest(digest, value["config"]["digest"], layers)
+        return Manifest(digest, digest_of(value["config"]), tuple(digest_of(layer) for layer in value["layers"]))
 
     async def _manifest(self, wanted: str) -> tuple[str, dict[str, Any]]:
         async with self._get(f"manifests/{wanted}", {"Accept": _MANIFESTS}) as answer:
@@ -80,9 +79,12 @@ class Registry:
         if wanted.startswith("sha256:") and digest != wanted:
             raise ImageError(f"the manifest {wanted} of {self._reference} has the digest {digest}", code="digest")
         try:
-            return digest, json.loads(body)
+            value = json.loads(body)
         except ValueError:
-            raise ImageError(f"the manifest of {self._reference} is not JSON", code="manifest") from None
+            value = None
+        if not isinstance(value, dict):
+            raise ImageError(f"the manifest of {self._reference} is not a JSON object", code="manifest")
+        return digest, value
 
     async def blob(self, digest: str) -> bytes:
         """A small blob."""
