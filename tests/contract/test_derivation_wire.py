@@ -47,7 +47,7 @@ class Agent:
             assert answer.status == 200, data
         if not self.stream:
             return self.dialect.parse_response(json.loads(data))
-        from pier.gateway.canonical import TurnBuilder
+        from pier.gateway.turns import TurnBuilder
 
         parser = self.dialect.stream_parser()
         builder = TurnBuilder().extend(parser.feed(data)).extend(parser.close())

@@ -14,8 +14,9 @@ import pytest
 from pier.endpoint import GATEWAY_PORT
 from pier.errors import UsageError
 from pier.gateway import Budget, Directory, Gateway, Meter, recording
-from pier.gateway.canonical import Request, Text, Turn, TurnBuilder, Usage
+from pier.gateway.canonical import Request, Text, Turn, Usage
 from pier.gateway.dialect import DIALECTS
+from pier.gateway.turns import TurnBuilder
 from tests.gateway_fakes import HELLO, PATHS, STREAM_PATHS, fake_provider, post, replies, request_body, says, thinks
 
 pytestmark = pytest.mark.plain

@@ -10,8 +10,9 @@ import pytest
 
 from pier.errors import ProviderError
 from pier.gateway import Gateway, recording
-from pier.gateway.canonical import Delta, Request, Turn, TurnBuilder, stream_turn
+from pier.gateway.canonical import Delta, Request, Turn
 from pier.gateway.dialect import DIALECTS
+from pier.gateway.turns import TurnBuilder, stream_turn
 from tests.gateway_fakes import HELLO, PATHS, STREAM_PATHS, TOOL, fake_provider, post, request_body, says
 
 pytestmark = pytest.mark.plain

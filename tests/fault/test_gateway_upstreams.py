@@ -11,10 +11,10 @@ import aiohttp
 import pytest
 
 from pier.gateway import Gateway, recording
-from pier.gateway.canonical import TurnBuilder, stream_turn
 from pier.gateway.dialect import DIALECTS
 from pier.gateway.limiter import Retry
 from pier.gateway.recording import Call
+from pier.gateway.turns import TurnBuilder, stream_turn
 from tests.gateway_fakes import (
     HELLO,
     PATHS,

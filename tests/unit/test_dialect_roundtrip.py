@@ -27,13 +27,12 @@ from pier.gateway.canonical import (
     ToolChoice,
     ToolResult,
     Turn,
-    TurnBuilder,
     TurnEnd,
     TurnStart,
     Usage,
-    stream_turn,
 )
 from pier.gateway.dialect import DIALECTS, Route
+from pier.gateway.turns import TurnBuilder, stream_turn
 
 pytestmark = pytest.mark.plain
 

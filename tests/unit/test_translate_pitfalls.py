@@ -23,12 +23,11 @@ from pier.gateway.canonical import (
     ToolChoice,
     ToolResult,
     Turn,
-    TurnBuilder,
     Usage,
-    stream_turn,
 )
 from pier.gateway.dialect import DIALECTS, BadRequest, Route
 from pier.gateway.translate import Memory, translate
+from pier.gateway.turns import TurnBuilder, stream_turn
 
 pytestmark = pytest.mark.plain
 

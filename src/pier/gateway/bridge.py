@@ -23,9 +23,7 @@ from pier.gateway.canonical import (
     Text,
     Tokens,
     Turn,
-    TurnBuilder,
     TurnEnd,
-    stream_turn,
 )
 from pier.gateway.dialect import BadResponse
 from pier.gateway.exchange import Exchange
@@ -33,6 +31,7 @@ from pier.gateway.providers import Target
 from pier.gateway.redact import Scrubber
 from pier.gateway.relay import next_chunk, read_answer
 from pier.gateway.translate import Translation, translate
+from pier.gateway.turns import TurnBuilder, stream_turn
 from pier.gateway.upstream import Outgoing, UpstreamFailed
 from pier.gateway.watch import Broken
 

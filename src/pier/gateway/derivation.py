@@ -14,12 +14,13 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from pier import files
-from pier.gateway.canonical import Request, Tokens, Turn, TurnBuilder
+from pier.gateway.canonical import Request, Tokens, Turn
 from pier.gateway.cost import cost_of
 from pier.gateway.derivation_steps import Priced, Steps, tool_definitions
 from pier.gateway.dialect import DIALECTS, BadRequest, BadResponse, recognise
 from pier.gateway.lineage import Lineage, Node, Thread, settle
 from pier.gateway.recording import Answer, Call, Reader, find
+from pier.gateway.turns import TurnBuilder
 from pier.trajectory import model as atif
 from pier.trajectory import write as atif_file
 

@@ -12,12 +12,13 @@ from urllib.parse import quote
 from aiohttp import ClientError, ClientResponse, web
 
 from pier.gateway.body import dump
-from pier.gateway.canonical import DialectName, stream_turn
+from pier.gateway.canonical import DialectName
 from pier.gateway.dialect import BadResponse
 from pier.gateway.exchange import Exchange
 from pier.gateway.providers import Target
 from pier.gateway.redact import Scrubber
 from pier.gateway.tokens import Extras, ask
+from pier.gateway.turns import stream_turn
 from pier.gateway.upstream import MAX_ANSWER, Outgoing, UpstreamFailed
 from pier.gateway.watch import Broken, Framer, Watch, data_of
 
