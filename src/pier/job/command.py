@@ -13,12 +13,13 @@ import click
 
 from pier.job.again import Wanted, void
 from pier.job.config import JobConfig
-from pier.job.directory import Job, open_existing, open_for, open_regrade, plan_job, read_config
+from pier.job.directory import Job, open_existing, open_for, open_regrade, read_config
 from pier.job.interrupts import Interrupts
 from pier.job.layout import result_of, to_disk
 from pier.job.ledger import Ledger
 from pier.job.outcome import size_of
 from pier.job.plan import Plan
+from pier.job.planning import plan_job
 from pier.job.progress import PlainProgress, Progress
 
 

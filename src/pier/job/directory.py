@@ -14,21 +14,15 @@ from typing import Any
 
 from pier.errors import JobError
 from pier.files import read_journal
-from pier.job.config import DatasetConfig, JobConfig, TaskConfig
-from pier.job.consent import Consent
-from pier.job.layout import CONFIG, RETRIES, to_disk, write_config, write_lock
+from pier.job.config import JobConfig
+from pier.job.files import explained
+from pier.job.layout import CONFIG, LOCK, RETRIES, to_disk, write_config, write_lock
 from pier.job.ledger import JOURNAL, Ledger
 from pier.job.load import parse, read_file
-from pier.job.outcome import read_outcome
+from pier.job.outcome import read_outcome, size_of
 from pier.job.owner import OWNER, current_owner, owning
-from pier.job.plan import Plan, PlannedTask, PlannedTrial, make_plan
-from pier.task.sources import Selection, resolve_sources
-
-_NOT_ASKED = ("job_name", "jobs_dir", "debug", "quiet", "n_concurrent_trials", "n_concurrent_builds", "retry")
-"""What may differ between two commands that ask for the same job."""
-
-_OUTSIDE_TRIALS = (*_NOT_ASKED, "agents", "datasets", "tasks", "metrics", "n_attempts", "keep_state", "strict")
-"""What does not change the result of a single trial, or is in its identity already."""
+from pier.job.plan import Plan, PlannedTrial
+from pier.job.planning import NOT_ASKED, plan_job
 
 
 @dataclass(slots=True)
@@ -61,45 +55,6 @@ class Job:
         return f"{RETRIES}/{kept.name}"
 
 
-def plan_job(config: JobConfig, env: Mapping[str, str], *, yes: bool = False) -> tuple[Plan, dict[str, Any]]:
-    """The plan that a configuration asks for, and the configuration as it may stand on disk. `yes` is consent to what
-    tasks want to know of this environment."""
-    consent = Consent(env, given=yes)
-    disk = to_disk(config, env)
-    found = [task for source in (*config.datasets, *config.tasks) for task in _tasks_of(source, config, consent)]
-    consent.ask()
-    settings = {key: value for key, value in disk.items() if key not in _OUTSIDE_TRIALS}
-    return make_plan(found, disk["agents"], settings, config.n_attempts), disk
-
-
-def _tasks_of(source: DatasetConfig | TaskConfig, config: JobConfig, consent: Consent) -> list[PlannedTask]:
-    selection = None
-    if isinstance(source, TaskConfig):
-        commit = f"@{source.git_commit_id}" if source.git_commit_id else ""
-        place = f"{source.git_url}{commit}#{source.path}" if source.git_url else source.path
-    else:
-        version = f"@{source.version}" if source.version else ""
-        place = source.path or f"{source.registry_path or 'registry.json'}#{source.name}{version}"
-        selection = Selection(
-            source.task_names or (), source.exclude_task_names or (), source.n_tasks, source.sample_seed
-        )
-    tasks = resolve_sources([place], selection, strict=config.strict, verify=not config.verifier.disable)
-    for task in tasks:
-        consent.note(task)
-    return [
-        PlannedTask(
-            name=task.name,
-            digest=task.digest,
-            path=str(task.path),
-            source=task.origin.source or (source.source if isinstance(source, TaskConfig) else None),
-            git_url=task.origin.git_url,
-            git_commit_id=task.origin.git_commit,
-            git_path=task.origin.git_path,
-        )
-        for task in tasks
-    ]
-
-
 @contextmanager
 def open_for(
     config: JobConfig, env: Mapping[str, str], *, yes: bool = False, check: Callable[[], None] = lambda: None
@@ -126,22 +81,28 @@ def _open(config: JobConfig, plan: Plan, disk: dict[str, Any], check: Callable[[
     directory = _find_directory(config, asked, plan)
     if directory is None:
         check()
-        directory = _make_directory(config)
+    with explained(directory or Path(config.jobs_dir)):
+        directory = directory or _make_directory(config)
     disk |= {"job_name": directory.name, "jobs_dir": str(directory.parent.resolve())}
     with owning(directory):
-        continued = _is_job(directory)
-        ledger = Ledger.read(directory) if continued else Ledger.create(directory, asked)
-        _refuse_foreign(directory, ledger, plan)
-        try:
-            if not continued or ledger.plan != plan:
+        with explained(directory):
+            continued = _is_job(directory)
+            ledger = Ledger.read(directory) if continued else Ledger.create(directory, asked)
+            _refuse_foreign(directory, ledger, plan)
+            if ledger.plan != plan or not (size_of(directory, CONFIG) and size_of(directory, LOCK)):
                 write_config(directory, disk)
                 write_lock(directory, disk, plan)
                 ledger.adopt_plan(plan)
-            job = Job(directory, config, disk, ledger, continued)
+        yield from _opened(Job(directory, config, disk, ledger, continued))
+
+
+def _opened(job: Job) -> Iterator[Job]:
+    try:
+        with explained(job.directory):
             mend(job)
-            yield job
-        finally:
-            ledger.close()
+        yield job
+    finally:
+        job.ledger.close()
 
 
 @contextmanager
@@ -151,13 +112,7 @@ def open_existing(directory: Path) -> Iterator[Job]:
         raise JobError(f"{directory} is not a job: it has no {JOURNAL}", hint="pier job list", code="not-a-job")
     config, disk = read_config(directory)
     with owning(directory):
-        ledger = Ledger.read(directory)
-        try:
-            job = Job(directory, config, disk, ledger, True)
-            mend(job)
-            yield job
-        finally:
-            ledger.close()
+        yield from _opened(Job(directory, config, disk, Ledger.read(directory), True))
 
 
 def read_config(directory: Path) -> tuple[JobConfig, dict[str, Any]]:
@@ -197,7 +152,7 @@ def _is_whole(trial: Path, size: int) -> bool:
 
 
 def _asked(disk: dict[str, Any]) -> str:
-    asked = {key: value for key, value in disk.items() if key not in _NOT_ASKED}
+    asked = {key: value for key, value in disk.items() if key not in NOT_ASKED}
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -71,9 +71,9 @@ def read_outcome(directory: Path) -> Outcome | None:
         return None
 
 
-def size_of(directory: Path) -> int:
-    """The size of the result file; 0 if there is none."""
+def size_of(directory: Path, name: str = RESULT) -> int:
+    """The size of a file, by default the result; 0 if there is none."""
     try:
-        return (directory / RESULT).stat().st_size
+        return (directory / name).stat().st_size
     except OSError:
         return 0

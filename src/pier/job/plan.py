@@ -107,8 +107,10 @@ def _identity_of(task: PlannedTask, agent: dict[str, Any], settings: dict[str, A
 
 
 def _stable(value: Any) -> Any:
+    """`value` as it goes into an identity. What asks for nothing is left out, so that a key which a later version adds
+    does not change the identities of jobs that do not use it."""
     if isinstance(value, dict):
-        return {key: _stable(each) for key, each in value.items()}
+        return {key: _stable(each) for key, each in value.items() if each not in (None, False, [], {})}
     if isinstance(value, list):
         return [_stable(each) for each in value]
     if isinstance(value, str):

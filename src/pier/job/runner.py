@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from pier.errors import JobError, PierError
+from pier.errors import PierError
 from pier.job.directory import Job
+from pier.job.files import explained, is_full
 from pier.job.interrupts import Interrupts
 from pier.job.layout import LOG, write_result
 from pier.job.ledger import Outcome, now
@@ -28,8 +28,6 @@ from pier.sandbox import open_backend
 from pier.trial.images import open_images
 from pier.trial.run import run_trial
 from pier.trial.spec import TrialServices
-
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +57,12 @@ async def run_job(job: Job, env: Mapping[str, str], progress: Progress, interrup
     job.ledger.write({"e": "run", "pid": os.getpid(), "at": now(), "owed": len(owed)})
     log.say(f"process {os.getpid()} runs {len(owed)} of {len(job.ledger.plan.trials)} trials")
     try:
-        interrupted = bool(owed) and await _run_owed(job, owed, specs, log, progress, env, interrupts)
-        if not interrupted and job.ledger.finished_at is None:
-            job.ledger.finish()
-        log.say("interrupted" if interrupted else "done")
+        with explained(job.directory):
+            interrupted = bool(owed) and await _run_owed(job, owed, specs, log, progress, env, interrupts)
+            if not interrupted and job.ledger.finished_at is None:
+                job.ledger.finish()
+            log.say("interrupted" if interrupted else "done")
         return interrupted
-    except* OSError as group:
-        raise _explain(job, group) from group
     finally:
         log.close()
         with contextlib.suppress(OSError):
@@ -91,7 +88,7 @@ async def _run_owed(
                 result = await run_trial(spec, services, lambda phase: progress.phase(trial.name, phase))
             except Exception as error:
                 # A trial's outcome is captured here: whatever broke it may not end its siblings, save a full disk.
-                if isinstance(error, OSError) and error.errno in FULL_DISK:
+                if is_full(error):
                     raise
                 return outcome_of_error(error, specs.redactor)
             return outcome_of(result, directory)
@@ -173,16 +170,3 @@ async def _build_ahead(specs: Specs, owed: Sequence[PlannedTrial], services: Tri
     async with asyncio.TaskGroup() as group:
         for _ in range(specs.builds):
             group.create_task(build())
-
-
-def _explain(job: Job, group: BaseExceptionGroup[OSError]) -> JobError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    full = isinstance(error, OSError) and error.errno in FULL_DISK
-    return JobError(
-        f"the disk that holds {job.directory} is full" if full else f"the job's files cannot be written: {error}",
-        hint=f"{'free some space, then' if full else 'mend that, then'}: pier job resume {job.directory}",
-        code="disk-full" if full else "job-files",
-        blame="infra",
-    )

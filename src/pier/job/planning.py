@@ -1,0 +1,57 @@
+"""From a configuration to a plan: tasks are found and read, and asked what they want to know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pier.job.config import DatasetConfig, JobConfig, TaskConfig
+from pier.job.consent import Consent
+from pier.job.layout import to_disk
+from pier.job.plan import Plan, PlannedTask, make_plan
+from pier.task.sources import Selection, resolve_sources
+
+NOT_ASKED = ("job_name", "jobs_dir", "debug", "quiet", "n_concurrent_trials", "n_concurrent_builds", "retry")
+"""What may differ between two commands that ask for the same job."""
+
+_OUTSIDE_TRIALS = (*NOT_ASKED, "agents", "datasets", "tasks", "metrics", "n_attempts", "keep_state", "strict")
+"""What does not change the result of a single trial, or is in its identity already."""
+
+
+def plan_job(config: JobConfig, env: Mapping[str, str], *, yes: bool = False) -> tuple[Plan, dict[str, Any]]:
+    """The plan that a configuration asks for, and the configuration as it may stand on disk. `yes` is consent to what
+    tasks want to know of this environment."""
+    consent = Consent(env, given=yes)
+    disk = to_disk(config, env)
+    found = [task for source in (*config.datasets, *config.tasks) for task in _tasks_of(source, config, consent)]
+    consent.ask()
+    settings = {key: value for key, value in disk.items() if key not in _OUTSIDE_TRIALS}
+    return make_plan(found, disk["agents"], settings, config.n_attempts), disk
+
+
+def _tasks_of(source: DatasetConfig | TaskConfig, config: JobConfig, consent: Consent) -> list[PlannedTask]:
+    selection = None
+    if isinstance(source, TaskConfig):
+        commit = f"@{source.git_commit_id}" if source.git_commit_id else ""
+        place = f"{source.git_url}{commit}#{source.path}" if source.git_url else source.path
+    else:
+        version = f"@{source.version}" if source.version else ""
+        place = source.path or f"{source.registry_path or 'registry.json'}#{source.name}{version}"
+        selection = Selection(
+            source.task_names or (), source.exclude_task_names or (), source.n_tasks, source.sample_seed
+        )
+    tasks = resolve_sources([place], selection, strict=config.strict, verify=not config.verifier.disable)
+    for task in tasks:
+        consent.note(task)
+    return [
+        PlannedTask(
+            name=task.name,
+            digest=task.digest,
+            path=str(task.path),
+            source=task.origin.source or (source.source if isinstance(source, TaskConfig) else None),
+            git_url=task.origin.git_url,
+            git_commit_id=task.origin.git_commit,
+            git_path=task.origin.git_path,
+        )
+        for task in tasks
+    ]
