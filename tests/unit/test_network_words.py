@@ -51,7 +51,7 @@ def test_a_hello_in_several_records() -> None:
 
 
 def passes(data: bytes, *, name: str = "allowed.test", step: int = 0) -> bytes:
-    watch = Watch(name, 80)
+    watch = Watch(name)
     if not step:
         return watch.feed(data) + watch.end()
     return b"".join(watch.feed(data[at : at + step]) for at in range(0, len(data), step)) + watch.end()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pier.network.rules import Address
 
 A, AAAA = 1, 28
-OK, FORMAT_ERROR, SERVER_FAILURE, NO_SUCH_NAME, NOT_IMPLEMENTED = 0, 1, 2, 3, 4
+OK, SERVER_FAILURE, NO_SUCH_NAME = 0, 2, 3
 TTL = 60
 
 

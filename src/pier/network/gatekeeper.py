@@ -217,7 +217,7 @@ class Gatekeeper:
             if not self._may_reach(name, port):
                 raise Refused("not allowed")
             targets = self._usable(await self._resolve(name), port)
-            watch = Watch(name, port) if self._mode == "allowlist" else None
+            watch = Watch(name) if self._mode == "allowlist" else None
         transfer.allowed = True
         server = await self._outside.dial(targets, port)
         try:

@@ -8,9 +8,9 @@ import socket
 import struct
 from types import TracebackType
 
-_REQUEST, _ACK, _CREATE, _EXCL, _APPEND = 0x1, 0x4, 0x400, 0x200, 0x800
+_REQUEST, _ACK, _CREATE, _EXCL = 0x1, 0x4, 0x400, 0x200
 _NEWLINK, _DELLINK, _NEWADDR, _NEWROUTE = 16, 17, 20, 24
-_ERROR, _DONE = 2, 3
+_ERROR = 2
 _NESTED = 0x8000
 _UP, _NODAD = 1, 0x02
 

@@ -26,9 +26,8 @@ class Disagreement(Exception):
 class Watch:
     """Looks at what a client sends on one connection to `name`. `feed` answers what may be passed on."""
 
-    def __init__(self, name: str, port: int) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._port = port
         self._held = bytearray()
         self._looked = 0
         self._wanted = 1
