@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tests.egress import ALLOWED, World, run_world
@@ -113,6 +115,8 @@ def test_the_policy_was_proven_first(allowlist: World, none: World, public: Worl
 )
 def test_allowed_names_work_with_unmodified_programs(allowlist: World, name: str) -> None:
     code, output = allowlist.commands[name]
+    if "TLS" in name and shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed, so the world has no certificate")
     if code == 127:
         pytest.skip(f"{name} is not installed")
     assert code == 0, output
