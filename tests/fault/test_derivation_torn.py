@@ -18,7 +18,12 @@ from pier.trajectory.rules import validate_file
 pytestmark = pytest.mark.plain
 
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"properties": {"command": {"type": "string"}}}}}
-TURNS = [{"text": "a", "shell": "ls"}, {"shell": "pwd"}, {"error": {"status": 500}}, {"finish": "done"}]
+TURNS = [
+    {"text": "a \ud83d", "shell": "ls"},
+    {"shell": "pwd", "reasoning": "\ude00"},
+    {"error": {"status": 500}},
+    {"finish": "done"},
+]
 
 
 @pytest.fixture
@@ -30,7 +35,7 @@ async def recording(tmp_path: Path) -> Path:
         url = await gateway.serve()
         headers = {"authorization": f"Bearer {session.key}"}
         async with aiohttp.ClientSession(headers=headers) as http:
-            messages: list[dict] = [{"role": "user", "content": "go"}]
+            messages: list[dict] = [{"role": "user", "content": "go \ud83d on"}]
             for number in range(4):
                 body = {"model": "m", "messages": messages, "tools": [TOOL], "stream": True}
                 async with http.post(f"{url}/v1/chat/completions", json=body) as answer:

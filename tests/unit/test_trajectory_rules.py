@@ -119,6 +119,14 @@ def test_files_have_no_nulls_and_numbers_on_one_line(tmp_path: Path) -> None:
     assert dump(read(tmp_path / "t.json")) == text
 
 
+def test_half_characters_are_joined_or_replaced(tmp_path: Path) -> None:
+    value = put(good(), "steps.0.message", "")
+    trajectory = Trajectory.model_validate(value)
+    trajectory.steps[0].message = "\ud83d\ude00 and \ud83d alone"
+    write(tmp_path / "t.json", trajectory)
+    assert read(tmp_path / "t.json").steps[0].message == "\U0001f600 and \ufffd alone"
+
+
 def test_unknown_fields_and_other_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "t.json"
     file.write_text(json.dumps({**good(), "more": 1}))

@@ -19,6 +19,7 @@ from pier.gateway.dialect.shared import parse_arguments
 from pier.gateway.lineage import Node
 from pier.trajectory import model as atif
 from pier.trajectory.rules import IMAGES
+from pier.trajectory.write import whole_characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Steps:
     def _copied(self, message: Message, node: Node) -> None:
         """An answer in a history that no call of this recording gave."""
         texts = [part for part in message.parts if isinstance(part, Text | Refusal)]
-        step = self._add("agent", "".join(part.text for part in texts), node.at)
+        step = self._add("agent", whole_characters("".join(part.text for part in texts)), node.at)
         step.is_copied_context, step.llm_call_count = True, 0
         self._call_tools(step, [part for part in message.parts if isinstance(part, ToolCall)])
 
@@ -120,11 +121,11 @@ class Steps:
 
     def _take_turn(self, node: Node, turn: Turn, priced: Priced) -> None:
         said = [part for part in turn.parts if isinstance(part, Text | Refusal)]
-        step = self._add("agent", "".join(part.text for part in said), node.ended or node.at)
+        step = self._add("agent", whole_characters("".join(part.text for part in said)), node.ended or node.at)
         step.model_name = turn.model or node.request.model
         step.llm_call_count = 1
         thoughts = [part.text for part in turn.parts if isinstance(part, Reasoning) and part.text]
-        step.reasoning_content = "\n\n".join(thoughts) or None
+        step.reasoning_content = whole_characters("\n\n".join(thoughts)) or None
         step.reasoning_effort = node.request.sampling.effort
         step.metrics = _metrics(turn, priced)
         step.extra = {"call": node.number, "stop_reason": turn.native_stop or turn.stop}
@@ -158,13 +159,13 @@ class Steps:
         """Text as a string; a list where there are several parts or pictures."""
         listed = [part for part in parts if isinstance(part, Text | Refusal) or _shown(part)]
         if len(listed) == 1 and isinstance(listed[0], Text | Refusal):
-            return listed[0].text
+            return whole_characters(listed[0].text)
         content: list[atif.ContentPart] = []
         for part in listed:
             if isinstance(part, Media):
                 content.append(self._picture(part))
             elif isinstance(part, Text | Refusal):
-                content.append(atif.ContentPart(type="text", text=part.text))
+                content.append(atif.ContentPart(type="text", text=whole_characters(part.text)))
         return content or ""
 
     def _picture(self, media: Media) -> atif.ContentPart:

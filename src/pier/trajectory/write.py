@@ -18,7 +18,16 @@ _NUMBERS = re.compile(r"\[\s*(-?\d[\d.eE+-]*(?:,\s*-?\d[\d.eE+-]*)*)\s*\]")
 def dump(trajectory: Trajectory) -> str:
     """The text of a trajectory file."""
     text = json.dumps(trajectory.model_dump(exclude_none=True), indent=2, ensure_ascii=False)
-    return "".join(_compact(line) for line in _outside_strings(text)) + "\n"
+    return whole_characters("".join(_compact(line) for line in _outside_strings(text)) + "\n")
+
+
+def whole_characters(text: str) -> str:
+    """Halves of characters, as a streamed answer may bring them, joined again; a half without its other is replaced."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _outside_strings(text: str) -> list[str]:
