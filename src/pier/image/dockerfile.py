@@ -215,7 +215,7 @@ class _Reader:
         for word in split(made.text, self._escape):
             match = _HEREDOC.match(word)
             name = match[3] if match else ""
-            if match is None or not re.fullmatch(r"""(['"]?)[A-Za-z0-9_.-]+\1""", name):
+            if match is None or not re.fullmatch(r"""(['"]?)[A-Za-z0-9_][A-Za-z0-9_.-]*\1""", name):
                 continue
             plain = expand(name, {}, self._escape)
             text = self._heredoc_text(plain, strip=bool(match[2]), line=made.line)

@@ -16,7 +16,8 @@ async def download_for_add(url: str, directory: Path, checksum: str = "") -> tup
     digest."""
     import aiohttp
 
-    name = Path(unquote(urlsplit(url).path)).name or "__unnamed__"
+    name = Path(unquote(urlsplit(url).path)).name
+    name = name if name.strip(".") else "__unnamed__"
     path = directory / name
     digest = hashlib.sha256()
     try:

@@ -75,7 +75,7 @@ def _named(source: Path, reference: str | None) -> str:
 
 def _is_image_archive(source: Path) -> bool:
     """Whether a tar holds an image and not a root file system, told by its first names."""
-    with decompressed(str(source)) as stream:
+    with told_by_disk(f"reading {source}"), decompressed(str(source)) as stream:
         for _, member in entries(stream):
             name = member.name.removeprefix("./").strip("/")
             if name and name != ".":

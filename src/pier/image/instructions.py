@@ -24,7 +24,7 @@ from pier.image.words import expand, split
 from pier.network.policy import NONE
 
 _TAIL = 4096
-_HEREDOC_WORD = re.compile(r"""\d*<<-?(['"]?)([A-Za-z0-9_.-]+)\1$""")
+_HEREDOC_WORD = re.compile(r"""\d*<<-?(['"]?)([A-Za-z0-9_][A-Za-z0-9_.-]*)\1$""")
 
 
 @dataclass(frozen=True, slots=True)
