@@ -38,7 +38,9 @@ class LiveProgress(Progress):
         running = list(self.running.items())
         for name, (phase, since) in running[:ROWS]:
             table.add_row(Text(name), Text(phase, style="cyan"), Text(duration(now - since), style="dim"))
-        rows: list[RenderableType] = [ProgressBar(total=max(self.total, 1), completed=self.done, width=60), table]
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=max(self.total, 1), completed=self.done, width=60))
+        rows: list[RenderableType] = [bar, table]
         if len(running) > ROWS:
             phases = Counter(phase for _, (phase, _) in running[ROWS:])
             rest = ", ".join(f"{count} in {phase}" for phase, count in phases.most_common())

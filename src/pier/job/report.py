@@ -60,7 +60,7 @@ def _means(summary: Summary) -> str:
 
 
 def _passes(summary: Summary) -> str:
-    shown = [k for k in summary.pass_at_k if k.bit_count() == 1][:4]
+    shown = [k for k in summary.pass_at_k if k.bit_count() == 1][:3]
     return "  ".join(f"{k}: {summary.pass_at_k[k]:.3f}" for k in shown) or "-"
 
 
