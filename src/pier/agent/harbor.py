@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from pier.agent.contract import AGENT_LOGS, Agent, AgentRun, Launch
+from pier.agent.options import merged
 from pier.endpoint import Endpoint
 from pier.errors import AgentError, PierError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
@@ -100,7 +101,8 @@ class HarborAgent(Agent):
         if run.outside:
             given["api_base"] = f"{run.outside.url}/v1"
             given["api_key"] = run.outside.key
-        return {name: value for name, value in given.items() if name in accepted} | dict(run.options)
+            given["llm_call_kwargs"] = {"api_key": run.outside.key}
+        return merged({name: value for name, value in given.items() if name in accepted}, run.options)
 
 
 def _variables(endpoint: Endpoint | None) -> dict[str, str]:
