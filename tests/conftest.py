@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaks import Footprint, wait_until_clean
+from tests.leaks import Footprint, mark_session, wait_until_clean
+
+mark_session()
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +25,7 @@ def pier_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_leaked() -> Iterator[None]:
-    """No process, mount, network namespace, cgroup or temporary file outlives the session."""
+    """No process, mount or control group outlives the session."""
     before = Footprint.take()
     yield
     left = wait_until_clean(before, seconds=30)

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+_MARK = "PIER_TEST_SESSION"
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -60,11 +62,15 @@ def _descendants(root: int) -> frozenset[str]:
     return frozenset(found | orphans)
 
 
+def mark_session() -> None:
+    """Mark this process and whatever it starts, so that what others run beside it is not taken for its own."""
+    os.environ[_MARK] = str(os.getpid())
+
+
 def _is_mine(pid: int) -> bool:
-    """Whether a process belongs to this test session: it carries the session's mark in its environment."""
-    mark = os.environ.get("PIER_TEST_SESSION")
+    wanted = f"{_MARK}={os.environ[_MARK]}".encode()
     try:
-        return bool(mark) and f"PIER_TEST_SESSION={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
 
@@ -76,9 +82,17 @@ def _mounts() -> frozenset[str]:
 
 
 def _cgroups() -> frozenset[str]:
+    """Control groups of pier's without a process: those with one are in use, perhaps by another worker."""
     found = set()
     for base in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory", "/sys/fs/cgroup/pids", "/sys/fs/cgroup/cpu"):
         for path in Path(base).glob("pier*/*") if Path(base).is_dir() else ():
-            if path.is_dir():
+            if path.is_dir() and not _members(path):
                 found.add(str(path))
     return frozenset(found)
+
+
+def _members(group: Path) -> str:
+    try:
+        return (group / "cgroup.procs").read_text()
+    except OSError:
+        return "gone"

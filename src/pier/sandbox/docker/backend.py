@@ -36,7 +36,7 @@ from pier.sandbox.local.zygotes import Zygotes
 
 SNAPSHOT = "engine-image"
 _IDLE = "/.pier-idle"
-_OWN_PROCESSES = 6
+_OWN_PROCESSES = 4
 """The idle program, the attendant and its workers, which the limit on processes does not count."""
 
 
