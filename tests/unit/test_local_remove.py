@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.sandbox.local.remove import remove
+from pier.sandbox.local.remove import remove, remove_some
 
 pytestmark = pytest.mark.plain
 
@@ -38,3 +38,15 @@ def test_a_tree_deeper_than_any_path(tmp_path: Path) -> None:
     os.close(here)
     remove(str(tree))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_of_a_tree_at_a_time(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    for number in range(5):
+        (tree / str(number) / "empty").mkdir(parents=True)
+        (tree / str(number) / "file").write_text("x")
+    assert not remove_some(str(tree), 6)
+    assert tree.exists()
+    assert remove_some(str(tree), 100)
+    assert not tree.exists()
+    assert remove_some(str(tree), 0)

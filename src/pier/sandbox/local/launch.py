@@ -78,10 +78,12 @@ def _cannot_run(program: str, error: OSError | None) -> CannotRun:
 
 
 def _spawn(argv: list[str], env: dict[str, str], candidates: list[str], fds: list[int]) -> int:
+    """Looking for a program before trying to run it spares a process for each directory that lacks it."""
     actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(fds)]
     worst: OSError | None = None
     for path in candidates:
         try:
+            os.stat(path)
             return os.posix_spawn(
                 path, argv, env, file_actions=actions, setsid=True, setsigdef=_RESET, setsigmask=()
             )  # fmt: skip

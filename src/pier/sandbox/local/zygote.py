@@ -21,7 +21,7 @@ from typing import Any
 
 from pier.sandbox import tree
 from pier.sandbox.local import attendant, changes, init, kernel, wire
-from pier.sandbox.local.remove import remove
+from pier.sandbox.local.remove import remove, remove_some
 from pier.sandbox.local.root import HOST, make_skeleton
 
 _NAMESPACES = (
@@ -29,7 +29,7 @@ _NAMESPACES = (
 )  # fmt: skip
 _LOWERS_KEPT = 128
 _REMOVED_AT_ONCE = 200
-"""Trees with more entries than this are removed by a child, so that starts do not wait."""
+"""Of larger trees the rest is removed by a child, so that starts do not wait."""
 
 
 class Zygote:
@@ -257,8 +257,7 @@ class Zygote:
 
     def _remove(self, message: dict[str, Any]) -> None:
         path = HOST + message["path"]
-        if _is_small(path):
-            remove(path)
+        if remove_some(path, _REMOVED_AT_ONCE):
             wire.send(self.sock, {"id": message["id"]})
         elif os.fork() == 0:
             try:
@@ -285,15 +284,6 @@ def _make_directories(directory: str, top: str) -> None:
     like = os.stat(top)
     os.chown(f"{directory}/u", like.st_uid, like.st_gid)
     os.chmod(f"{directory}/u", stat.S_IMODE(like.st_mode))
-
-
-def _is_small(path: str) -> bool:
-    budget = _REMOVED_AT_ONCE
-    for _, directories, files in os.walk(path):
-        budget -= len(directories) + len(files)
-        if budget < 0:
-            return False
-    return True
 
 
 def _reap() -> None:
