@@ -201,8 +201,8 @@ _FOREIGN = "pier."
 
 def sign(reasoning: Reasoning, dialect: str) -> str | None:
     """A signature for `reasoning` in `dialect`. One from elsewhere is marked, so that it is never taken for a true one
-    and finds its way home when the client sends it back."""
-    if reasoning.origin == dialect:
+    and finds its way home when the client sends it back; so is one that looks like a mark."""
+    if reasoning.origin == dialect and not (reasoning.signature or "").startswith(_FOREIGN):
         return reasoning.signature
     return f"{_FOREIGN}{reasoning.origin or ''}.{reasoning.signature or ''}"
 
