@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from pier.cli.run import run
+from pier.cli.run import run, with_limits
 
 DIRECTORY = click.argument("directory", type=click.Path(path_type=Path), required=False)
 JOB_PATH = click.option("-p", "--job-path", type=click.Path(path_type=Path), hidden=True)
@@ -51,6 +51,7 @@ def show(directory: Path | None, job_path: Path | None, trials: bool, as_json: b
 @job.command()
 @DIRECTORY
 @JOB_PATH
+@with_limits
 @click.option("-f", "--filter-error-type", "error_types", multiple=True, help="Also run these errors again.")
 @CONCURRENT
 @ENV_FILE
@@ -62,12 +63,13 @@ def resume(directory: Path | None, job_path: Path | None, error_types: tuple[str
     from pier.job.command import again_and_report
 
     wanted = Wanted(types=frozenset(error_types)) if error_types else None
-    _exit(again_and_report(_directory(directory, job_path), wanted, *_how(flags)))
+    _exit(again_and_report(_directory(directory, job_path), wanted, *_how(flags), _limits(flags)))
 
 
 @job.command()
 @DIRECTORY
 @JOB_PATH
+@with_limits
 @click.option(
     "--only",
     type=click.Choice(["infra", "errored", "failed"]),
@@ -88,7 +90,7 @@ def retry(
     if only is None and not names:
         raise click.UsageError("say which: --only infra, --only errored, --only failed or --trial NAME")
     wanted = Wanted(kind=only, names=frozenset(names))
-    _exit(again_and_report(_directory(directory, job_path), wanted, *_how(flags)))
+    _exit(again_and_report(_directory(directory, job_path), wanted, *_how(flags), _limits(flags)))
 
 
 @job.command()
@@ -125,6 +127,15 @@ def _how(flags: dict[str, Any]) -> tuple[dict[str, str], Any, int | None]:
         env.update(read_env_file(Path(flags["env_file"])))
     show = Show.JSON if flags["as_json"] else Show.QUIET if flags["quiet"] else Show.FULL
     return env, show, flags["n_concurrent"]
+
+
+def _limits(flags: dict[str, Any]) -> dict[str, Any]:
+    named = {
+        "turns": flags["job_max_turns"],
+        "total_tokens": flags["job_max_tokens"],
+        "cost_usd": flags["job_max_cost"],
+    }
+    return {name: limit for name, limit in named.items() if limit is not None}
 
 
 def _exit(code: int) -> None:

@@ -79,6 +79,22 @@ def _switch(names: str, help: str) -> Decorator:
     return click.option(names, default=None, help=help, is_flag=True)
 
 
+_USD = click.FloatRange(0, min_open=True)
+
+LIMITS: list[Decorator] = [
+    _option("--job-max-turns", type=click.IntRange(1), help="How often all trials together may call their models."),
+    _option("--job-max-tokens", type=click.IntRange(1), help="How many tokens all trials together may use."),
+    _option("--job-max-cost", type=_USD, metavar="USD", help="How much all trials together may cost."),
+]
+
+
+def with_limits(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A command that takes the limits of a whole job."""
+    for decorate in reversed(LIMITS):
+        function = decorate(function)
+    return function
+
+
 OPTIONS: list[Decorator] = [
     _many("-p", "--path", metavar="PATH", help="A task, a directory of tasks, or URL#PATH of a git repository."),
     _many("-d", "--dataset", metavar="NAME[@VERSION]", help="A dataset of --registry-path."),
@@ -97,6 +113,7 @@ OPTIONS: list[Decorator] = [
     _option("--max-turns", type=click.IntRange(1), help="How often the agent of one trial may call its model."),
     _option("--max-tokens", type=click.IntRange(1), help="How many tokens the agent of one trial may use."),
     _option("--max-cost", type=float, metavar="USD", help="How much the agent of one trial may cost."),
+    *LIMITS,
     _many("--allow-agent-host", metavar="HOST", help="A host that the agent may reach."),
     _many("--mcp-config", type=click.Path(dir_okay=False), help="A JSON file of MCP servers for the agent."),
     _option("-e", "--env", "--environment", metavar="BACKEND", help="Where trials run.  [default: local]"),

@@ -91,6 +91,7 @@ class Gateway:
             model=model,
             models=models or {},
             budget=budget or Budget(),
+            shared=pool.budget if pool else Budget(),
             recording=recording,
             durable=durable,
             closed_book=closed_book,
@@ -108,12 +109,14 @@ class Gateway:
 
     def answerer(self, model: str, terms: Terms, upstream: str | Provider | Policy | None = None) -> Answerer:
         """Who answers for `model`; `UsageError` if nobody does, or what was agreed cannot be held."""
-        found = answerer(model, upstream, self.directory, usage=terms.budget.counts_tokens)
+        limits = (terms.budget, terms.shared)
+        found = answerer(model, upstream, self.directory, usage=any(limit.counts_tokens for limit in limits))
         if not isinstance(found, ByProvider):
             return found
         provider = found.target.provider
         provider.check()
-        if terms.budget.cost_usd is not None and not is_priced(found.target.model, provider.name):
+        in_money = any(limit.cost_usd is not None for limit in limits)
+        if in_money and not is_priced(found.target.model, provider.name):
             raise UsageError(
                 f"nobody knows what {found.target.model} costs at {provider.name}, so a budget in money cannot be held",
                 hint="limit tokens instead",

@@ -46,6 +46,8 @@ class Terms:
     models: Mapping[str, str] = field(default_factory=dict)
     """Other names the agent may use (patterns), and the models they stand for."""
     budget: Budget = field(default_factory=Budget)
+    shared: Budget = field(default_factory=Budget)
+    """The limits of the pool that this session shares with others."""
     recording: Path | None = None
     durable: Durable = "kill"
     closed_book: bool = False
@@ -65,6 +67,8 @@ class Session:
         self.meter = Meter(terms.budget)
         self.ended: str | None = None
         """Why no further turn is given, once that is so."""
+        self.pool_ended = False
+        """Whether that is because the pool, which this session shares with others, is used up."""
         self._gateway = gateway
         self._meters = (self.meter, pool) if pool else (self.meter,)
         self._answer = answer
@@ -201,8 +205,9 @@ class Session:
     def _refusal(self) -> str | None:
         """Why there is no further turn, in words for the agent; None if there is one."""
         for meter in self._meters:
-            if why := meter.exhausted():
-                self.ended = self.ended or f"budget: {why}"
+            if not self.ended and (why := meter.exhausted()):
+                self.ended = f"budget: {why}"
+                self.pool_ended = meter is not self.meter
         return f"pier gives no further turn ({self.ended}); finish without the model" if self.ended else None
 
     async def _within_time(self, x: Exchange, asked: str) -> web.StreamResponse:

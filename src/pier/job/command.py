@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import click
 
@@ -45,10 +47,17 @@ def _check(config: JobConfig, env: Mapping[str, str]) -> None:
 
 
 def again_and_report(
-    directory: Path, wanted: Wanted | None, env: Mapping[str, str], show: Show, n_concurrent: int | None = None
+    directory: Path,
+    wanted: Wanted | None,
+    env: Mapping[str, str],
+    show: Show,
+    n_concurrent: int | None = None,
+    budget: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
-    """Go on with the job in `directory`, and run the finished trials that are `wanted` once more."""
+    """Go on with the job in `directory`, and run the finished trials that are `wanted` once more. What `budget` names
+    replaces those limits of the job."""
     with open_existing(directory) as job:
+        job.config.budget = job.config.budget.model_copy(update=dict(budget))
         if n_concurrent is not None:
             job.config.n_concurrent_trials = n_concurrent
         if wanted is not None and void(job, wanted) == 0 and show is Show.FULL:
@@ -85,7 +94,7 @@ def _run(job: Job, env: Mapping[str, str], show: Show) -> int:
     elif show is Show.FULL:
         from pier.job.report import print_report
 
-        print_report(job.directory, job.ledger, seconds=progress.seconds, interrupted=interrupted)
+        print_report(job.directory, job.ledger, seconds=progress.seconds, interrupted=interrupted, stopped=job.stopped)
     return exit_code(job.ledger, graded=not job.config.verifier.disable, interrupted=interrupted)
 
 

@@ -20,7 +20,7 @@ class _Part(BaseModel):
 
 
 class BudgetConfig(_Part):
-    """What one trial's agent may use of its model; None is no limit."""
+    """What one trial's agent, or all agents of a job together, may use of their models; None is no limit."""
 
     turns: int | None = Field(default=None, gt=0)
     input_tokens: int | None = Field(default=None, gt=0)
@@ -151,7 +151,7 @@ class MetricConfig(_Part):
 
 
 class JobConfig(_Part):
-    """A whole job."""
+    """A whole job. Its `budget` is for all trials together, an agent's is for each of its trials."""
 
     job_name: str | None = None
     jobs_dir: str = "jobs"
@@ -174,6 +174,7 @@ class JobConfig(_Part):
     tasks: list[TaskConfig] = Field(default_factory=list)
     artifacts: list[str | dict[str, Any]] = Field(default_factory=list)
     extra_instructions: list[str] = Field(default_factory=list)
+    budget: BudgetConfig = Field(default_factory=BudgetConfig)
     image: str | None = None
     keep_state: bool = False
     regrade_of: str | None = None

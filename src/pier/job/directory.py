@@ -34,6 +34,8 @@ class Job:
     disk: dict[str, Any]
     ledger: Ledger
     continued: bool = False
+    stopped: str | None = None
+    """Why its runner began no further trial though some are owed, if it was not interrupted."""
     left_out: int = 0
     """How many trials of an earlier job cannot be graded again, since they kept no state."""
 

@@ -9,6 +9,7 @@ it has; result files are looked at only for trials that were begun and whose end
     {"e": "start", "trial": ID, "try": N, "at": ...}                a try of a trial began
     {"e": "end", "trial": ID, "try": N, ...}                        it ended, with everything that a summary needs
     {"e": "again", "trial": ID, "why": ..., "kept": DIR}            its result no longer counts; evidence is in DIR
+    {"e": "used", "turns": ..., "cost": ...}                        what the job used of its budget so far
     {"e": "done", "at": ...}                                        no trial was left to do
 """
 
@@ -101,6 +102,8 @@ class Ledger:
     """By trial id, the number of the last try that began."""
     open: set[str] = field(default_factory=set)
     """Trials that began and whose end is not written down."""
+    used: tuple[int, int, int, float] = (0, 0, 0, 0.0)
+    """Turns, input and output tokens and dollars, of a job with a budget of its own."""
     n_retries: int = 0
     finished_at: str | None = None
     lost_lines: int = 0
@@ -146,6 +149,8 @@ class Ledger:
             self.plan = Plan.from_line(line)
         elif event == "job":
             self.id, self.created_at = line["id"], line["at"]
+        elif event == "used":
+            self.used = (line["turns"], line["input"], line["output"], line["cost"])
         elif event == "done":
             self.finished_at = line["at"]
 
@@ -182,6 +187,11 @@ class Ledger:
         self.open.discard(trial)
         self.outcomes.pop(trial, None)
         self.n_retries += why == "retry"
+
+    def note_used(self, used: tuple[int, int, int, float]) -> None:
+        """Write down what the job has used of its budget so far."""
+        turns, read, written, cost = self.used = used
+        self.write({"e": "used", "turns": turns, "input": read, "output": written, "cost": cost})
 
     def finish(self) -> None:
         """Write down that nothing is left to do."""

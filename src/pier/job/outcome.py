@@ -15,13 +15,17 @@ from pier.trial.redact import Redactor
 
 RESULT = "result.json"
 CANCELLED = "CancelledError"
+_NO_VERDICT = "job-budget"
+"""The code of a trial that the job's own budget cut off: it did not get its chance, so it is still owed."""
 
 
 def outcome_of(result: TrialResult, directory: Path) -> Outcome:
     """The outcome that a result says."""
     info = result.exception_info
     used = [result.agent_result] if result.agent_result else [step.agent_result for step in result.step_results or ()]
-    cancelled = info is not None and info.exception_type == CANCELLED
+    infos = (info, *(step.exception_info for step in result.step_results or ()))
+    cut_off = any(each is not None and each.code == _NO_VERDICT for each in infos)
+    cancelled = cut_off or (info is not None and info.exception_type == CANCELLED)
     fault = None
     if info is not None and not cancelled:
         fault = Fault(
@@ -32,7 +36,7 @@ def outcome_of(result: TrialResult, directory: Path) -> Outcome:
             message=info.exception_message,
         )
     began, ended = result.started_at, result.finished_at
-    rewards = result.rewards
+    rewards = None if cut_off else result.rewards
     return Outcome(
         rewards=dict(rewards) if rewards is not None else None,
         fault=fault,

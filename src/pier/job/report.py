@@ -20,6 +20,7 @@ def print_report(
     *,
     seconds: float | None = None,
     interrupted: bool = False,
+    stopped: str | None = None,
     console: Console | None = None,
 ) -> None:
     """Print the report of a job to standard output."""
@@ -35,6 +36,8 @@ def print_report(
         words.append(f"cost ${cost:.4f}" if cost is not None else "cost unknown")
     out.print(", ".join(words), highlight=False)
     out.print(f"files: {directory}", highlight=False, markup=False)
+    if stopped:
+        out.print(f"stopped: {stopped}; allow more with --job-max-*", style="red", highlight=False, markup=False)
     out.print(f"next:  {next_command(directory, ledger, interrupted=interrupted)}", highlight=False, markup=False)
 
 

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from pier.errors import PierError
+from pier.job.budget import JobBudget
 from pier.job.directory import Job
 from pier.job.files import explained, is_full
 from pier.job.interrupts import Interrupts
@@ -59,9 +60,9 @@ async def run_job(job: Job, env: Mapping[str, str], progress: Progress, interrup
     try:
         with explained(job.directory):
             interrupted = bool(owed) and await _run_owed(job, owed, specs, log, progress, env, interrupts)
-            if not interrupted and job.ledger.finished_at is None:
+            if not interrupted and not job.stopped and job.ledger.finished_at is None:
                 job.ledger.finish()
-            log.say("interrupted" if interrupted else "done")
+            log.say("interrupted" if interrupted else f"stopped: {job.stopped}" if job.stopped else "done")
         return interrupted
     finally:
         log.close()
@@ -79,7 +80,8 @@ async def _run_owed(
     env: Mapping[str, str],
     interrupts: Interrupts,
 ) -> bool:
-    async with _services(job, env) as services:
+    budget = JobBudget(job.config.budget, job.ledger)
+    async with _services(job, env, budget) as services:
 
         async def run_try(trial: PlannedTrial, number: int) -> Outcome:
             directory = job.trial_path(trial)
@@ -100,6 +102,7 @@ async def _run_owed(
             limit=job.config.n_concurrent_trials,
             retry=job.config.retry,
             watcher=_Watchers((progress, log)),
+            may_begin=lambda: budget.used_up() is None,
         )
 
         def stop() -> None:
@@ -108,14 +111,18 @@ async def _run_owed(
 
         interrupts.connect(stop)
         with progress.show():
-            async with _beside(_keep_up(job, schedule)), _beside(_build_ahead(specs, owed, services)):
-                await schedule.run(owed)
+            async with _beside(_keep_up(job, schedule, budget)), _beside(_build_ahead(specs, owed, services)):
+                try:
+                    await schedule.run(owed)
+                finally:
+                    budget.save()
+        job.stopped = budget.used_up() if any(True for _ in job.ledger.owed()) else None
         interrupts.connect(lambda: None)
     return schedule.stopping
 
 
 @asynccontextmanager
-async def _services(job: Job, env: Mapping[str, str]) -> AsyncIterator[TrialServices]:
+async def _services(job: Job, env: Mapping[str, str], budget: JobBudget) -> AsyncIterator[TrialServices]:
     """What all trials share: opened before the first, closed after the last."""
     async with AsyncExitStack() as stack:
         lease = stack.enter_context(Lease(label=f"job {job.directory.name}"))
@@ -130,8 +137,8 @@ async def _services(job: Job, env: Mapping[str, str]) -> AsyncIterator[TrialServ
 
             gateway = await stack.enter_async_context(Gateway(providers=Directory.load(env)))
             for model in models:
-                await gateway.session(fill(model, env)).close()
-        yield TrialServices(backend=backend, images=images, gateway=gateway, environ=env)
+                await gateway.session(fill(model, env), pool=budget.pool).close()
+        yield TrialServices(backend=backend, images=images, gateway=gateway, pool=budget.pool, environ=env)
 
 
 @asynccontextmanager
@@ -146,13 +153,14 @@ async def _beside(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
             await task
 
 
-async def _keep_up(job: Job, schedule: Schedule) -> None:
+async def _keep_up(job: Job, schedule: Schedule, budget: JobBudget) -> None:
     """Keep `result.json` fresh and the journal on disk, seldom enough that it costs next to nothing."""
     pause = 1.0
     while True:
         await asyncio.sleep(pause)
         began = time.monotonic()
         write_result(job.ledger, job.config, schedule.running)
+        budget.save()
         pause = max(1.0, 30 * (time.monotonic() - began))
         await asyncio.to_thread(job.ledger.sync)
 

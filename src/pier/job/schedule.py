@@ -60,10 +60,19 @@ class Backoff:
 
 
 class Schedule:
-    """Runs what is owed. `stop` ends it early; what was running is cancelled and stays owed."""
+    """Runs what is owed. `stop` ends it early; what was running is cancelled and stays owed. Once `may_begin` says no,
+    no further trial begins, and those that run go on to their end."""
 
     def __init__(
-        self, ledger: Ledger, run: RunTry, set_aside: SetAside, *, limit: int, retry: RetryConfig, watcher: Watcher
+        self,
+        ledger: Ledger,
+        run: RunTry,
+        set_aside: SetAside,
+        *,
+        limit: int,
+        retry: RetryConfig,
+        watcher: Watcher,
+        may_begin: Callable[[], bool] = lambda: True,
     ) -> None:
         self._ledger = ledger
         self._run = run
@@ -71,6 +80,7 @@ class Schedule:
         self._limit = limit
         self._backoff = Backoff(retry)
         self._watcher = watcher
+        self._may_begin = may_begin
         self._ready: deque[PlannedTrial] = deque()
         self._later: list[tuple[float, int, PlannedTrial]] = []
         self._order = itertools.count()
@@ -106,7 +116,7 @@ class Schedule:
     async def _next(self) -> PlannedTrial | None:
         """The next trial, as soon as there is one; None when there will be none."""
         loop = asyncio.get_running_loop()
-        while not self.stopping:
+        while not self.stopping and self._may_begin():
             if self._later and self._later[0][0] <= loop.time():
                 return heapq.heappop(self._later)[2]
             if self._ready:

@@ -15,7 +15,7 @@ from pier.agent.contract import PACK_PATH, Agent, AgentRun, McpServer
 from pier.agent.oracle import OracleAgent
 from pier.agent.registry import check_options, find_agent
 from pier.endpoint import GATEWAY_PORT, Endpoint
-from pier.errors import AgentError, UsageError
+from pier.errors import AgentError, JobError, UsageError
 from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
 from pier.task import Step, Task
 from pier.trial.model import AgentResult
@@ -148,7 +148,12 @@ async def model_session(
     labels = {"trial": spec.name, "task": spec.task.name}
     budget = Budget(**spec.agent.budget)
     session = services.gateway.session(
-        spec.agent.model, budget=budget, recording=logs / RECORDING, closed_book=closed_book, labels=labels
+        spec.agent.model,
+        budget=budget,
+        pool=services.pool,
+        recording=logs / RECORDING,
+        closed_book=closed_book,
+        labels=labels,
     )
     try:
         listener = await sandbox.listen(GATEWAY_PORT, services.gateway.protocol_factory(session))
@@ -191,6 +196,12 @@ async def run_agent(agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: On
         said = f": {tail}" if tail else ""
         return AgentError(f"the agent {agent.name!r} ended with exit code {result.exit_code}{said}", code="agent_exit")
     return None
+
+
+def check_job_budget(session: Session | None) -> None:
+    """`JobError` if the budget of the whole job cut the agent off: what it left is no result of its own."""
+    if session is not None and session.pool_ended:
+        raise JobError(f"the trial was cut off ({session.ended}), so it is not graded", code="job-budget")
 
 
 def usage_of(session: Session | None) -> AgentResult:

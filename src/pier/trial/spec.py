@@ -13,7 +13,7 @@ from pier.task import Task
 from pier.task.config import Artifact, McpServerTable
 
 if TYPE_CHECKING:
-    from pier.gateway import Gateway
+    from pier.gateway import Gateway, Meter
     from pier.trial.images import TrialImages
 
 Phase = Literal["prepare", "start", "health", "setup", "agent", "collect", "verify", "seal"]
@@ -110,5 +110,7 @@ class TrialServices:
     backend: Backend
     images: TrialImages
     gateway: Gateway | None = None
+    pool: Meter | None = None
+    """A budget that the trials share."""
     environ: Mapping[str, str] | None = None
     """The variables that templates are filled from; the process's own if None."""

@@ -12,6 +12,7 @@ from pier.network.policy import NetworkPolicy
 from pier.sandbox.contract import Change, Sandbox
 from pier.task import Step, resolve_env
 from pier.trial.agents import (
+    check_job_budget,
     describe_run,
     endpoint_of,
     home_of,
@@ -132,6 +133,7 @@ async def _run_agent(stage: Stage, step: Step, outcome: StepOutcome, policy: Net
         told = Told(agent.name, stage.agent_version, spec.agent.model, spec.name)
         outcome.agent_result = await add_trajectory(logs, told, outcome.agent_result, stage.record)
         await take_logs(sandbox, AGENT_LOGS, logs, stage.record)
+    check_job_budget(session)
     if failed is not None:
         stage.record.log(f"agent: {failed}")
         outcome.error = exception_info(failed, "agent", stage.record.redactor)

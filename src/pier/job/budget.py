@@ -1,0 +1,48 @@
+"""What all trials of a job together may use of their models.
+
+The limits are held by one meter that every session of the job shares. What was used stands in the journal, next to the
+trials' ends, so a job that is resumed goes on counting where it stopped, tries that no longer count included; a runner
+that is killed loses at most the last second of it. `wall_time` counts from the first call of each run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pier.job.config import BudgetConfig
+from pier.job.ledger import Ledger
+
+if TYPE_CHECKING:
+    from pier.gateway.budget import Meter
+
+
+class JobBudget:
+    """The budget of a job that runs. Without any limit it has no `pool`, and costs nothing."""
+
+    def __init__(self, limits: BudgetConfig, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.pool = _pool(limits, ledger)
+
+    def used_up(self) -> str | None:
+        """Which limit is reached, in words; None while trials may begin."""
+        return self.pool.exhausted() if self.pool else None
+
+    def save(self) -> None:
+        """Write down what was used, if that has changed."""
+        if self.pool is not None and (used := _used(self.pool)) != self._ledger.used:
+            self._ledger.note_used(used)
+
+
+def _pool(limits: BudgetConfig, ledger: Ledger) -> Meter | None:
+    asked = limits.model_dump(exclude_none=True)
+    if not asked:
+        return None
+    from pier.gateway.budget import Budget, Meter
+
+    pool = Meter(Budget(**asked), owner="job")
+    pool.turns, pool.input_tokens, pool.output_tokens, pool.cost_usd = ledger.used
+    return pool
+
+
+def _used(pool: Meter) -> tuple[int, int, int, float]:
+    return pool.turns, pool.input_tokens, pool.output_tokens, pool.cost_usd

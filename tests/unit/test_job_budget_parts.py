@@ -1,0 +1,95 @@
+"""The budget of a job: what the flags say, what the journal keeps, and when no further trial begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pier.job.budget import JobBudget
+from pier.job.config import BudgetConfig, JobConfig, RetryConfig
+from pier.job.flags import apply_flags
+from pier.job.ledger import Ledger, Outcome
+from pier.job.outcome import outcome_of
+from pier.job.plan import PlannedTrial
+from pier.job.schedule import Schedule
+from pier.trial.model import AgentInfo, ExceptionInfo, TrialResult
+
+pytestmark = pytest.mark.plain
+
+
+class Nobody:
+    def started(self, trial: PlannedTrial, number: int) -> None: ...
+
+    def ended(self, trial: PlannedTrial, outcome: Outcome) -> None: ...
+
+    def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None: ...
+
+
+def test_limits_of_the_job_and_of_each_trial_are_two_things() -> None:
+    flags = {"max_turns": 5, "job_max_turns": 9, "job_max_tokens": 10, "job_max_cost": 1.5}
+    config = JobConfig(**apply_flags({"budget": {"wall_time": 60}}, flags))
+    assert config.agents[0].budget == BudgetConfig(turns=5)
+    assert config.budget == BudgetConfig(turns=9, total_tokens=10, cost_usd=1.5, wall_time=60)
+
+
+def test_what_was_used_outlives_the_runner(tmp_path: Path) -> None:
+    ledger = Ledger.create(tmp_path)
+    budget = JobBudget(BudgetConfig(turns=3), ledger)
+    assert budget.pool is not None
+    budget.pool.turns, budget.pool.input_tokens, budget.pool.cost_usd = 2, 40, 0.25
+    budget.save()
+    size = (tmp_path / "journal.jsonl").stat().st_size
+    budget.save()
+    assert (tmp_path / "journal.jsonl").stat().st_size == size
+    ledger.close()
+    later = JobBudget(BudgetConfig(turns=3), Ledger.read(tmp_path))
+    assert later.pool is not None and later.used_up() is None
+    assert (later.pool.turns, later.pool.input_tokens, later.pool.cost_usd) == (2, 40, 0.25)
+    later.pool.turns += 1
+    assert later.used_up() == "3 of 3 turns of this job are used"
+
+
+def test_a_job_without_limits_has_no_pool(tmp_path: Path) -> None:
+    ledger = Ledger.create(tmp_path)
+    budget = JobBudget(BudgetConfig(), ledger)
+    budget.save()
+    ledger.close()
+    assert budget.pool is None and budget.used_up() is None
+    assert Ledger.read(tmp_path).used == (0, 0, 0, 0.0)
+
+
+async def test_trials_that_run_go_on_and_no_further_one_begins(tmp_path: Path) -> None:
+    ledger = Ledger.create(tmp_path)
+    trials = [PlannedTrial(str(number), f"t{number}", 0, 0, number) for number in range(9)]
+    begun: list[str] = []
+
+    async def run(trial: PlannedTrial, number: int) -> Outcome:
+        begun.append(trial.id)
+        return Outcome(rewards={"reward": 1})
+
+    schedule = Schedule(
+        ledger, run, lambda *_: None, limit=2, retry=RetryConfig(), watcher=Nobody(), may_begin=lambda: len(begun) < 4
+    )
+    await schedule.run(trials)
+    ledger.close()
+    assert begun == list(ledger.outcomes) and 4 <= len(begun) <= 5
+    assert not schedule.stopping
+
+
+def test_a_trial_that_the_job_cut_off_is_owed_and_has_no_verdict(tmp_path: Path) -> None:
+    info = ExceptionInfo.model_validate(
+        {
+            "exception_type": "JobError",
+            "exception_message": "cut off",
+            "exception_traceback": "",
+            "occurred_at": "2024-01-01T00:00:00Z",
+            "code": "job-budget",
+        }
+    )
+    result = TrialResult(
+        task_name="a", trial_name="t", trial_uri="file:///t", task_id={"path": "a"}, task_checksum="0",
+        config={}, agent_info=AgentInfo(name="x"), exception_info=info,
+    )  # fmt: skip
+    outcome = outcome_of(result, tmp_path)
+    assert outcome.cancelled and outcome.fault is None and outcome.rewards is None
