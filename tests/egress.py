@@ -2,16 +2,21 @@
 
 `ATTEMPTS` runs inside a sandbox, as its root, and prints one JSON object: for each attempt what came of it. `run_world`
 runs it under a policy in a fake internet and tells what came of the attempts, what the policy's log says and what
-reached the internet.
+reached the internet. With Docker the engine itself runs in the fake internet, so that nothing of it has a way out
+either, and `tools_image` gives it an image with the programs that the attempts need.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pier.image.model import Image
+from tests.busybox import busybox_image
 from tests.world import in_world
 
 ALLOWED = (
@@ -158,18 +163,22 @@ try:
 except OSError:
     pass
 attempt("own resolv.conf")(lambda: ask("8.8.8.8", "refused.test"))
+
+for path in ("/var/run/docker.sock", "/run/docker.sock", "/run/containerd/containerd.sock", *sys.argv[1:]):
+    attempt(f"engine {path}")(lambda: socket.socket(socket.AF_UNIX).connect(path))
 print(json.dumps(results))
 """
 
 _OUTSIDE = r"""
 import asyncio, json, os, socket, sys, threading
-from dataclasses import asdict
+from contextlib import nullcontext
 from pathlib import Path
 from pier.lease import Lease
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import SandboxSpec, open_backend
 from pier.sandbox.host import host_image
-from tests.egress import ATTEMPTS, COMMANDS, HOLD
+from tests.egress import ATTEMPTS, COMMANDS, HOLD, tools_image
+from tests.engine import engine
 
 machine = socket.socket()
 machine.bind(("0.0.0.0", 7777))
@@ -177,25 +186,25 @@ machine.listen()
 touched = []
 threading.Thread(target=lambda: [touched.append(str(machine.accept()[1])) for _ in range(99)], daemon=True).start()
 
-async def main():
+async def main(kind, image, sockets):
     mode, hosts = sys.argv[1], tuple(json.loads(sys.argv[2]))
     decisions = []
     told = {"decisions": decisions}
     with Lease() as lease:
-        async with open_backend("local", lease) as backend:
+        async with open_backend(kind, lease) as backend:
             policy = NetworkPolicy(mode, hosts)
             note = lambda decision: decisions.append(decision.line())
-            async with await backend.start(SandboxSpec(host_image(), network=policy, on_decision=note)) as box:
+            async with await backend.start(SandboxSpec(image, network=policy, on_decision=note)) as box:
                 await box.write_file("/tmp/attempts.py", ATTEMPTS.encode())
-                result = await box.exec(["/usr/bin/python3", "/tmp/attempts.py"], timeout=200)
+                result = await box.exec(["/usr/bin/python3", "/tmp/attempts.py", *sockets], timeout=200)
                 told["attempts"] = json.loads(result.stdout) if result.ok else {"failed": result.error_text}
-            async with await backend.start(SandboxSpec(host_image(), network=policy)) as box:
+            async with await backend.start(SandboxSpec(image, network=policy)) as box:
                 told["commands"] = {}
                 for name, command in COMMANDS.items():
                     result = await box.exec(command, timeout=100, env={"HOME": "/tmp"})
                     told["commands"][name] = [result.exit_code, result.text[-500:] + result.error_text[-500:]]
-                serving = ["/usr/bin/python3", "-m", "http.server", "9999", "--directory", "/usr/share"]
-                async with await backend.start(SandboxSpec(host_image(), network=policy)) as other:
+                serving = ["/usr/bin/python3", "-m", "http.server", "9999", "--directory", "/usr"]
+                async with await backend.start(SandboxSpec(image, network=policy)) as other:
                     async with await other.spawn(serving):
                         while not (await other.exec(["curl", "-s", "-o", "/dev/null", "http://127.0.0.1:9999/"])).ok:
                             await asyncio.sleep(0.05)
@@ -224,7 +233,14 @@ async def main():
     told["seen"], told["touched"] = traffic.seen(), touched
     Path(sys.argv[3]).write_text(json.dumps(told))
 
-asyncio.run(main())
+with engine() if sys.argv[4] == "docker" else nullcontext() as running:
+    if running is None:
+        asyncio.run(main("local", host_image(), []))
+    else:
+        os.environ["DOCKER_HOST"] = running.url
+        sockets = [str(running.socket), *map(str, (running.directory / "exec").glob("containerd/*.sock"))]
+        asyncio.run(main("docker", tools_image(Path(sys.argv[5])), sockets))
+        assert running.containers() == []
 """
 
 HOLD = """
@@ -278,9 +294,36 @@ class World:
         return [row for row in self.decisions if row.get("name") == name and not row["allowed"]]
 
 
-def run_world(mode: str, hosts: tuple[str, ...], directory: Path) -> World:
-    answer = directory / "told.json"
-    done = in_world(_OUTSIDE, directory, mode, json.dumps(hosts), str(answer))
+def tools_image(directory: Path) -> Image:
+    """An image with this machine's python3, curl and git and what they need; what is not installed is left out."""
+    image = busybox_image(directory)
+    layer = image.layers[0]
+    python = Path("/usr/bin/python3").resolve()
+    library = Path("/usr/lib") / python.name
+    shutil.copytree(library, layer / f"usr/lib/{python.name}", symlinks=True, ignore=_not_needed)
+    (layer / "usr/bin/python3").symlink_to(python.name)
+    found = [python, Path("/usr/bin/curl"), Path("/usr/bin/git"), Path("/usr/lib/git-core/git-remote-http")]
+    programs = [path for path in found if path.exists()]
+    for path in {*programs, *_libraries([*programs, *library.glob("lib-dynload/*.so")])}:
+        target = layer / path.relative_to("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path.resolve(), target)
+    return image
+
+
+def _not_needed(_: str, names: list[str]) -> set[str]:
+    return {name for name in names if name in ("__pycache__", "test", "idlelib", "ensurepip") or name[:7] == "config-"}
+
+
+def _libraries(files: list[Path]) -> set[Path]:
+    done = subprocess.run(["ldd", *map(str, files)], capture_output=True, text=True, check=False)
+    return {Path(word) for word in done.stdout.split() if word.startswith("/") and not word.endswith(":")}
+
+
+def run_world(mode: str, hosts: tuple[str, ...], directory: Path, backend: str = "local") -> World:
+    answer, image = directory / "told.json", directory / "image"
+    image.mkdir()
+    done = in_world(_OUTSIDE, directory, mode, json.dumps(hosts), str(answer), backend, str(image))
     assert answer.exists(), f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     told = json.loads(answer.read_text())
     after = {name.removeprefix("after "): rows for name, rows in told.items() if name.startswith("after ")}

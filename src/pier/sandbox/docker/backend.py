@@ -36,6 +36,7 @@ from pier.sandbox.local.zygotes import Zygotes
 
 SNAPSHOT = "engine-image"
 _IDLE = "/.pier-idle"
+_IPV6 = "/proc/sys/net/ipv6"
 _OWN_PROCESSES = 4
 """The idle program, the attendant and its workers, which the limit on processes does not count."""
 
@@ -173,6 +174,9 @@ class DockerBackend(Backend):
             "Tmpfs": {mount.target: _tmpfs(mount) for mount in spec.mounts if mount.source is None},
             "ReadonlyPaths": ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"],
         }
+        if Path(_IPV6).exists():
+            # Engines switch IPv6 off where they give no network; the policy's own has both families.
+            host["Sysctls"] = {f"net.ipv6.conf.{name}.disable_ipv6": "0" for name in ("all", "default", "lo")}
         if limits.memory is not None:
             host |= {"Memory": limits.memory, "MemorySwap": limits.memory}
         if limits.cpus is not None:
