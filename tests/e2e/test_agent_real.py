@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 PACKS = Path(os.environ.get("PIER_PACKS") or ROOT / ".cache" / "packs")
 SCRIPT = ROOT / "examples" / "scripts" / "bug-fix.yaml"
 TURNS, CALLS = 5, 4
-IN_CI = ("claude-code", "codex", "gemini-cli", "opencode", "goose", "pi")
+IN_CI = ("claude-code", "codex", "gemini-cli", "opencode", "goose", "qwen-code", "pi")
 ENDS_BY_CALL = ("mini-swe-agent", "openhands")
 """Agents that end by calling a tool, so that their last turn has a call too."""
 

@@ -20,7 +20,8 @@ def find(root: Path) -> list[Session]:
 
 def _is_log(path: Path) -> bool:
     for number, row in enumerate(records(path)):
-        if row.get("type") in ("user", "assistant") and "sessionId" in row and "uuid" in row:
+        said = row.get("type") in ("user", "assistant") and "content" in (row.get("message") or {})
+        if said and "sessionId" in row and "uuid" in row:
             return True
         if number > 200:
             break

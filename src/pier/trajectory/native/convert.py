@@ -20,6 +20,9 @@ READERS = {
     "gemini-cli": "pier.trajectory.native.gemini_cli:find",
     "opencode": "pier.trajectory.native.opencode:find",
     "mini-swe-agent": "pier.trajectory.native.mini_swe_agent:find",
+    "openhands": "pier.trajectory.native.openhands:find",
+    "qwen-code": "pier.trajectory.native.qwen_code:find",
+    "goose": "pier.trajectory.native.goose:find",
 }
 """For each agent the function that finds its sessions in a directory or file."""
 

@@ -1,0 +1,155 @@
+"""Goose's database: sessions and their messages. One message of the assistant is one model call or a piece of one."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from pier.trajectory.model import Content, ContentPart, Metrics
+from pier.trajectory.native.assemble import Assembler, Session, iso, simple
+
+NAME = "goose"
+_SESSIONS = "SELECT * FROM sessions ORDER BY created_at, id"
+_MESSAGES = "SELECT * FROM messages WHERE session_id = ? ORDER BY id"
+_COMPACTIONS = (
+    "SELECT input_tokens, output_tokens, created_timestamp FROM usage_ledger"
+    " WHERE session_id = ? AND is_compaction ORDER BY id DESC"
+)
+
+
+def find(root: Path) -> list[Session]:
+    """The sessions of every database below a directory, or of one; those that another one started are its children."""
+    paths = [root] if root.is_file() else sorted(root.rglob("sessions.db"))
+    tops: list[Session] = []
+    for path in paths:
+        try:
+            with closing(_open(path)) as database:
+                rows = [dict(row) for row in database.execute(_SESSIONS)]
+        except sqlite3.DatabaseError:
+            continue
+        found = {row["id"]: Session(NAME, path, read, id=row["id"], cost_usd=row["accumulated_cost"]) for row in rows}
+        for row in rows:
+            session, parent = found[row["id"]], found.get(row.get("parent_session_id"))
+            session.extra["title"] = row["name"] or None
+            (parent.children if parent else tops).append(session)
+    return [session for session in tops if session.children or _has_messages(session)]
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    """The database as it is, unwritten messages of its journal included; where that cannot be, without them."""
+    database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    try:
+        database.execute("SELECT 1 FROM sessions LIMIT 1")
+    except sqlite3.OperationalError:
+        database.close()
+        database = sqlite3.connect(f"{path.resolve().as_uri()}?immutable=1", uri=True)
+    database.row_factory = sqlite3.Row
+    return database
+
+
+def _has_messages(session: Session) -> bool:
+    with closing(_open(session.path)) as database:
+        return database.execute(_MESSAGES, (session.id,)).fetchone() is not None
+
+
+def read(session: Session, assembler: Assembler) -> Iterator[None]:
+    with closing(_open(session.path)) as database:
+        waiting = database.execute(_COMPACTIONS, (session.id,)).fetchall()
+        for row in database.execute(_MESSAGES, (session.id,)):
+            while waiting and waiting[-1]["created_timestamp"] < row["created_timestamp"]:
+                _compacted(waiting.pop(), assembler)
+            parts, facts = json.loads(row["content_json"]), json.loads(row["metadata_json"] or "{}")
+            at = iso(row["created_timestamp"] * 1000)
+            if row["role"] == "assistant":
+                _answer(row["message_id"], at, parts, facts, session, assembler)
+            else:
+                _question(at, parts, facts, session, assembler)
+            yield
+        while waiting:
+            _compacted(waiting.pop(), assembler)
+
+
+def _compacted(row: sqlite3.Row, assembler: Assembler) -> None:
+    used = {"input_tokens": row["input_tokens"], "output_tokens": row["output_tokens"]}
+    assembler.compacted("", iso(row["created_timestamp"] * 1000), **used)
+
+
+def _answer(
+    id_: str | None,
+    at: str | None,
+    parts: list[dict[str, Any]],
+    facts: dict[str, Any],
+    session: Session,
+    assembler: Assembler,
+) -> None:
+    model = (facts.get("inference") or {}).get("requestedModel")
+    session.model = session.model or model
+    if id_ is None or assembler.key != id_:
+        assembler.turn(id_, at, model)
+    for part in parts:
+        match part.get("type"):
+            case "text":
+                assembler.text(part.get("text") or "")
+            case "thinking":
+                assembler.think(part.get("thinking") or "")
+            case "toolRequest":
+                asked = part.get("toolCall") or {}
+                value = asked.get("value") or {}
+                assembler.call(str(part.get("id")), str(value.get("name")), value.get("arguments") or {})
+                assembler.note(error=asked.get("error"))
+            case other:
+                assembler.note(**{str(other): part})
+    if usage := facts.get("usage"):
+        assembler.count(_metrics(usage))
+    if facts.get("userVisible") is False or facts.get("agentVisible") is False:
+        assembler.note(user_visible=facts.get("userVisible"), agent_visible=facts.get("agentVisible"))
+
+
+def _question(
+    at: str | None, parts: list[dict[str, Any]], facts: dict[str, Any], session: Session, assembler: Assembler
+) -> None:
+    said: list[ContentPart] = []
+    for part in parts:
+        if part.get("type") == "toolResponse":
+            _result(part, at, session, assembler)
+        else:
+            said.append(_part(part, assembler))
+    if said:
+        injected = {"injected": True} if facts.get("turnContext") or facts.get("userVisible") is False else {}
+        assembler.say("user", simple(said), at, **injected)
+
+
+def _result(part: dict[str, Any], at: str | None, session: Session, assembler: Assembler) -> None:
+    told = part.get("toolResult") or {}
+    value = told.get("value") or {}
+    content: Content = simple([_part(piece, assembler) for piece in value.get("content") or ()])
+    structured = value.get("structuredContent")
+    facts = structured if isinstance(structured, dict) else {}
+    extra = {"exit_code": facts["exit_code"]} if facts.get("exit_code") is not None else {}
+    if told.get("status") == "error" or value.get("isError"):
+        extra["is_error"] = True
+    children = {child.id for child in session.children}
+    child = next((id_ for id_ in map(str, facts.values()) if id_ in children), None)
+    assembler.observe(str(part.get("id")), content or str(told.get("error") or ""), at, child=child, **extra)
+
+
+def _part(part: dict[str, Any], assembler: Assembler) -> ContentPart:
+    if part.get("type") == "image":
+        return assembler.picture(part.get("mimeType", ""), part.get("data", ""))
+    resource = part.get("resource")
+    text = part.get("text") or (resource.get("text") if isinstance(resource, dict) else None)
+    return ContentPart(type="text", text=text if text is not None else json.dumps(part, ensure_ascii=False))
+
+
+def _metrics(usage: dict[str, Any]) -> Metrics:
+    written = usage.get("cacheWriteInputTokens") or usage.get("cacheWriteTokens")
+    return Metrics(
+        prompt_tokens=usage.get("inputTokens"),
+        completion_tokens=usage.get("outputTokens"),
+        cached_tokens=usage.get("cacheReadInputTokens") or usage.get("cacheReadTokens"),
+        extra={"cache_write_tokens": written} if written else None,
+    )

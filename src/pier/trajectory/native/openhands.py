@@ -1,0 +1,171 @@
+"""OpenHands' conversations: a file per event, with the tokens of each model call in the conversation's state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pier.trajectory.model import Content, ContentPart, Metrics
+from pier.trajectory.native.assemble import Assembler, Session, simple
+
+NAME = "openhands"
+_BESIDE = frozenset({"ConversationStateUpdateEvent", "TokenEvent", "LLMCompletionLogEvent", "StreamingDeltaEvent"})
+"""Events about the state of the program, not about what was said or done."""
+
+
+def find(root: Path) -> list[Session]:
+    """The conversations below a directory, or the one that an event's file belongs to; sub-agents are below theirs."""
+    if root.is_file():
+        return [_session(root.parent.parent)] if root.parent.name == "events" and _is_log(root.parent.parent) else []
+    places = [path.parent for path in sorted(root.rglob("events")) if path.is_dir() and _is_log(path.parent)]
+    if (root / "events").is_dir() and root not in places and _is_log(root):
+        places.insert(0, root)
+    return [_session(place) for place in places if place.parent.name != "subagents" or place == root]
+
+
+def _is_log(place: Path) -> bool:
+    return next(_files(place), None) is not None
+
+
+def _session(place: Path) -> Session:
+    session = Session(NAME, place, read, id=place.name)
+    for child in sorted((place / "subagents").glob("*/")):
+        if _is_log(child):
+            session.children.append(_session(child))
+    return session
+
+
+def _files(place: Path) -> Iterator[Path]:
+    """The events' files by their numbers, which outgrow their padding."""
+    found = [path for path in (place / "events").glob("event-*.json") if path.name.split("-")[1].isdigit()]
+    yield from sorted(found, key=lambda path: (int(path.name.split("-")[1]), path.name))
+
+
+def read(session: Session, assembler: Assembler) -> Iterator[None]:
+    usage = _usage(session)
+    for path in _files(session.path):
+        row = _document(path)
+        match row.get("kind"):
+            case "ActionEvent":
+                _action(row, session, assembler, usage)
+            case "ObservationEvent" | "UserRejectObservation" | "AgentErrorEvent":
+                _result(row, session, assembler)
+            case "MessageEvent":
+                _message(row, session, assembler, usage)
+            case "SystemPromptEvent":
+                assembler.say("system", _content([row.get("system_prompt") or {}], assembler), row.get("timestamp"))
+            case "Condensation":
+                gone = len(row.get("forgotten_event_ids") or ())
+                assembler.compacted(row.get("summary") or "", row.get("timestamp"), forgotten_events=gone)
+            case kind if kind and kind not in _BESIDE:
+                rest = {name: value for name, value in row.items() if name not in ("id", "timestamp", "kind")}
+                assembler.say("system", "", row.get("timestamp"), kind=kind, event=rest)
+            case _:
+                pass
+        yield
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """One file's object; empty if the program was stopped while it wrote."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _usage(session: Session) -> dict[str, dict[str, Any]]:
+    """The tokens of each model call by its id, and what the state says of the whole conversation."""
+    state = _document(session.path / "base_state.json")
+    session.model = ((state.get("agent") or {}).get("llm") or {}).get("model")
+    session.extra["exit_status"] = state.get("execution_status")
+    known: dict[str, dict[str, Any]] = {}
+    cost = 0.0
+    for metrics in ((state.get("stats") or {}).get("usage_to_metrics") or {}).values():
+        cost += metrics.get("accumulated_cost") or 0.0
+        known |= {row["response_id"]: row for row in metrics.get("token_usages") or () if row.get("response_id")}
+    session.cost_usd = cost or None
+    return known
+
+
+def _turn(row: dict[str, Any], session: Session, assembler: Assembler, usage: dict[str, dict[str, Any]]) -> None:
+    """Open the step of a model call. One call may be several events: its tool calls come in an event each."""
+    id_ = row.get("llm_response_id")
+    if id_ is not None and assembler.key == id_:
+        return
+    assembler.turn(id_, row.get("timestamp"), session.model)
+    if found := usage.get(id_ or ""):
+        thinking = found.get("reasoning_tokens")
+        assembler.count(
+            Metrics(
+                prompt_tokens=found.get("prompt_tokens"),
+                completion_tokens=found.get("completion_tokens"),
+                cached_tokens=found.get("cache_read_tokens"),
+                extra={"reasoning_tokens": thinking} if thinking else None,
+            )
+        )
+
+
+def _action(row: dict[str, Any], session: Session, assembler: Assembler, usage: dict[str, dict[str, Any]]) -> None:
+    _turn(row, session, assembler, usage)
+    _thoughts(row, assembler)
+    assembler.text(str(_content(row.get("thought") or (), assembler)))
+    call = row.get("tool_call") or {}
+    assembler.call(str(row.get("tool_call_id")), str(row.get("tool_name")), _arguments(call, row.get("action")))
+
+
+def _arguments(call: dict[str, Any], action: Any) -> Any:
+    """The arguments as the model gave them; what the program made of them where those are not kept."""
+    given = call.get("arguments")
+    try:
+        return json.loads(given) if isinstance(given, str) else given or action or {}
+    except ValueError:
+        return given
+
+
+def _thoughts(row: dict[str, Any], assembler: Assembler) -> None:
+    blocks = [str(block.get("thinking") or "") for block in row.get("thinking_blocks") or ()]
+    assembler.think(str(row.get("reasoning_content") or "") or "\n\n".join(blocks))
+
+
+def _message(row: dict[str, Any], session: Session, assembler: Assembler, usage: dict[str, dict[str, Any]]) -> None:
+    message = row.get("llm_message") or {}
+    content = [*(message.get("content") or ()), *(row.get("extended_content") or ())]
+    if row.get("source") == "agent":
+        _turn(row, session, assembler, usage)
+        _thoughts(message, assembler)
+        assembler.text(str(_content(content, assembler)))
+    elif row.get("source") == "user":
+        assembler.say("user", _content(content, assembler), row.get("timestamp"))
+    else:
+        assembler.say("system", _content(content, assembler), row.get("timestamp"))
+
+
+def _result(row: dict[str, Any], session: Session, assembler: Assembler) -> None:
+    told = row.get("observation") or {}
+    content = _content(told.get("content") or (), assembler)
+    extra: dict[str, Any] = {"exit_code": told["exit_code"]} if told.get("exit_code") is not None else {}
+    if told.get("is_error") or "observation" not in row:
+        extra["is_error"] = True
+    children = {child.id for child in session.children}
+    child = next((str(value) for value in told.values() if isinstance(value, str) and value in children), None)
+    said = content or str(row.get("error") or row.get("rejection_reason") or "")
+    assembler.observe(str(row.get("tool_call_id")), said, row.get("timestamp"), child=child, **extra)
+
+
+def _content(parts: Any, assembler: Assembler) -> Content:
+    found: list[ContentPart] = []
+    for part in parts:
+        if part.get("type") == "text":
+            found.append(ContentPart(type="text", text=part.get("text") or ""))
+            continue
+        for url in part.get("image_urls") or ():
+            head, _, data = str(url).partition(";base64,")
+            kind = head.removeprefix("data:")
+            shown = ContentPart(type="text", text=f"[image {url}]")
+            found.append(assembler.picture(kind, data) if data else shown)
+        if not part.get("image_urls"):
+            found.append(ContentPart(type="text", text=json.dumps(part, ensure_ascii=False)))
+    return simple(found)

@@ -1,0 +1,151 @@
+"""Qwen Code's chat logs: a line per message, sub-agents in a directory that is named after their session."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pier.trajectory.model import Content, ContentPart, Metrics
+from pier.trajectory.native.assemble import Assembler, Session, records, simple
+
+NAME = "qwen-code"
+_BESIDE = frozenset({"ui_telemetry", "attribution_snapshot", "file_history_snapshot"})
+"""Lines about what other lines say already, or about nothing that was said."""
+
+
+def find(root: Path) -> list[Session]:
+    """The sessions below a directory (a home, a project or a trial's logs), or in one file."""
+    if root.is_file():
+        return [Session(NAME, root, read, id=root.stem)] if _is_log(root) else []
+    found = {
+        (path.parent.parent, path.stem): Session(NAME, path, read, id=path.stem)
+        for path in sorted(root.rglob("*.jsonl"))
+        if "subagents" not in path.relative_to(root).parts and _is_log(path)
+    }
+    orphans: list[Session] = []
+    for path in sorted(root.rglob("agent-*.jsonl")):
+        if path.parent.parent.name == "subagents" and _is_log(path):
+            child = Session(NAME, path, read, id=path.stem, extra={"call": _call_of(path)})
+            parent = found.get((path.parent.parent.parent, path.parent.name))
+            (parent.children if parent else orphans).append(child)
+    return [*found.values(), *orphans]
+
+
+def _is_log(path: Path) -> bool:
+    for number, row in enumerate(records(path)):
+        if "uuid" in row and "parts" in (row.get("message") or {}):
+            return True
+        if number > 200:
+            break
+    return False
+
+
+def _call_of(path: Path) -> str | None:
+    """The id of the tool call that began a sub-agent, from the file beside its log."""
+    try:
+        facts = json.loads(path.with_suffix(".meta.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return facts.get("toolUseId") if isinstance(facts, dict) else None
+
+
+def read(session: Session, assembler: Assembler) -> Iterator[None]:
+    children = {child.extra.get("call"): child.id for child in session.children}
+    before: Any = None
+    for row in records(session.path):
+        session.version = row.get("version") or session.version
+        parts = (row.get("message") or {}).get("parts") or []
+        match row.get("type"):
+            case "assistant":
+                # A sub-agent's log has the tokens of a model call first, its tool calls in a line of their own.
+                goes_on = before == "assistant" and row.get("isSidechain") and "usageMetadata" not in row
+                _answer(row, parts, session, assembler, goes_on=bool(goes_on))
+            case "tool_result":
+                _results(row, parts, assembler, children)
+            case "user":
+                injected = {} if row.get("provenance") in (None, "real_user") else {"injected": True}
+                assembler.say("user", _content(parts, assembler), row.get("timestamp"), **injected)
+            case "system":
+                _system(row, assembler)
+            case _:
+                pass
+        before = row.get("type")
+        yield
+
+
+def _answer(
+    row: dict[str, Any], parts: list[dict[str, Any]], session: Session, assembler: Assembler, *, goes_on: bool
+) -> None:
+    session.model = session.model or row.get("model")
+    if not goes_on:
+        assembler.turn(row.get("uuid"), row.get("timestamp"), row.get("model"))
+    for part in parts:
+        if call := part.get("functionCall"):
+            assembler.call(str(call.get("id")), str(call.get("name")), call.get("args") or {})
+        elif part.get("thought"):
+            assembler.think(part.get("text") or "")
+        elif "text" in part:
+            assembler.text(part["text"] or "")
+        else:
+            assembler.note(**part)
+    if usage := row.get("usageMetadata"):
+        thinking = usage.get("thoughtsTokenCount") or 0
+        assembler.count(
+            Metrics(
+                prompt_tokens=usage.get("promptTokenCount"),
+                completion_tokens=usage.get("candidatesTokenCount"),
+                cached_tokens=usage.get("cachedContentTokenCount"),
+                extra={"reasoning_tokens": thinking} if thinking else None,
+            )
+        )
+
+
+def _results(
+    row: dict[str, Any], parts: list[dict[str, Any]], assembler: Assembler, children: dict[str | None, str]
+) -> None:
+    told = row.get("toolCallResult") or {}
+    shown = told.get("resultDisplay")
+    code = shown.get("exitCode") if isinstance(shown, dict) else None
+    extra = {} if code is None else {"exit_code": code}
+    extra |= {} if told.get("status") in (None, "success") else {"status": told["status"]}
+    rest = []
+    for part in parts:
+        if answer := part.get("functionResponse"):
+            call = str(answer.get("id"))
+            assembler.observe(
+                call, _response(answer, assembler), row.get("timestamp"), child=children.get(call), **extra
+            )
+        else:
+            rest.append(part)
+    if rest:
+        assembler.observe(None, _content(rest, assembler), row.get("timestamp"))
+
+
+def _system(row: dict[str, Any], assembler: Assembler) -> None:
+    subtype, payload = row.get("subtype"), row.get("systemPayload") or {}
+    if subtype == "chat_compression":
+        history = payload.get("compressedHistory") or [{}]
+        assembler.compacted(str(_content(history[0].get("parts") or [], assembler)), row.get("timestamp"))
+    elif subtype not in _BESIDE:
+        assembler.say("system", "", row.get("timestamp"), kind=subtype, payload=payload)
+
+
+def _response(answer: dict[str, Any], assembler: Assembler) -> Content:
+    """What a tool answered, with the pictures that it gave."""
+    response = answer.get("response") or {}
+    text = str(response.get("output") or response.get("error") or response or "")
+    if not answer.get("parts"):
+        return text
+    return _content([{"text": text}, *answer["parts"]], assembler)
+
+
+def _content(parts: list[dict[str, Any]], assembler: Assembler) -> Content:
+    found = []
+    for part in parts:
+        if inline := part.get("inlineData"):
+            found.append(assembler.picture(inline.get("mimeType", ""), inline.get("data", "")))
+        else:
+            found.append(ContentPart(type="text", text=part.get("text") or f"[{', '.join(part)}]"))
+    return simple(found)
