@@ -104,8 +104,9 @@ class Derivation:
         self._recent: list[Node] = []
         self.trajectory: atif.Trajectory | None = None
 
-    def update(self) -> Summary:
-        """Take in what was recorded since the last time and write the file, if there is anything to say."""
+    def update(self, *, durable: bool = True) -> Summary:
+        """Take in what was recorded since the last time and write the file, if there is anything to say; with
+        `durable`, wait until it is on disk."""
         for call in self._reader.poll():
             if call.kind == "generate" and (read := _read_call(call)):
                 settle(read.node, self._recent)
@@ -126,7 +127,7 @@ class Derivation:
             if not file.exists():
                 file.parent.mkdir(parents=True, exist_ok=True)
                 files.write(file, data)
-        atif_file.write(self._target, self.trajectory)
+        atif_file.write(self._target, self.trajectory, durable=durable)
         return _summary(self._target, self.trajectory, _kinds(lineage))
 
 
@@ -138,9 +139,11 @@ def write_trajectory(
     agent_version: str | None = None,
     model_name: str | None = None,
     session_id: str | None = None,
+    durable: bool = True,
 ) -> Summary:
     """Write to `target` the trajectory of the recording at `recording`, a file or a trial's directory."""
-    return Derivation(recording, target, About(agent_name, agent_version, model_name, session_id)).update()
+    about = About(agent_name, agent_version, model_name, session_id)
+    return Derivation(recording, target, about).update(durable=durable)
 
 
 def _read_call(call: Call) -> _Read | None:

@@ -41,9 +41,9 @@ def _compact(piece: str) -> str:
     return _NUMBERS.sub(lambda found: "[" + re.sub(r",\s*", ", ", found[1]) + "]", piece)
 
 
-def write(path: Path, trajectory: Trajectory) -> None:
+def write(path: Path, trajectory: Trajectory, *, durable: bool = True) -> None:
     """Replace the file at `path`, all of it or not at all."""
-    files.write(path, dump(trajectory))
+    files.write(path, dump(trajectory), durable=durable)
 
 
 def read(path: Path) -> Trajectory:

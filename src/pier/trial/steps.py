@@ -24,6 +24,7 @@ from pier.trial.agents import (
 )
 from pier.trial.clock import Clock
 from pier.trial.collect import Collected, collect_artifacts, take_logs
+from pier.trial.follow import followed
 from pier.trial.grading import Graded, GradingPlace, grade_separately, grade_shared
 from pier.trial.health import wait_until_healthy
 from pier.trial.network import StepNetwork
@@ -120,17 +121,20 @@ async def _run_agent(stage: Stage, step: Step, outcome: StepOutcome, policy: Net
         home = await home_of(sandbox, user_text(step.agent.user))
         run = describe_run(spec, step, agent, workdir=stage.workdir, home=home, env=env, solution_env=solution)
         await stage.switch_network(policy)
+    told = Told(agent.name, stage.agent_version, spec.agent.model, spec.name)
     try:
         with stage.clock.phase("agent") as outcome.agent_execution:
             closed = policy.mode != "public"
-            async with model_session(spec, stage.services, agent, sandbox, logs, closed_book=closed) as session:
+            async with (
+                model_session(spec, stage.services, agent, sandbox, logs, closed_book=closed) as session,
+                followed(logs, told),
+            ):
                 with stage.record.output(logs / f"{agent.name}.txt") as output:
                     outside = await outside_of(session, stage.services, agent)
-                    informed = replace(run, endpoint=endpoint_of(session), outside=outside)
+                    informed = replace(run, endpoint=endpoint_of(session), outside=outside, warn=stage.record.warn)
                     failed = await run_agent(agent, sandbox, informed, output)
                 outcome.agent_result = usage_of(session)
     finally:
-        told = Told(agent.name, stage.agent_version, spec.agent.model, spec.name)
         outcome.agent_result = await add_trajectory(logs, told, outcome.agent_result, stage.record)
         await take_logs(sandbox, AGENT_LOGS, logs, stage.record)
     check_job_budget(session)

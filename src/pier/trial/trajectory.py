@@ -1,15 +1,19 @@
-"""The agent's trajectory, derived from the recording of its model calls when it has ended."""
+"""The agent's trajectory, derived from the recording of its model calls."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pier.trial.agents import RECORDING
 from pier.trial.model import AgentResult
 from pier.trial.outcome import captured
 from pier.trial.record import TrialRecord
+
+if TYPE_CHECKING:
+    from pier.gateway.derivation import Summary
 
 TRAJECTORY = "trajectory.json"
 
@@ -24,6 +28,21 @@ class Told:
     session: str
 
 
+def derive(logs: Path, told: Told, *, durable: bool = True) -> Summary:
+    """Write the trajectory beside the recording, from what was recorded so far."""
+    from pier.gateway.derivation import write_trajectory
+
+    return write_trajectory(
+        logs / RECORDING,
+        logs / TRAJECTORY,
+        agent_name=told.agent,
+        agent_version=told.version,
+        model_name=told.model,
+        session_id=told.session,
+        durable=durable,
+    )
+
+
 async def add_trajectory(logs: Path, told: Told, result: AgentResult | None, record: TrialRecord) -> AgentResult | None:
     """Write the trajectory beside the recording, and add what it knows to the result.
 
@@ -31,18 +50,8 @@ async def add_trajectory(logs: Path, told: Told, result: AgentResult | None, rec
     """
     if not (logs / RECORDING).is_file():
         return result
-    from pier.gateway.derivation import write_trajectory
-
     with captured() as failure:
-        summary = await asyncio.to_thread(
-            write_trajectory,
-            logs / RECORDING,
-            logs / TRAJECTORY,
-            agent_name=told.agent,
-            agent_version=told.version,
-            model_name=told.model,
-            session_id=told.session,
-        )
+        summary = await asyncio.to_thread(derive, logs, told)
         if summary.path is None:
             return result
         known = {
