@@ -6,6 +6,7 @@ It covers `task.toml`, `instruction.md`, `README.md`, `trajectory.json` and the 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
@@ -60,9 +61,9 @@ def check_containment(task: Path) -> None:
                 continue
             try:
                 target = path.resolve(strict=True)
-            except RuntimeError as error:
-                raise TaskError(f"{path}: this link leads back to itself", code="task_link") from error
-            except OSError:
+            except (OSError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) or error.errno == errno.ELOOP:
+                    raise TaskError(f"{path}: this link leads back to itself", code="task_link") from error
                 continue
             if not target.is_relative_to(root):
                 raise TaskError(f"{path}: this link leads out of the task", code="task_link")
