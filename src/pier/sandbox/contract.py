@@ -233,12 +233,19 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def download(
-        self, source: str, target: Path, *, exclude: Sequence[str] = (), max_bytes: int | None = None
+        self,
+        source: str,
+        target: Path,
+        *,
+        exclude: Sequence[str] = (),
+        max_bytes: int | None = None,
+        keep_empty: bool = True,
     ) -> list[str]:
         """Copy a file or a tree out to the host path `target`, which must not exist or be an empty directory. Regular
         files, directories and symlinks come; devices, fifos and sockets are left out and named in the answer; a
         symlink is copied as it is, never followed. Nothing is written outside `target`. `exclude` are glob patterns
-        against the path below `source` and against base names. Raises FileNotFoundError if `source` is not there, and
+        against the path below `source` and against base names. Of a directory from which nothing comes there is
+        nothing at `target` without `keep_empty`. Raises FileNotFoundError if `source` is not there, and
         `SandboxError` with code `too_large` past `max_bytes`."""
 
     @abstractmethod

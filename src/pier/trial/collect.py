@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -76,35 +76,35 @@ async def _collect(
         )
         mirrored = inside and not artifact.destination and not artifact.exclude
         return Collected(source, place, "ok" if mirrored else "skipped", target.is_dir(), artifact.exclude)
+    incoming = _unused(directory)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        left_out = await sandbox.download(source, target, exclude=artifact.exclude)
+        left_out = await sandbox.download(source, incoming, exclude=artifact.exclude, keep_empty=False)
+        is_empty = not os.path.lexists(incoming)
+        is_directory = is_empty or (incoming.is_dir() and not incoming.is_symlink())
+        if not is_empty:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            incoming.rename(target)
     except (FileNotFoundError, SandboxError, OSError) as error:
-        await asyncio.to_thread(_discard, target)
         if source != ARTIFACTS:
             record.log(f"artifact {source}: not collected: {error}")
         return Collected(source, place, "empty" if source == ARTIFACTS else "failed", exclude=artifact.exclude)
+    finally:
+        _discard(incoming)
     if left_out:
         record.log(f"artifact {source}: left out, as neither files nor links: {', '.join(left_out[:10])}")
-    is_directory = target.is_dir() and not target.is_symlink()
-    status: Status = "empty" if is_directory and not any(target.iterdir()) else "ok"
-    if status == "empty":
-        _remove_empty(target, directory)
-    return Collected(source, place, status, is_directory, artifact.exclude)
+    return Collected(source, place, "empty" if is_empty else "ok", is_directory, artifact.exclude)
 
 
-def _discard(target: Path) -> None:
-    if target.is_dir() and not target.is_symlink():
-        shutil.rmtree(target, ignore_errors=True)
-    else:
-        target.unlink(missing_ok=True)
-
-
-def _remove_empty(target: Path, directory: Path) -> None:
-    """Remove an empty directory, and those above it that are empty then."""
-    while target != directory and not any(target.iterdir()):
-        target.rmdir()
-        target = target.parent
+def _discard(path: Path) -> None:
+    """Remove what is there, if anything is."""
+    try:
+        path.rmdir()
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        path.unlink()
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _manifest_row(row: Collected) -> dict[str, object]:
@@ -134,19 +134,27 @@ async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRe
     """Take a directory of logs out into `target`, beside what is there already, which stays. Logs that cannot be taken
     are a warning: what the agent or the tests did to that place is not the trial's failure."""
     target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".incoming.", dir=target.parent) as name:
-        incoming = Path(name) / "logs"
-        try:
-            await sandbox.download(source, incoming, max_bytes=LOGS_LIMIT)
-        except FileNotFoundError:
+    incoming = _unused(target)
+    try:
+        await sandbox.download(source, incoming, max_bytes=LOGS_LIMIT, keep_empty=False)
+        if not os.path.lexists(incoming):
             return
-        except SandboxError as error:
-            record.warn(f"{source}: not collected: {error}")
-            return
-        await asyncio.to_thread(record.redactor.tree, incoming)
+        if record.redactor.longest:
+            await asyncio.to_thread(record.redactor.tree, incoming)
         if not incoming.is_dir() or incoming.is_symlink():
             record.warn(f"{source}: not a directory, not collected")
             return
-        for entry in incoming.iterdir():
-            if not os.path.lexists(target / entry.name):
-                entry.rename(target / entry.name)
+        for name in os.listdir(incoming):
+            if not os.path.lexists(target / name):
+                (incoming / name).rename(target / name)
+    except FileNotFoundError:
+        return
+    except SandboxError as error:
+        record.warn(f"{source}: not collected: {error}")
+    finally:
+        _discard(incoming)
+
+
+def _unused(target: Path) -> Path:
+    """A name beside `target`, on the same file system, for what is not yet known to belong there."""
+    return target.with_name(f".incoming.{secrets.token_hex(6)}")

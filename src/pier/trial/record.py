@@ -89,6 +89,8 @@ class TrialRecord:
 
 def printable(text: str) -> str:
     """`text` without what would move a terminal's cursor or forge a line: an agent may have had a hand in it."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 

@@ -60,7 +60,8 @@ class Redactor:
 
     def text(self, text: str) -> str:
         """`text` without secrets, and without what cannot be written as UTF-8: names of files need not be text."""
-        text = text.encode(errors="backslashreplace").decode()
+        if not text.isascii():
+            text = text.encode(errors="backslashreplace").decode()
         for form in self._texts:
             text = text.replace(form, REDACTED)
         return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import tarfile
 from collections.abc import AsyncIterator, Mapping
@@ -17,13 +18,18 @@ TESTS = "/tests"
 
 async def make_folders(sandbox: Sandbox, folders: Mapping[str, int]) -> None:
     """Make directories (absolute paths) with their modes, owned by root. Parents that are missing are made too."""
+    await sandbox.put_tar(_once(_pack(tuple(folders.items()))), "/")
+
+
+@functools.lru_cache(maxsize=64)
+def _pack(folders: tuple[tuple[str, int], ...]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for path, mode in folders.items():
+        for path, mode in folders:
             entry = tarfile.TarInfo(str(PurePosixPath(path).relative_to("/")))
             entry.type, entry.mode = tarfile.DIRTYPE, mode
             archive.addfile(entry)
-    await sandbox.put_tar(_once(buffer.getvalue()), "/")
+    return buffer.getvalue()
 
 
 async def _once(data: bytes) -> AsyncIterator[bytes]:

@@ -1,20 +1,29 @@
-"""Files into and out of a local sandbox: a worker inside does its half, a thread or the loop here does the other."""
+"""Files into and out of a local sandbox: a worker inside does its half, the loop here does the other if it is small,
+and else a thread."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import stat
+import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Generic, TypeVar
 
 from pier.errors import SandboxError
 from pier.sandbox import tree
 from pier.sandbox.local.channel import Channel
 
+T = TypeVar("T")
+
 _CHUNK = 1 << 20
+_SMALL = 1 << 17
+"""Bytes that are worth no thread."""
+_FEW = 64
+"""Entries of a tree that are worth no thread."""
 _BLAMED_ON_TASK = {"not_regular", "too_large", "unsafe_archive", "no_such_user", "broken_archive"}
 
 
@@ -25,29 +34,17 @@ async def copy(
     inward: bool,
     work: Callable[[int], Awaitable[Any]],
     cancellable: bool = False,
-) -> tuple[list[str], Any]:
-    """Have a worker do `request` with one end of a pipe while `work` has the other, which it closes. What the worker
-    left out, and what `work` gave. `cancellable`: `work` may be cancelled, else it ends because the pipe is closed."""
+) -> list[str]:
+    """Have a worker do `request` with one end of a pipe while `work` has the other, which it closes. Gives what the
+    worker left out. `cancellable`: `work` may be cancelled, else it ends because the pipe is closed."""
     if channel.closed:
         raise channel.lost()
     read, write = os.pipe2(os.O_CLOEXEC)
     theirs, ours = (read, write) if inward else (write, read)
-    number = channel.number()
-
-    def begin() -> None:
-        try:
-            channel.send({"op": "copy", "id": number, "request": request}, [theirs])
-        finally:
-            os.close(theirs)
-
-    answer = asyncio.ensure_future(channel.wait(number, begin))
+    answer = asyncio.ensure_future(_ask(channel, request, theirs))
     half = asyncio.ensure_future(work(ours))
     try:
-        message, _ = await answer
-    except asyncio.CancelledError:
-        with contextlib.suppress(SandboxError):
-            await asyncio.shield(channel.ask({"op": "kill", "job": number}))
-        raise
+        message = await answer
     finally:
         if cancellable:
             half.cancel()
@@ -55,7 +52,54 @@ async def copy(
     _raise_if_failed(message)
     if isinstance(done, BaseException):
         raise done
-    return message.get("skipped", []), done
+    return message.get("skipped", [])
+
+
+async def _ask(channel: Channel, request: dict[str, Any], fd: int) -> dict[str, Any]:
+    """A worker's answer. `fd` is its stream, closed here. The work ends when this is cancelled."""
+    number = channel.number()
+
+    def begin() -> None:
+        try:
+            channel.send({"op": "copy", "id": number, "request": request}, [fd])
+        finally:
+            os.close(fd)
+
+    try:
+        return (await channel.wait(number, begin))[0]
+    except asyncio.CancelledError:
+        with contextlib.suppress(SandboxError):
+            await asyncio.shield(channel.ask({"op": "kill", "job": number}))
+        raise
+
+
+async def put(channel: Channel, request: dict[str, Any], data: bytes) -> None:
+    """Have a worker do `request` with `data` as its stream."""
+    if len(data) > _SMALL:
+        await copy(channel, request, inward=True, work=lambda fd: asyncio.to_thread(_feed, fd, data))
+        return
+    if channel.closed:
+        raise channel.lost()
+    fd = os.memfd_create("pier-copy", os.MFD_CLOEXEC)
+    os.write(fd, data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    _raise_if_failed(await _ask(channel, request, fd))
+
+
+async def take(channel: Channel, request: dict[str, Any], work: Callable[[IO[bytes]], T]) -> tuple[list[str], T]:
+    """Have a worker do `request` and `work` read what it writes: what the worker left out, and what `work` gave. What
+    the worker reports goes before what goes wrong here because of it."""
+    if channel.closed:
+        raise channel.lost()
+    read, write = os.pipe2(os.O_CLOEXEC)
+    incoming = _Incoming(read, work)
+    try:
+        message = await _ask(channel, request, write)
+        await incoming.ended()
+    finally:
+        await incoming.close()
+    _raise_if_failed(message)
+    return message.get("skipped", []), incoming.result()
 
 
 async def _finish(half: asyncio.Future[Any]) -> Any:
@@ -76,14 +120,6 @@ def _raise_if_failed(message: dict[str, Any]) -> None:
     raise SandboxError(text, code=code)
 
 
-async def write_bytes(fd: int, data: bytes) -> None:
-    """The near half of a write: all of `data` into the pipe."""
-    if len(data) <= 65536:
-        _feed(fd, data)
-    else:
-        await asyncio.to_thread(_feed, fd, data)
-
-
 def _feed(fd: int, data: bytes) -> None:
     with contextlib.suppress(BrokenPipeError), open(fd, "wb", buffering=0) as stream:
         view = memoryview(data)
@@ -91,20 +127,35 @@ def _feed(fd: int, data: bytes) -> None:
             view = view[stream.write(view) or 0 :]
 
 
-async def read_bytes(fd: int) -> bytes:
-    """The near half of a read."""
+async def upload(channel: Channel, request: dict[str, Any], source: Path) -> None:
+    """Have a worker do `request` with a file's bytes, or a directory as a tar stream."""
+    is_directory = source.is_dir()
+    if not _is_small(source, is_directory):
+        await copy(channel, request, inward=True, work=lambda fd: asyncio.to_thread(_send, fd, source))
+    elif is_directory:
+        archive = io.BytesIO()
+        _pack_tree(source, archive)
+        await put(channel, request, archive.getvalue())
+    else:
+        await put(channel, request, source.read_bytes())
 
-    def read() -> bytes:
-        with open(fd, "rb", buffering=0) as stream:
-            return stream.read()
 
-    return await asyncio.to_thread(read)
+def _is_small(source: Path, is_directory: bool) -> bool:
+    """Whether a file, or a directory without directories, is worth no thread."""
+    if not is_directory:
+        return source.stat().st_size <= _SMALL
+    left, count = _SMALL, 0
+    with os.scandir(source) as entries:
+        for entry in entries:
+            left -= entry.stat(follow_symlinks=False).st_size
+            count += 1
+            if left < 0 or count > _FEW or entry.is_dir(follow_symlinks=False):
+                return False
+    return True
 
 
-async def pack(fd: int, source: Path) -> None:
-    """The near half of an upload: a file's bytes, or a directory as a tar stream."""
-
-    def send() -> None:
+def _send(fd: int, source: Path) -> None:
+    try:
         with contextlib.suppress(BrokenPipeError):
             if source.is_dir():
                 _pack_tree(source, fd)
@@ -114,32 +165,105 @@ async def pack(fd: int, source: Path) -> None:
                         view = memoryview(data)
                         while view:
                             view = view[os.write(fd, view) :]
-
-    try:
-        await asyncio.to_thread(send)
     finally:
         os.close(fd)
 
 
-def _pack_tree(source: Path, fd: int) -> None:
+def _pack_tree(source: Path, out: int | IO[bytes]) -> None:
     root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        tree.pack(root, str(source), fd)
+        tree.pack(root, str(source), out)
     finally:
         os.close(root)
 
 
-async def unpack(fd: int, target: Path, max_bytes: int | None) -> list[str] | None:
-    """The near half of a download. What the far half reports goes before what goes wrong here because of it."""
+def unpack(stream: IO[bytes], target: Path, max_bytes: int | None, keep_empty: bool) -> list[str]:
+    """The near half of a download."""
+    if not keep_empty and isinstance(stream, io.BytesIO) and _is_bare(stream.getvalue()):
+        return []
+    try:
+        left_out = tree.receive(stream, target, max_bytes=max_bytes)
+    except tree.TreeError as error:
+        raise SandboxError(str(error), code=error.code, blame="task", retryable=False) from error
+    if not keep_empty:
+        with contextlib.suppress(OSError):
+            target.rmdir()
+    return left_out
 
-    def take() -> list[str]:
-        with open(fd, "rb") as stream:
-            try:
-                return tree.receive(stream, target, max_bytes=max_bytes)
-            except tree.TreeError as error:
-                raise SandboxError(str(error), code=error.code, blame="task", retryable=False) from error
 
-    return await asyncio.to_thread(take)
+def _is_bare(archive: bytes) -> bool:
+    """Whether a tar archive has one entry, a directory. Making and removing one is dear on some file systems."""
+    return archive[156:157] == tarfile.DIRTYPE and not archive[tarfile.BLOCKSIZE :].strip(b"\0")
+
+
+class _Incoming(Generic[T]):
+    """What a worker writes into a pipe: kept here while it is little, else handed to a thread that does the work."""
+
+    def __init__(self, fd: int, work: Callable[[IO[bytes]], T]) -> None:
+        self._fd = fd
+        self._work = work
+        self._kept = bytearray()
+        self._loop = asyncio.get_running_loop()
+        self._all: asyncio.Future[None] = self._loop.create_future()
+        self._thread: asyncio.Future[T] | None = None
+        os.set_blocking(fd, False)
+        self._loop.add_reader(fd, self._read)
+
+    def _read(self) -> bool:
+        """Take what is there; whether there may be more at once."""
+        try:
+            data = os.read(self._fd, _SMALL)
+        except BlockingIOError:
+            return False
+        self._kept += data
+        if data and len(self._kept) <= _SMALL:
+            return True
+        self._loop.remove_reader(self._fd)
+        self._all.set_result(None)
+        if data:
+            os.set_blocking(self._fd, True)
+            self._thread = asyncio.ensure_future(asyncio.to_thread(self._work_on_all))
+        return False
+
+    def _work_on_all(self) -> T:
+        with open(self._fd, "rb", closefd=False) as rest:
+            return self._work(io.BufferedReader(_Joined(bytes(self._kept), rest), _SMALL))
+
+    async def ended(self) -> None:
+        """Wait for the end of the stream, which the worker has closed."""
+        while not self._all.done() and self._read():
+            pass
+        await self._all
+
+    async def close(self) -> None:
+        """Wait for the thread, which ends when the pipe does."""
+        if self._thread is not None:
+            await asyncio.wait([self._thread])
+            self._thread.exception()
+        elif not self._all.done():
+            self._loop.remove_reader(self._fd)
+        os.close(self._fd)
+
+    def result(self) -> T:
+        """What the work gave, or its error."""
+        return self._thread.result() if self._thread is not None else self._work(io.BytesIO(self._kept))
+
+
+class _Joined(io.RawIOBase):
+    """Bytes, and then the rest of a stream."""
+
+    def __init__(self, first: bytes, rest: IO[bytes]) -> None:
+        self._first = first
+        self._rest = rest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._first[: len(buffer)] or self._rest.read(len(buffer))
+        self._first = self._first[len(data) :]
+        buffer[: len(data)] = data
+        return len(data)
 
 
 async def feed_stream(fd: int, stream: AsyncIterator[bytes]) -> None:

@@ -84,6 +84,7 @@ class Init:
         self.workers: dict[int, socket.socket] = {}
         self.idle: list[int] = []
         self.jobs: dict[int, int] = {}
+        self.strayed = False
         self.poll = select.poll()
         self.wake_in, self.wake_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -183,11 +184,14 @@ class Init:
             self._lose(pid)
             self._sweep()
             return
-        self.jobs.pop(received[0]["free"], None)
+        message = received[0]
+        self.jobs.pop(message["free"], None)
         if len(self.idle) < _SPARE:
             self.idle.append(pid)
         else:
             self._lose(pid)
+        if message["answer"]:
+            wire.send(self.control, message["answer"])
 
     def _lose(self, pid: int) -> None:
         """End a worker; a command that it had is over, and what is left of it falls to this process."""
@@ -202,6 +206,7 @@ class Init:
             os.kill(pid, signal.SIGKILL)
         for job in [job for job, owner in self.jobs.items() if owner == pid]:
             del self.jobs[job]
+            self.strayed = True
             wire.send(self.control, {"id": job, "exit": 137, "lost": True})
 
     def _reap(self) -> None:
@@ -251,8 +256,14 @@ class Init:
                     self._lose(pid)
 
     def _kill_all(self) -> int:
-        """One signal to every other process here, which none can outrun; then all of them are collected."""
-        killed = sum(1 for pid in self.census.take() if pid not in self.workers and self.census.is_running(pid))
+        """One signal to every other process here, which none can outrun; then all of them are collected.
+
+        Every process here is below a worker, unless its worker was lost. A worker without a job has no child, so if
+        all of them are such there is nobody to count. Workers go too: a command may have changed their limits.
+        """
+        quiet = not self.jobs and not self.strayed
+        self.strayed = False
+        killed = 0 if quiet else self._count()
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
@@ -261,6 +272,9 @@ class Init:
         for pid in list(self.workers):
             self._lose(pid)
         return killed
+
+    def _count(self) -> int:
+        return sum(1 for pid in self.census.take() if pid not in self.workers and self.census.is_running(pid))
 
     def _watch_memory(self) -> None:
         """Without a control group: kill the largest process when all together have more than the limit."""

@@ -195,24 +195,30 @@ class LocalSandbox(Sandbox):
         request: dict[str, Any] = {"op": "unpack", "target": target, "owner": owner or [0, 0]}
         if not source.is_dir():
             request |= {"op": "write", "mode": copying.mode_of(source)}
-        await copying.copy(self.box.channel, request, inward=True, work=lambda fd: copying.pack(fd, source))
+        await copying.upload(self.box.channel, request, source)
 
     async def write_file(self, target: str, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
         request = {"op": "write", "target": target, "mode": mode, "owner": owner or [0, 0]}
-        await copying.copy(self.box.channel, request, inward=True, work=lambda fd: copying.write_bytes(fd, data))
+        await copying.put(self.box.channel, request, data)
 
     async def download(
-        self, source: str, target: Path, *, exclude: Sequence[str] = (), max_bytes: int | None = None
+        self,
+        source: str,
+        target: Path,
+        *,
+        exclude: Sequence[str] = (),
+        max_bytes: int | None = None,
+        keep_empty: bool = True,
     ) -> list[str]:
         request = {"op": "pack", "source": source, "exclude": list(exclude), "max_bytes": max_bytes}
-        far, near = await copying.copy(
-            self.box.channel, request, inward=False, work=lambda fd: copying.unpack(fd, target, max_bytes)
+        far, near = await copying.take(
+            self.box.channel, request, lambda stream: copying.unpack(stream, target, max_bytes, keep_empty)
         )
         return [*far, *near]
 
     async def read_file(self, source: str, *, max_bytes: int = OUTPUT_LIMIT) -> bytes:
         request = {"op": "read", "source": source, "max_bytes": max_bytes}
-        return (await copying.copy(self.box.channel, request, inward=False, work=copying.read_bytes))[1]
+        return (await copying.take(self.box.channel, request, lambda stream: stream.read()))[1]
 
     async def put_tar(self, stream: AsyncIterator[bytes], target: str) -> None:
         request = {"op": "unpack", "target": target, "owner": None}
@@ -230,7 +236,7 @@ class LocalSandbox(Sandbox):
 
     async def remove(self, target: str) -> None:
         request = {"op": "remove", "target": target}
-        await copying.copy(self.box.channel, request, inward=True, work=lambda fd: copying.write_bytes(fd, b""))
+        await copying.put(self.box.channel, request, b"")
 
     async def changes(self) -> list[Change]:
         """Layers that a snapshot froze since the start count too: the image is the one that the sandbox began with."""

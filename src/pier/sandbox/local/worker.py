@@ -1,9 +1,9 @@
 """A process inside a sandbox that runs one command at a time, or copies one tree, and keeps what came of it together.
 
 It is a child subreaper: whatever a command leaves behind, double-forked or in another session, stays below its worker,
-so killing the worker's tree is killing all that the command started. A worker answers pier directly on the sandbox's
-control socket; to init it says only when it is free again. It has the capabilities and the system call filter that
-commands get, since it forks them.
+so killing the worker's tree is killing all that the command started, and a worker without a child has left nothing
+behind. When it is free again it says so to init, which passes the answer on to pier; while something of a command is
+left it answers pier itself. It has the capabilities and the system call filter that commands get, since it forks them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from typing import Any
 from pier.network import plumbing
 from pier.sandbox import seccomp, tree
 from pier.sandbox.local import kernel, launch, users, wire
+
+_ALL_CHILDREN = 0x40000000
+"""__WALL: children count, whatever signal they send at their end."""
 
 
 def main(own: socket.socket, control: socket.socket, confine: dict[str, Any]) -> None:
@@ -42,6 +45,7 @@ class Worker:
         self.job = -1
         self.pid = 0
         self.busy = False
+        self.answer: dict[str, Any] = {}
 
     def serve(self) -> None:
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -116,24 +120,30 @@ class Worker:
             self._answer({"error": error.strerror or str(error), "code": "probe_failed"})
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        wire.send(self.control, {"id": self.job} | answer)
+        """Say what came of the job, once it is known whether anything of it is left: see `_reap`."""
+        self.answer = {"id": self.job} | answer
 
     def _reap(self) -> None:
-        """Collect what ended; tell pier of the command and init of the day when nothing of it is left."""
+        """Collect what ended; tell pier of the command and init of the day when nothing of it is left. The last two go
+        together, so that whoever has the answer finds the worker free."""
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG | _ALL_CHILDREN)
             except ChildProcessError:
                 self.pid = 0
                 break
             if pid == 0:
+                if self.answer:
+                    wire.send(self.control, self.answer)
+                    self.answer = {}
                 return
             if pid == self.pid:
                 self.pid = 0
                 self._answer({"exit": _exit_code(status)})
         if self.busy:
             self.busy = False
-            wire.send(self.own, {"free": self.job})
+            wire.send(self.own, {"free": self.job, "answer": self.answer})
+            self.answer = {}
 
 
 def _exit_code(status: int) -> int:

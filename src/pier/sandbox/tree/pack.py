@@ -7,7 +7,7 @@ import os
 import stat
 import tarfile
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 from pier.sandbox.tree.beneath import DIRECTORY, IN_ROOT, NO_MAGICLINKS, TreeError, open_in, write_all
 
@@ -18,15 +18,17 @@ DEPTH = 400
 """How deep a tree may be; what is deeper is left out and reported. Each level holds a file descriptor open."""
 
 
-def pack(root: int, source: str, out: int, *, exclude: Sequence[str] = (), max_bytes: int | None = None) -> list[str]:
-    """Write `source` as a tar stream: a directory as `.` and what is below, anything else as one entry called `.`.
-    Answers what was left out: devices, fifos, sockets, and what could not be read."""
+def pack(
+    root: int, source: str, out: int | IO[bytes], *, exclude: Sequence[str] = (), max_bytes: int | None = None
+) -> list[str]:
+    """Write `source` as a tar stream to a descriptor or a file: a directory as `.` and what is below, anything else as
+    one entry called `.`. Answers what was left out: devices, fifos, sockets, and what could not be read."""
     parent, _, name = source.rstrip("/").rpartition("/")
     if name in ("", ".", ".."):
         parent, name = source, "."
     fd = open_in(root, parent or ".", DIRECTORY, IN_ROOT | NO_MAGICLINKS)
     try:
-        stream: Any = _Whole(out)
+        stream: Any = _Whole(out) if isinstance(out, int) else out
         with tarfile.open(fileobj=stream, mode="w|", bufsize=BUFFER, format=tarfile.PAX_FORMAT) as archive:
             packer = _Packer(archive, exclude, max_bytes)
             packer.add(fd, name, ".")
