@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pier.agent import deadline
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun
 from pier.agent.pack import PackStore
 from pier.agent.registry import find_agent
@@ -74,6 +75,16 @@ async def test_a_model_that_never_answers_ends_at_the_deadline(name: str) -> Non
     async with stage(name, Script.parse([{"text": "late", "delay": 3600}]), Budget()) as (sandbox, session):
         result = await find_agent(name)().run(sandbox, told(session, 6))
         assert result.timed_out
+        assert await running(sandbox) == 0
+
+
+@pytest.mark.parametrize("name", AGENTS[:2])
+async def test_an_agent_ends_by_itself_when_it_is_asked_to(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "GRACE", 110.0)
+    monkeypatch.setattr(deadline, "SHARE", 1.0)
+    async with stage(name, Script.parse([{"text": "late", "delay": 3600}]), Budget()) as (sandbox, session):
+        result = await find_agent(name)().run(sandbox, told(session, 120))
+        assert result.timed_out and result.exit_code != 137
         assert await running(sandbox) == 0
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pier.agent.deadline import Order, execute
 from pier.endpoint import Endpoint
 from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
 
@@ -29,6 +32,10 @@ class McpServer:
     args: tuple[str, ...] = ()
 
 
+def _ignore(text: str) -> None:
+    """Nobody wants to know."""
+
+
 @dataclass(frozen=True, slots=True)
 class AgentRun:
     """What an agent is told of one run. `seconds` is its time; `options` are its kwargs as the user gave them."""
@@ -47,6 +54,17 @@ class AgentRun:
     """The same model for a caller outside the sandbox; only for agents that declare `outside`."""
     solution: Path | None = None
     """The task's solution directory on the host; only the agent `oracle` may look at it."""
+    budget: Mapping[str, float] = field(default_factory=dict)
+    """What its model session may use, by the names of the session's limits."""
+    warn: Callable[[str], None] = _ignore
+    """Takes what went wrong beside the agent's work, for the people who read the result."""
+
+    def limits(self) -> dict[str, str]:
+        """The variables that tell an agent how long it has, from now on, and what it may use."""
+        told = {f"PIER_MAX_{name.upper()}": f"{value:.12g}" for name, value in self.budget.items()}
+        if self.seconds is not None:
+            told |= {"PIER_SECONDS": str(int(self.seconds)), "PIER_DEADLINE": str(int(time.time() + self.seconds))}
+        return told
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +116,8 @@ class Agent(ABC):
     """Whether it calls its model from outside the sandbox."""
     exit_code_counts: ClassVar[bool] = True
     """Whether an exit code other than 0 is the agent's failure; the trial is graded either way."""
+    soft_stop: ClassVar[int] = signal.SIGTERM
+    """The signal that asks it to end, shortly before its deadline."""
 
     def reach(self, options: Mapping[str, Any], env: Mapping[str, str], *, direct: bool) -> tuple[str, ...]:
         """The hosts that it needs with these options and variables; `direct` if no gateway stands before its model."""
@@ -116,12 +136,6 @@ class Agent(ABC):
         launch = self.launch(run)
         for file in launch.files:
             await sandbox.write_file(file.path, file.data, mode=file.mode, owner=run.user)
-        return await sandbox.exec(
-            list(launch.argv),
-            cwd=run.workdir,
-            env={**launch.env, **run.env},
-            user=run.user,
-            stdin=launch.stdin,
-            timeout=run.seconds,
-            on_output=on_output,
-        )
+        env = {**run.limits(), **launch.env, **run.env}
+        order = Order(launch.argv, run.workdir, self.soft_stop, env, run.user, launch.stdin, run.seconds)
+        return await execute(sandbox, order, on_output)

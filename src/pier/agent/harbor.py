@@ -94,7 +94,7 @@ class HarborAgent(Agent):
             "logs_dir": logs,
             "model_name": f"openai/{model}" if run.endpoint else model,
             "logger": logging.getLogger(f"pier.harbor.{self.name}"),
-            "extra_env": {**_variables(run.endpoint), **run.env},
+            "extra_env": {**run.limits(), **_variables(run.endpoint), **run.env},
             "mcp_servers": list(run.mcp_servers),
             "skills_dir": run.skills_dir,
         }

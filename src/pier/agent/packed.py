@@ -5,31 +5,29 @@ A subclass says what to run (`launch`) and where it looks for skills; everything
 
 from __future__ import annotations
 
-import asyncio
 import io
 import signal
 import tarfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, Agent, AgentFile, AgentRun, Launch
+from pier.agent.deadline import Order, execute
 from pier.agent.reach import hosts_in
 from pier.errors import SandboxError
-from pier.sandbox.contract import OnOutput, Process, Result, Sandbox
+from pier.sandbox.contract import OnOutput, Result, Sandbox
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-GRACE = 10.0
-"""At most how many seconds before its deadline an agent is asked to end; a twentieth of its time if that is less."""
 CLIENT_TIMEOUT = 3600
 """Seconds that an agent's own client waits for one answer: a slow model is the gateway's business, not the agent's."""
 
 
 class PackedAgent(Agent):
     """An agent from a pack. `launch` stays pure; `run` does what it says."""
+
+    soft_stop = signal.SIGINT
 
     logs: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Session logs that no variable moves to `AGENT_LOGS`: a directory below the home directory, and the one below
@@ -58,27 +56,25 @@ class PackedAgent(Agent):
             await self._keep_logs(sandbox, run)
 
     async def _execute(self, sandbox: Sandbox, run: AgentRun, launch: Launch, on_output: OnOutput | None) -> Result:
-        env = {"HOME": run.home, "PATH": _path(sandbox, run), **_clock(run.seconds), **launch.env, **run.env}
-        process = await sandbox.spawn(
-            list(launch.argv),
-            cwd=run.workdir,
-            env={**env, "PATH": f"{env['PATH']}:{PACK_PATH}/tools"},
-            user=run.user,
-            stdin=launch.stdin is not None,
-            on_output=on_output,
-        )
-        async with process:
-            if launch.stdin is not None:
-                await process.write(launch.stdin)
-                await process.close_stdin()
-            return await _until_deadline(process, run.seconds)
+        env = {"HOME": run.home, "PATH": _path(sandbox, run), **run.limits(), **launch.env, **run.env}
+        env["PATH"] += f":{PACK_PATH}/tools"
+        order = Order(launch.argv, run.workdir, self.soft_stop, env, run.user, launch.stdin, run.seconds)
+        return await execute(sandbox, order, on_output)
 
     async def _keep_logs(self, sandbox: Sandbox, run: AgentRun) -> None:
-        """Copy the session logs to where logs are collected; an agent that died early has none."""
+        """Copy the session logs to where logs are collected; an agent that died early has none. A copy that fails
+        is a warning: the agent's work stands without it."""
         for source, target in self.logs:
-            with suppress(SandboxError):
-                stream = sandbox.get_tar(f"{run.home.rstrip('/')}/{source}")
-                await sandbox.put_tar(stream, f"{AGENT_LOGS}/{target}")
+            place = f"{run.home.rstrip('/')}/{source}"
+            stream = aiter(sandbox.get_tar(place))
+            try:
+                start = await anext(stream, None)
+                if start is not None:
+                    await sandbox.put_tar(_chunks(start, stream), f"{AGENT_LOGS}/{target}")
+            except FileNotFoundError:
+                continue
+            except SandboxError as error:
+                run.warn(f"the logs of {self.name} in {place} could not be kept: {error}")
 
 
 def model_of(run: AgentRun, default: str = "") -> str:
@@ -116,38 +112,16 @@ def _entry(path: str, mode: int, kind: bytes = tarfile.REGTYPE) -> tarfile.TarIn
     return entry
 
 
-async def _chunks(data: bytes) -> AsyncIterator[bytes]:
-    yield data
+async def _chunks(start: bytes, rest: AsyncIterator[bytes] | None = None) -> AsyncIterator[bytes]:
+    yield start
+    if rest is not None:
+        async for chunk in rest:
+            yield chunk
 
 
 def _path(sandbox: Sandbox, run: AgentRun) -> str:
     spec = sandbox.spec
     return run.env.get("PATH") or spec.env.get("PATH") or spec.image.config.env.get("PATH") or DEFAULT_PATH
-
-
-def _clock(seconds: float | None) -> dict[str, str]:
-    if seconds is None:
-        return {}
-    return {"PIER_SECONDS": str(int(seconds)), "PIER_DEADLINE": str(int(time.time() + seconds))}
-
-
-async def _until_deadline(process: Process, seconds: float | None) -> Result:
-    """Wait for the end; near the deadline interrupt, at the deadline kill."""
-    waiting = asyncio.ensure_future(process.wait())
-    try:
-        if seconds is None:
-            return await waiting
-        grace = min(GRACE, seconds / 20)
-        done, _ = await asyncio.wait({waiting}, timeout=seconds - grace)
-        if done:
-            return waiting.result()
-        await process.signal(signal.SIGINT)
-        done, _ = await asyncio.wait({waiting}, timeout=grace)
-        if not done:
-            await process.kill()
-        return replace(await waiting, timed_out=True)
-    finally:
-        waiting.cancel()
 
 
 def mcp_servers(run: AgentRun) -> dict[str, dict[str, Any]]:

@@ -100,6 +100,7 @@ def describe_run(
         skills_dir=environment.skills_dir,
         seconds=deadline.seconds,
         solution=step.solution if is_oracle else None,
+        budget={name: limit for name, limit in spec.agent.budget.items() if limit is not None},
     )
 
 
