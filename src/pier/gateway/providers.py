@@ -41,6 +41,8 @@ class Provider:
     concurrency: int | None = None
     tokens: bool = False
     """Ask for token ids and log-probs, as vLLM gives them, and keep them in the recording."""
+    usage: bool = True
+    """Ask for the count of tokens in streams of Chat Completions, also where the agent does not."""
 
     def address(self, path: str) -> str:
         """The full address of a dialect's path (`/v1/messages`); an address that ends in a version keeps its own."""
@@ -87,6 +89,7 @@ class _Entry(BaseModel):
     requests_per_minute: int | None = None
     concurrency: int | None = None
     tokens: bool = False
+    usage: bool = True
 
 
 _BUILT_IN: tuple[tuple[str, str, tuple[DialectName, ...], tuple[str, ...], tuple[str, ...]], ...] = (

@@ -1,7 +1,7 @@
 """An upstream of the agent's own dialect: bytes and headers pass as they are, events as they arrive.
 
 The one thing held back is an event that is not whole yet. What the gateway itself adds to a request (another model
-name, token ids) is taken out of the answer.
+name, usage, token ids) is taken out of the answer.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "anthrop
 
 
 async def relay(x: Exchange, target: Target, *, usage: bool = False) -> web.StreamResponse:
-    """Pass the call on and the answer back. With `usage` the upstream is asked to count tokens in any case."""
+    """Pass the call on and the answer back. With `usage` the upstream is asked to count tokens, whatever its settings
+    say."""
     body, extras = x.body, Extras()
     if x.caller.route.dialect == "chat":
-        body, extras = ask(body, tokens=target.provider.tokens, usage=usage)
+        body, extras = ask(body, tokens=target.provider.tokens, usage=usage or target.provider.usage)
     if "model" in body.fields and body.value["model"] != target.model:
         body = body.with_fields(model=target.model)
     changed = body is not x.body
