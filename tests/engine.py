@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -16,17 +17,73 @@ from pathlib import Path
 START_SECONDS = 120
 
 
-@dataclass(frozen=True)
+@dataclass
 class Engine:
-    """A running engine."""
+    """An engine below one directory."""
 
-    socket: Path
     directory: Path
-    pid: int
+    options: tuple[str, ...]
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket(self) -> Path:
+        return self.directory / "docker.sock"
 
     @property
     def url(self) -> str:
         return f"unix://{self.socket}"
+
+    def start(self) -> None:
+        """Start the engine, again if it ran before, and wait until it answers."""
+        own = {"data-root": "data", "exec-root": "exec", "pidfile": "pid"}
+        command = ["dockerd", f"--host={self.url}", *(f"--{key}={self.directory / own[key]}" for key in own)]
+        with (self.directory / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [*command, "--bridge=none", "--iptables=false", "--ip6tables=false", *self.options],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while not self._answers():
+            told = (self.directory / "log").read_text()[-2000:]
+            assert self.process.poll() is None, f"dockerd ended:\n{told}"
+            assert time.monotonic() < deadline, f"dockerd did not answer in {START_SECONDS} s:\n{told}"
+            time.sleep(0.2)
+
+    def _answers(self) -> bool:
+        done = subprocess.run(["docker", "--host", self.url, "version"], capture_output=True, check=False)
+        return done.returncode == 0
+
+    def kill(self) -> None:
+        """Kill the engine as a crash would: its containers are left running."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(60)
+        # Its containerd dies with it; where nobody collects the dead, its number would pass for one that runs.
+        (self.directory / "exec" / "containerd" / "containerd.pid").unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        """End the engine and its containers."""
+        if self.process is None:
+            return
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(60)
+        for pid in self._shims():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _shims(self) -> Iterator[int]:
+        """What an engine that was killed has left of itself: who holds its containers, and their first processes."""
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"{self.directory}/exec/".encode() in (path / "cmdline").read_bytes():
+                    children = (path / "task" / path.name / "children").read_text().split()
+                    yield from (int(pid) for pid in (*children, path.name))
 
     def docker(self, *args: str, stdin: bytes | None = None) -> str:
         """Run the engine's own client against it."""
@@ -35,6 +92,14 @@ class Engine:
         )
         assert done.returncode == 0, done.stderr.decode()
         return done.stdout.decode().strip()
+
+    def pause(self, container: str) -> None:
+        """Pause a container; runc gives up at once when a process is busy in the kernel, so ask until it is done."""
+        deadline = time.monotonic() + START_SECONDS
+        command = ["docker", "--host", self.url, "pause", container]
+        while (done := subprocess.run(command, capture_output=True, timeout=300, check=False)).returncode != 0:
+            assert b"unable to freeze" in done.stderr and time.monotonic() < deadline, done.stderr.decode()
+            time.sleep(0.1)
 
     def processes(self, container: str) -> str:
         """What runs in a container; nothing if it is not running."""
@@ -58,48 +123,14 @@ def missing() -> str | None:
 def engine(*options: str) -> Iterator[Engine]:
     """Start an engine without a bridge and without packet filters; it is killed and its mounts undone at the end."""
     directory = Path(tempfile.mkdtemp(prefix="pier-engine-", dir="/tmp"))
-    log = (directory / "log").open("wb")
-    process = subprocess.Popen(
-        [
-            "dockerd",
-            f"--host=unix://{directory}/docker.sock",
-            f"--data-root={directory}/data",
-            f"--exec-root={directory}/exec",
-            f"--pidfile={directory}/pid",
-            "--bridge=none",
-            "--iptables=false",
-            "--ip6tables=false",
-            *options,
-        ],
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
+    running = Engine(directory, options)
     try:
-        running = Engine(directory / "docker.sock", directory, process.pid)
-        _wait(running, process, directory / "log")
+        running.start()
         yield running
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(60)
-        log.close()
+        running.stop()
         _unmount(directory)
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _wait(running: Engine, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        assert process.poll() is None, f"dockerd ended:\n{log.read_text()[-2000:]}"
-        done = subprocess.run(["docker", "--host", running.url, "version"], capture_output=True, check=False)
-        if done.returncode == 0:
-            return
-        time.sleep(0.2)
-    raise AssertionError(f"dockerd did not answer in {START_SECONDS} s:\n{log.read_text()[-2000:]}")
 
 
 def _unmount(directory: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from aiodocker.exceptions import DockerError
 from pier.errors import SandboxError
 from pier.lease import Lease
 from pier.sandbox.contract import Change
+from pier.sandbox.docker.group import ContainerGroup
 from pier.sandbox.local.box import kill_and_wait
 from pier.sandbox.local.channel import Channel
 from pier.sandbox.local.zygotes import Zygotes
@@ -24,6 +26,10 @@ KIND = "container"
 LABEL = "dev.pier.sandbox"
 _START_SECONDS = 120
 _STOP_SECONDS = 60
+_WATCH_SECONDS = 1.0
+_FROZEN_LOOKS = 5
+"""A container that was seen frozen that many times in a row is given up. Engines freeze one for a moment for their own
+purposes, such as a commit."""
 _CHANGES = {0: "changed", 1: "added", 2: "removed"}
 
 
@@ -42,7 +48,9 @@ class ContainerBox:
         self._pidfd = -1
         self._running: asyncio.Future[int] | None = None
         self._stopping: asyncio.Task[None] | None = None
-        self._memory_events: Path | None = None
+        self._group: ContainerGroup | None = None
+        self._first = -1
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self, config: dict[str, Any], plan: dict[str, Any]) -> None:
         """Make the container and enter it; when this raises or is cancelled, `stop` removes what was made."""
@@ -74,8 +82,31 @@ class ContainerBox:
         pid = (await container.show())["State"]["Pid"]
         if not pid:
             raise SandboxError(f"the container {self.name} ended at once", code="container_ended")
-        self._memory_events = _memory_events(pid)
+        try:
+            self._first = os.pidfd_open(pid)
+            self._group = ContainerGroup(pid)
+        except OSError as error:
+            raise SandboxError(f"the container {self.name} ended at once: {error}", code="container_ended") from error
+        self._watching = asyncio.create_task(self._watch(self._group))
         return pid
+
+    async def _watch(self, group: ContainerGroup) -> None:
+        """What is frozen answers nothing, so that everybody who asks would wait for as long as somebody else likes."""
+        looks = 0
+        while not self.channel.closed and looks < _FROZEN_LOOKS:
+            await asyncio.sleep(_WATCH_SECONDS)
+            looks = looks + 1 if group.is_frozen() else 0
+        if looks == _FROZEN_LOOKS:
+            self.channel.close(f"the container {self.name} was paused from outside")
+            self._kill(group)
+
+    def _kill(self, group: ContainerGroup) -> None:
+        """Kill everything in the container, whether it is frozen or not."""
+        for fd in (self._pidfd, self._first):
+            if fd >= 0:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+        group.thaw()
 
     async def _enter(self, pid: int, plan: dict[str, Any], theirs: socket.socket) -> None:
         zygote = await self._zygotes.pick()
@@ -84,13 +115,7 @@ class ContainerBox:
 
     def oom_kills(self) -> int:
         """How many processes the limit on memory has killed."""
-        if self._memory_events is None:
-            return 0
-        try:
-            rows = dict(line.split() for line in self._memory_events.read_text().splitlines())
-        except (OSError, ValueError):
-            return 0
-        return int(rows.get("oom_kill", 0))
+        return self._group.oom_kills() if self._group is not None else 0
 
     async def changes(self) -> list[Change]:
         """What differs from the image, as the engine tells it; directories only when they were removed."""
@@ -111,6 +136,8 @@ class ContainerBox:
     async def _stop(self) -> None:
         if hasattr(self, "channel"):
             self.channel.close()
+        if self._group is not None and self._group.is_frozen():
+            self._kill(self._group)
         if self._pidfd >= 0:
             await kill_and_wait(self._pidfd)
             os.close(self._pidfd)
@@ -120,6 +147,12 @@ class ContainerBox:
             await asyncio.wait([self._running], timeout=_STOP_SECONDS)
             if self._running.done() and not self._running.cancelled():
                 self._running.exception()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        if self._first >= 0:
+            os.close(self._first)
+            self._first = -1
         await remove(self._docker, self.name)
         self._lease.strike(KIND, self.id)
 
@@ -150,12 +183,3 @@ def engine_error(error: DockerError) -> SandboxError:
     if error.status == 404:
         return SandboxError(f"the Docker engine lost it: {text}", code="container_gone")
     return SandboxError(f"the Docker engine refused: {text}", code="engine")
-
-
-def _memory_events(pid: int) -> Path | None:
-    """The file that counts the processes killed for memory in a container's control group."""
-    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            return Path(f"/sys/fs/cgroup/{controllers}{path}/memory.oom_control")
-    return None

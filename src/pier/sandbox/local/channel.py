@@ -137,10 +137,11 @@ class Channel:
             if self.closed:
                 return
 
-    def close(self) -> None:
-        """Close the connection. Idempotent."""
+    def close(self, why: str = "") -> None:
+        """Close the connection, for everybody who still waits with the reason `why`. Idempotent."""
         if self.closed:
             return
+        self._gone = why or self._gone
         self.closed = True
         self._loop.remove_reader(self._sock.fileno())
         self._loop.remove_writer(self._sock.fileno())

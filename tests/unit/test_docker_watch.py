@@ -1,0 +1,51 @@
+"""When a container counts as paused for good."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from pier.sandbox.docker import box
+from pier.sandbox.docker.box import ContainerBox
+from pier.sandbox.local.channel import Channel
+
+pytestmark = pytest.mark.plain
+
+
+class Looks:
+    """A control group that is frozen as often as it is said, and then closes what is watched."""
+
+    def __init__(self, frozen: list[bool], channel: Channel) -> None:
+        self.frozen = frozen
+        self.channel = channel
+        self.thawed = False
+
+    def is_frozen(self) -> bool:
+        if not self.frozen:
+            self.channel.close("the test is over")
+            return False
+        return self.frozen.pop(0)
+
+    def thaw(self) -> None:
+        self.thawed = True
+
+
+@pytest.mark.parametrize(
+    ("looks", "given_up"),
+    [([True] * 5, True), ([True] * 4 + [False] + [True] * 4 + [False], False), ([False] * 9, False)],
+)
+async def test_only_a_long_pause_is_given_up(
+    looks: list[bool], given_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(box, "_WATCH_SECONDS", 0)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    nothing: Any = None
+    container = ContainerBox(nothing, nothing, nothing, "")
+    container.channel = Channel(ours, "gone")
+    group: Any = Looks(looks, container.channel)
+    await container._watch(group)
+    theirs.close()
+    assert group.thawed == given_up
+    assert ("paused" in str(container.channel.lost())) == given_up
