@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from pier.image.store import ImageStore
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+_env = click.option(
+    "--env",
+    type=click.Choice(["local", "docker"]),
+    default="local",
+    help="Whose images: pier's own store, or those that pier brought to the Docker engine.",
+)
 
 
 @click.group(name="image")
@@ -128,9 +134,13 @@ def build(
 
 
 @image.command(name="list")
+@_env
 @_json
-def list_(as_json: bool) -> None:
-    """List the images of the store."""
+def list_(env: str, as_json: bool) -> None:
+    """List the images of the store, or those that pier brought to the Docker engine."""
+    if env == "docker":
+        _list_engine(as_json)
+        return
     store = _store()
     rows = [_summary(store, record) for record in store.list()]
     if as_json:
@@ -145,6 +155,22 @@ def list_(as_json: bool) -> None:
         size = _size_text(row["size"])
         name = f"{row['reference']:{width}}"
         click.echo(f"{name}  {row['digest'][7:19]}  {row['layers']:6}  {size:>8}  {row['origin']}")
+
+
+def _list_engine(as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from pier.sandbox.docker.ours import list_ours
+
+    found = asyncio.run(list_ours())
+    if as_json:
+        click.echo(json.dumps([asdict(one) for one in found], indent=2))
+        return
+    if not found:
+        click.echo("pier has brought no images to the Docker engine")
+    for one in found:
+        used = "in use" if one.in_use else ""
+        click.echo(f"{one.reference}  {one.id[7:19]}  {_size_text(one.size):>8}  {used}".rstrip())
 
 
 @image.command()
@@ -185,14 +211,22 @@ def rm(names: tuple[str, ...], as_json: bool) -> None:
 @image.command()
 @click.option("--max-size", help="Remove least recently used images until the rest fits, such as 20G.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@_env
 @_json
-def gc(max_size: str | None, dry_run: bool, as_json: bool) -> None:
-    """Remove what is half made or not needed, and with a budget what was not used for longest."""
+def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:
+    """Remove what is half made or not needed, and with a budget what was not used for longest.
+
+    With `--env docker`: the images that pier brought to the engine and that no container uses, oldest first. Images
+    that others brought there are never touched.
+    """
     from dataclasses import asdict
 
     from pier.image.collect import collect
 
     limit = None if max_size is None else _parse_size(max_size)
+    if env == "docker":
+        _collect_engine(limit, dry_run, as_json)
+        return
     done = asyncio.run(collect(_store(), max_size=limit, dry_run=dry_run))
     if as_json:
         click.echo(json.dumps(asdict(done), indent=2))
@@ -202,6 +236,17 @@ def gc(max_size: str | None, dry_run: bool, as_json: bool) -> None:
         f"{verb} {len(done.images)} images, {len(done.layers)} layers and {len(done.leftovers)} leftovers, "
         f"{_size_text(done.freed)}; {_size_text(done.size)} are left"
     )
+
+
+def _collect_engine(limit: int | None, dry_run: bool, as_json: bool) -> None:
+    from pier.sandbox.docker.ours import collect_ours
+
+    removed = asyncio.run(collect_ours(max_size=limit, dry_run=dry_run))
+    freed = sum(one.size for one in removed)
+    if as_json:
+        click.echo(json.dumps({"images": [one.reference for one in removed], "freed": freed}, indent=2))
+        return
+    click.echo(f"{'would remove' if dry_run else 'removed'} {len(removed)} images, {_size_text(freed)}")
 
 
 def _store() -> ImageStore:

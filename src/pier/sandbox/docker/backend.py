@@ -76,21 +76,26 @@ class DockerBackend(Backend):
     async def _engine(self) -> aiodocker.Docker:
         async with self._opening:
             if self._docker is None:
-                self._refuse_what_cannot_work()
-                docker = aiodocker.Docker(url=self._address)
-                try:
-                    await docker.version()
-                except (DockerError, aiohttp.ClientError, OSError) as error:
-                    await docker.close()
-                    raise SandboxError(
-                        f"the Docker engine at {self._address} does not answer: {error}",
-                        code="engine_down",
-                        hint="start the engine, or set DOCKER_HOST",
-                    ) from error
-                self._docker, self._images = docker, EngineImages(docker)
+                self._refuse_far_engines()
+                _refuse_plain_users()
+                self._docker, _ = await self._connect()
+                self._images = EngineImages(self._docker)
             return self._docker
 
-    def _refuse_what_cannot_work(self) -> None:
+    async def _connect(self) -> tuple[aiodocker.Docker, dict[str, Any]]:
+        """A connection to the engine and what it says of its version."""
+        docker = aiodocker.Docker(url=self._address)
+        try:
+            return docker, await docker.version()
+        except (DockerError, aiohttp.ClientError, OSError) as error:
+            await docker.close()
+            raise SandboxError(
+                f"the Docker engine at {self._address} does not answer: {error}",
+                code="engine_down",
+                hint="start the engine, or set DOCKER_HOST",
+            ) from error
+
+    def _refuse_far_engines(self) -> None:
         if not self._address:
             raise SandboxError(
                 "no Docker engine was found: DOCKER_HOST is not set and the usual sockets are not there",
@@ -106,14 +111,6 @@ class DockerBackend(Backend):
                 blame="user",
                 retryable=False,
                 hint="run pier on the engine's host",
-            )
-        if os.geteuid() != 0:
-            raise SandboxError(
-                "the Docker backend enters containers from outside, which needs root on the engine's host",
-                code="not_root",
-                blame="user",
-                retryable=False,
-                hint="run pier as root, or use --env local, which needs no root",
             )
 
     async def start(self, spec: SandboxSpec) -> DockerSandbox:
@@ -228,13 +225,17 @@ class DockerBackend(Backend):
         await sandbox.box.stop()
 
     async def doctor(self) -> list[Finding]:
+        return [await self._examine_engine(), _examine_user()]
+
+    async def _examine_engine(self) -> Finding:
         try:
-            docker = await self._engine()
+            self._refuse_far_engines()
+            docker, version = await self._connect()
         except SandboxError as error:
-            return [Finding("Docker engine", False, error.message, error.hint or "")]
-        version = await docker.version()
+            return Finding("Docker engine", False, error.message, error.hint or "")
+        await docker.close()
         told = f"{version.get('Version', '?')} at {self._address}, API {version.get('ApiVersion', '?')}"
-        return [Finding("Docker engine", True, told)]
+        return Finding("Docker engine", True, told)
 
     async def destroy(self, held: Held) -> None:
         address = held.data.get("engine", self._address)
@@ -250,6 +251,25 @@ class DockerBackend(Backend):
         if self._docker is not None:
             await self._docker.close()
             self._docker = None
+
+
+def _refuse_plain_users() -> None:
+    if os.geteuid() != 0:
+        raise SandboxError(
+            "the Docker backend enters containers from outside, which needs root on the engine's host",
+            code="not_root",
+            blame="user",
+            retryable=False,
+            hint="run pier as root, or use --env local, which needs no root",
+        )
+
+
+def _examine_user() -> Finding:
+    try:
+        _refuse_plain_users()
+    except SandboxError as error:
+        return Finding("root", False, error.message, error.hint or "")
+    return Finding("root", True, "containers can be entered from outside")
 
 
 async def _remove_image(docker: aiodocker.Docker, name: str) -> None:

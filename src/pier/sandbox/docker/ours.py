@@ -1,0 +1,95 @@
+"""The images that pier brought to an engine: which they are, and the removal of those that nothing uses.
+
+Only names below `pier/` count. Snapshots are not among them: they belong to a run, and end with it or by `pier gc`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiodocker
+from aiodocker.exceptions import DockerError
+
+from pier.errors import SandboxError
+from pier.image.engine import engine_address
+from pier.sandbox.docker.box import engine_error
+from pier.sandbox.docker.images import REPOSITORY
+
+_LATEST = ":latest"
+
+
+@dataclass(frozen=True, slots=True)
+class OurImage:
+    """An image at an engine. `in_use`: some container is made from it."""
+
+    reference: str
+    id: str
+    size: int
+    created: int
+    in_use: bool
+
+
+async def list_ours() -> list[OurImage]:
+    """The images that pier brought to the engine, oldest first."""
+    async with _engine() as docker:
+        return await _list(docker)
+
+
+async def collect_ours(*, max_size: int | None = None, dry_run: bool = False) -> list[OurImage]:
+    """Remove images that no container uses, oldest first; with `max_size` only until the rest has no more bytes."""
+    async with _engine() as docker:
+        found = await _list(docker)
+        size = sum(image.size for image in found)
+        removed: list[OurImage] = []
+        for image in found:
+            if image.in_use or (max_size is not None and size <= max_size):
+                continue
+            if dry_run or await _remove(docker, image):
+                removed.append(image)
+                size -= image.size
+        return removed
+
+
+async def _list(docker: aiodocker.Docker) -> list[OurImage]:
+    rows: list[dict[str, Any]] = await docker._query_json("images/json")
+    containers: list[dict[str, Any]] = await docker._query_json("containers/json", params={"all": "1"})
+    used = {container["ImageID"] for container in containers}
+    found = [
+        OurImage(tag.removesuffix(_LATEST), row["Id"], row["Size"], row["Created"], row["Id"] in used)
+        for row in rows
+        for tag in row.get("RepoTags") or []
+        if tag.startswith(f"{REPOSITORY}/") and not tag.startswith(f"{REPOSITORY}/snapshot-")
+    ]
+    return sorted(found, key=lambda image: (image.created, image.reference))
+
+
+async def _remove(docker: aiodocker.Docker, image: OurImage) -> bool:
+    """Whether it is gone; an engine keeps what a container that was started meanwhile uses."""
+    try:
+        await docker.images.delete(image.reference)
+    except DockerError as error:
+        if error.status in (404, 409):
+            return error.status == 404
+        raise
+    return True
+
+
+@asynccontextmanager
+async def _engine() -> AsyncIterator[aiodocker.Docker]:
+    address = engine_address()
+    if not address:
+        raise SandboxError(
+            "no Docker engine was found: DOCKER_HOST is not set and the usual sockets are not there",
+            code="no_engine",
+            blame="user",
+            retryable=False,
+            hint="start an engine, or set DOCKER_HOST",
+        )
+    async with aiodocker.Docker(url=address) as docker:
+        try:
+            yield docker
+        except DockerError as error:
+            raise engine_error(error) from error
