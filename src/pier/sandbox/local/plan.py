@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -86,5 +87,6 @@ def _mount(mount: Mount) -> dict[str, Any]:
     return wanted
 
 
+@functools.cache
 def _filter(*, single: bool) -> str:
     return seccomp.program(single_id=single).hex() if seccomp.supported() else ""
