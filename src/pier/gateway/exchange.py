@@ -54,6 +54,8 @@ class Exchange:
         self.target: Target | None = None
         self.usage: Usage | None = None
         self.ended = False
+        self.outcome: tuple[Outcome, int] | None = None
+        """How the call ended, and with which status."""
         self.edited = False
         """Whether `body` is no longer what the agent sent."""
         self.sign_of_life: bytes | None = None
@@ -111,6 +113,7 @@ class Exchange:
         if self.ended:
             return
         self.ended = True
+        self.outcome = outcome, status
         provider, model = (self.target.provider.name, self.target.model) if self.target else ("", None)
         if self.turn.spent:
             self.turn.add(self.usage, cost_of(self.usage, model, provider))

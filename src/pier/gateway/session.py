@@ -29,6 +29,7 @@ from pier.gateway.closed_book import close_book
 from pier.gateway.dialect import BadRequest
 from pier.gateway.exchange import CallerGone, Exchange
 from pier.gateway.recorder import Durable, Outcome, Recorder
+from pier.gateway.tally import Tally
 from pier.gateway.translate import Memory
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Session:
         self.key = "sk-pier-" + secrets.token_urlsafe(32)
         self.terms = terms
         self.meter = Meter(terms.budget)
+        self.tally = Tally()
         self.ended: str | None = None
         """Why no further turn is given, once that is so."""
         self.pool_ended = False
@@ -201,6 +203,9 @@ class Session:
             except Exception as error:  # whatever broke, the agent gets an error of its own dialect
                 log.exception("a call of session %s failed", self.id)
                 return await x.fail(500, f"the gateway failed: {type(error).__name__}: {error}", "server")
+            finally:
+                if x.outcome:
+                    self.tally.add(*x.outcome)
 
     def _refusal(self) -> str | None:
         """Why there is no further turn, in words for the agent; None if there is one."""

@@ -15,7 +15,7 @@ from pier.agent.contract import PACK_PATH, Agent, AgentRun, McpServer
 from pier.agent.oracle import OracleAgent
 from pier.agent.registry import check_options, find_agent
 from pier.endpoint import GATEWAY_PORT, Endpoint
-from pier.errors import AgentError, JobError, UsageError
+from pier.errors import AgentError, JobError, PierError, ProviderError, UsageError
 from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
 from pier.task import Step, Task
 from pier.trial.model import AgentResult
@@ -205,6 +205,25 @@ def check_job_budget(session: Session | None) -> None:
         raise JobError(f"the trial was cut off ({session.ended}), so it is not graded", code="job-budget")
 
 
+def judge(agent: Agent, failed: AgentError | None, session: Session | None) -> PierError | None:
+    """Why the agent's run does not count as a sound one, in view of what its model did; None if it does.
+
+    Only the wire is asked, never the agent's words: some exit with 0 when their provider is gone.
+    """
+    if session is None:
+        return failed
+    tally, how = session.tally, f"; {failed}" if failed else ""
+    if tally.last == "rate_limited":
+        return ProviderError(f"the agent's last model call met a rate limit{how}", code="provider_rate_limit")
+    if tally.last == "provider_error":
+        status = tally.last_status or 500
+        said = f"the agent's last model call failed with status {status}{how}"
+        return ProviderError(said, code="provider_error", retryable=status >= 500 or status == 408)
+    if not tally.calls and agent.dialect is not None:
+        return AgentError(f"the agent {agent.name!r} made no model call{how}", code="agent_no_calls")
+    return failed
+
+
 def usage_of(session: Session | None) -> AgentResult:
     """What the agent used, as the gateway counted it; nothing is known without one."""
     if session is None:
@@ -214,4 +233,7 @@ def usage_of(session: Session | None) -> AgentResult:
     if meter.turns:
         known |= {"n_input_tokens": meter.input_tokens, "n_output_tokens": meter.output_tokens}
         known["cost_usd"] = meter.cost_usd or None
-    return AgentResult(**known, metadata={"ended": session.ended} if session.ended else None)
+    metadata: dict[str, Any] = {"model_calls": dict(session.tally.ends)}
+    if session.ended:
+        metadata["ended"] = session.ended
+    return AgentResult(**known, metadata=metadata)

@@ -1,0 +1,102 @@
+"""Why an agent's run failed is told from what happened on the wire, whatever its exit code says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pier.agent.command import CommandAgent
+from pier.agent.pack import PackStore
+from pier.agent.registry import pack_spec
+from pier.gateway.server import Gateway
+from pier.trial.model import TrialResult
+from pier.trial.spec import AgentChoice
+from tests.trial_runs import Bench, open_bench, write_task
+
+PACKS = Path(os.environ.get("PIER_PACKS") or Path(__file__).parents[2] / ".cache" / "packs")
+CALL = """
+import json, os, sys, urllib.request, urllib.error
+def call():
+    body = {"model": os.environ["PIER_MODEL"], "messages": [{"role": "user", "content": "go"}]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60).read()
+    except urllib.error.HTTPError:
+        pass
+for _ in range(int(sys.argv[1])):
+    call()
+sys.exit(int(sys.argv[2]))
+"""
+
+
+class Caller(CommandAgent):
+    """Calls its model so often and ends with that exit code, and says that it needs a model."""
+
+    name = "caller"
+    dialect = "chat"
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    async with open_bench(tmp_path / "trials") as found, Gateway() as gateway:
+        yield Bench(replace(found.services, gateway=gateway), tmp_path / "trials")
+
+
+async def run(bench: Bench, root: Path, turns: list[Any], calls: int, code: int = 0) -> TrialResult:
+    script = root / "script.yaml"
+    script.write_text(yaml.safe_dump(turns))
+    task = write_task(root / "task")
+    options = {"command": ["python3", "-c", CALL, str(calls), str(code)]}
+    return await bench.run(task, AgentChoice(f"{__name__}:Caller", f"script:{script}", options=options))
+
+
+def told(result: TrialResult) -> tuple[str | None, str | None, bool | None]:
+    error = result.exception_info
+    return (error.code, error.blame, error.retryable) if error else (None, None, None)
+
+
+def counted(result: TrialResult) -> dict[str, int]:
+    assert result.agent_result is not None and result.agent_result.metadata is not None
+    return result.agent_result.metadata["model_calls"]
+
+
+@pytest.mark.parametrize(
+    ("turns", "calls", "code", "expected", "ends"),
+    [
+        ([{"text": "hi"}], 1, 0, (None, None, None), {"answered": 1}),
+        ([{"text": "hi"}], 1, 3, ("agent_exit", "agent", False), {"answered": 1}),
+        ([{"text": "hi"}], 0, 0, ("agent_no_calls", "agent", False), {}),
+        ([{"text": "hi"}], 0, 3, ("agent_no_calls", "agent", False), {}),
+        ([{"error": {"status": 429}}], 1, 0, ("provider_rate_limit", "provider", True), {"rate_limited": 1}),
+        ([{"error": {"status": 503}}], 1, 3, ("provider_error", "provider", True), {"provider_error": 1}),
+        ([{"error": {"status": 401}}], 1, 0, ("provider_error", "provider", False), {"provider_error": 1}),
+        ([{"error": {"status": 400}}], 1, 3, ("agent_exit", "agent", False), {"rejected": 1}),
+        ([{"error": {"status": 500}}, {"text": "hi"}], 2, 0, (None, None, None), {"provider_error": 1, "answered": 1}),
+    ],
+)
+async def test_each_end_has_its_code(
+    bench: Bench, tmp_path: Path, turns: list[Any], calls: int, code: int, expected: Any, ends: dict[str, int]
+) -> None:
+    result = await run(bench, tmp_path, turns, calls, code)
+    assert (told(result), counted(result)) == (expected, ends)
+    assert result.rewards == {"reward": 0}
+
+
+async def test_a_real_agent_that_exits_with_0_on_a_dead_provider(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = pack_spec("pi")
+    if spec is None or PackStore(PACKS).find(spec) is None:
+        pytest.skip("the pack of pi is not built: .ci/packs pi")
+    monkeypatch.setenv("PIER_PACKS", str(PACKS))
+    script = tmp_path / "script.yaml"
+    script.write_text(yaml.safe_dump([{"error": {"status": 401}}] * 8))
+    result = await bench.run(write_task(tmp_path / "task"), AgentChoice("pi", f"script:{script}"))
+    assert told(result) == ("provider_error", "provider", False)
