@@ -32,7 +32,8 @@ class BudgetConfig(_Part):
 
 
 class AgentConfig(_Part):
-    """One agent with its model and options. Each agent of a job runs on each of its tasks."""
+    """One agent with its model and options. Each agent of a job runs on each of its tasks. With `direct` no gateway
+    stands before its model."""
 
     name: str | None = None
     import_path: str | None = None
@@ -44,6 +45,7 @@ class AgentConfig(_Part):
     max_timeout_sec: float | None = Field(default=None, gt=0)
     extra_allowed_hosts: list[str] = Field(default_factory=list)
     mcp_servers: list[dict[str, Any]] = Field(default_factory=list)
+    direct: bool = False
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
 
     @model_validator(mode="after")

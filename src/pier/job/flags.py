@@ -112,6 +112,8 @@ def _apply_agents(merged: dict[str, Any], flags: Flags) -> None:
         _add(agent, "kwargs", options)
         _add(agent, "env", variables)
         _add(agent, "budget", budget)
+        if flags.get("direct") is not None:
+            agent["direct"] = flags["direct"]
         for key, rows in (("extra_allowed_hosts", flags.get("allow_agent_host") or ()), ("mcp_servers", servers)):
             if rows:
                 agent[key] = [*agent.get(key, []), *rows]

@@ -131,7 +131,7 @@ async def _services(job: Job, env: Mapping[str, str], budget: JobBudget) -> Asyn
         images = open_images(backend, builds=job.config.n_concurrent_builds)
         stack.push_async_callback(images.close)
         gateway = None
-        models = {agent.model_name for agent in job.config.agents if agent.model_name}
+        models = {agent.model_name for agent in job.config.agents if agent.model_name and not agent.direct}
         if models and job.config.regrade_of is None:
             from pier.gateway import Directory, Gateway
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from pier.agent.registry import find_agent
 from pier.errors import TaskError, UsageError
 from pier.job.config import AgentConfig, EnvironmentConfig, JobConfig
 from pier.job.plan import Plan, PlannedTask, PlannedTrial
@@ -44,7 +45,7 @@ class Specs:
         self._tasks: OrderedDict[int, Task] = OrderedDict()
         self._agents = [_agent(agent, env) for agent in config.agents]
         for choice in self._agents:
-            _check_agent(choice)
+            _check_agent(choice, job_budget=bool(config.budget.model_dump(exclude_none=True)))
         self._sandbox = _sandbox(config, env)
         self._verifier = VerifierChoice(
             enabled=not config.verifier.disable,
@@ -127,10 +128,16 @@ def _where(planned: PlannedTask) -> Path:
 
 
 def _agent(agent: AgentConfig, env: Mapping[str, str]) -> AgentChoice:
+    name = agent.import_path or agent.name or "oracle"
+    model = fill(agent.model_name, env, "agents.model_name")
+    options = fill(agent.kwargs, env, "agents.kwargs")
+    if agent.direct and model and "model" in find_agent(name).options:
+        options = {"model": model, **options}
     return AgentChoice(
-        name=agent.import_path or agent.name or "oracle",
-        model=fill(agent.model_name, env, "agents.model_name"),
-        options=fill(agent.kwargs, env, "agents.kwargs"),
+        name=name,
+        model=model,
+        options=options,
+        direct=agent.direct,
         env=agent.env,
         timeout=agent.override_timeout_sec,
         setup_timeout=agent.override_setup_timeout_sec,
@@ -141,11 +148,18 @@ def _agent(agent: AgentConfig, env: Mapping[str, str]) -> AgentChoice:
     )
 
 
-def _check_agent(choice: AgentChoice) -> None:
-    """Refuse an agent that does not exist, options that it does not take, and a missing model, before anything runs."""
+def _check_agent(choice: AgentChoice, *, job_budget: bool) -> None:
+    """Refuse an agent that does not exist, options that it does not take, a missing model, and limits that cannot be
+    held, before anything runs."""
     agent = make_agent(choice)
-    if agent.dialect is not None and choice.model is None:
+    if agent.dialect is not None and choice.model is None and not choice.direct:
         raise UsageError(f"the agent {choice.name} needs a model", hint="add -m MODEL", code="no-model")
+    if choice.direct and (choice.budget or job_budget):
+        raise UsageError(
+            f"the agent {choice.name} calls its provider itself, so no budget of its model can be held",
+            hint="leave out --direct, or the limits",
+            code="direct-budget",
+        )
 
 
 def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:

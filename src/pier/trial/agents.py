@@ -132,11 +132,12 @@ async def home_of(sandbox: Sandbox, user: str | None) -> str:
 async def model_session(
     spec: TrialSpec, services: TrialServices, agent: Agent, sandbox: Sandbox, logs: Path, *, closed_book: bool = False
 ) -> AsyncIterator[Session | None]:
-    """A session at the gateway, served inside the sandbox while the agent runs; None if no model is asked for.
+    """A session at the gateway, served inside the sandbox while the agent runs; None if no model is asked for, or the
+    agent calls its provider itself.
 
     With `closed_book` the model has no internet either.
     """
-    if spec.agent.model is None:
+    if spec.agent.model is None or spec.agent.direct:
         yield None
         return
     if services.gateway is None:

@@ -45,9 +45,9 @@ _pace = _Pace()
 
 
 @asynccontextmanager
-async def followed(logs: Path, told: Told) -> AsyncIterator[None]:
+async def followed(logs: Path, told: Told, *, recorded: bool) -> AsyncIterator[None]:
     """Derive the trajectory now and then while the context lasts; none is under way when it is left."""
-    if told.model is None:
+    if not recorded:
         yield
         return
     over = asyncio.Event()

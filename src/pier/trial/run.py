@@ -136,7 +136,7 @@ class _Trial:
         agent = make_agent(spec.agent)
         capabilities = await backend.capabilities()
         check_support(spec.task, capabilities, backend.name)
-        reach = agent.reach(spec.agent.options, spec.agent.env, direct=spec.agent.model is None)
+        reach = agent.reach(spec.agent.options, spec.agent.env, direct=spec.agent.direct or spec.agent.model is None)
         plan = plan_network(
             spec.task.config.environment,
             spec.task.steps,

@@ -36,6 +36,8 @@ class AgentChoice:
     max_timeout: float | None = None
     hosts: tuple[str, ...] = ()
     mcp_servers: tuple[McpServerTable, ...] = ()
+    direct: bool = False
+    """The agent calls its provider itself: nothing is recorded on the wire, and no budget can be held."""
     budget: Mapping[str, Any] = field(default_factory=dict)
     """Limits of the model session, by the names of the fields of `pier.gateway.Budget`."""
 

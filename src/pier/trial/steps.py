@@ -33,7 +33,7 @@ from pier.trial.outcome import StepOutcome, captured, exception_info
 from pier.trial.record import TrialRecord
 from pier.trial.spec import TrialServices, TrialSpec
 from pier.trial.state import STATE, keep_state
-from pier.trial.trajectory import Told, add_trajectory
+from pier.trial.trajectory import Told, add_native_trajectory, add_trajectory
 from pier.verifier.folders import ARTIFACTS, TESTS, VERIFIER_LOGS, make_folders
 
 SHELL = ("/bin/sh", "-c", 'command -v bash >/dev/null 2>&1 && exec bash -c "$0"; exec sh -c "$0"')
@@ -128,7 +128,7 @@ async def _run_agent(stage: Stage, step: Step, outcome: StepOutcome, policy: Net
             closed = policy.mode != "public"
             async with (
                 model_session(spec, stage.services, agent, sandbox, logs, closed_book=closed) as session,
-                followed(logs, told),
+                followed(logs, told, recorded=session is not None),
             ):
                 with stage.record.output(logs / f"{agent.name}.txt") as output:
                     outside = await outside_of(session, stage.services, agent)
@@ -138,6 +138,8 @@ async def _run_agent(stage: Stage, step: Step, outcome: StepOutcome, policy: Net
     finally:
         outcome.agent_result = await add_trajectory(logs, told, outcome.agent_result, stage.record)
         await take_logs(sandbox, AGENT_LOGS, logs, stage.record)
+        if spec.agent.direct:
+            outcome.agent_result = await add_native_trajectory(logs, told, outcome.agent_result, stage.record)
     check_job_budget(session)
     if failed is not None:
         stage.record.log(f"agent: {failed}")

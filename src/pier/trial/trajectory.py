@@ -1,4 +1,4 @@
-"""The agent's trajectory, derived from the recording of its model calls."""
+"""The agent's trajectory, derived from the recording of its model calls, else from its own session log."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pier.errors import UsageError
 from pier.trial.agents import RECORDING
 from pier.trial.model import AgentResult
 from pier.trial.outcome import captured
@@ -26,6 +27,44 @@ class Told:
     version: str
     model: str | None
     session: str
+
+
+async def add_native_trajectory(
+    logs: Path, told: Told, result: AgentResult | None, record: TrialRecord
+) -> AgentResult | None:
+    """The same for an agent that called its provider itself, from the session log that it kept, if it is one whose logs
+    can be read. An agent that left a trajectory of its own keeps it."""
+    from pier.trajectory.native.convert import READERS, convert, find_sessions
+    from pier.trajectory.write import read
+
+    target = logs / TRAJECTORY
+    if told.agent not in READERS or target.exists():
+        return result
+    with captured() as failure:
+        _refuse_links(logs)
+        sessions = await asyncio.to_thread(find_sessions, logs, told.agent)
+        longest = max(sessions, key=lambda session: session.path.stat().st_size)
+        await asyncio.to_thread(convert, longest, target)
+        final = (await asyncio.to_thread(read, target)).final_metrics
+        if final is None:
+            return result
+        known = {
+            "n_input_tokens": final.total_prompt_tokens,
+            "n_output_tokens": final.total_completion_tokens,
+            "n_cache_tokens": final.total_cached_tokens,
+            "cost_usd": final.total_cost_usd,
+        }
+        return (result or AgentResult()).model_copy(update=known)
+    record.warn(f"no trajectory could be made from the logs of {told.agent}: {failure.error}")
+    return result
+
+
+def _refuse_links(logs: Path) -> None:
+    """The logs come out of the sandbox: a link in them may not make a file of this machine part of a trajectory."""
+    root = logs.resolve()
+    for path in logs.rglob("*"):
+        if path.is_symlink() and not path.resolve().is_relative_to(root):
+            raise UsageError(f"{path.relative_to(logs)} leads out of the logs")
 
 
 def derive(logs: Path, told: Told, *, durable: bool = True) -> Summary:
