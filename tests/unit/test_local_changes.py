@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.sandbox.local.changes import compare, measure, merge
+from pier.sandbox.local.changes import TooMany, compare, measure, merge
 
 
 def _fill(root: Path, files: dict[str, str]) -> Path:
@@ -28,6 +28,13 @@ def test_added_and_changed(tmp_path: Path) -> None:
     upper = _fill(tmp_path / "upper", {"etc/a": "2", "etc/c": "3", "new/deep/d": "4"})
     found = compare(str(upper), [str(lower)])
     assert _rows(found) == {"/etc/a": "changed", "/etc/c": "added", "/new/deep/d": "added"}
+
+
+def test_a_large_tree_is_not_looked_at_to_its_end(tmp_path: Path) -> None:
+    upper = _fill(tmp_path / "upper", {"etc/a": "1", "etc/b": "1"})
+    assert len(compare(str(upper), [], 3)) == 2
+    with pytest.raises(TooMany):
+        compare(str(upper), [], 2)
 
 
 def test_mark_differs_after_a_write(tmp_path: Path) -> None:

@@ -47,6 +47,14 @@ def test_selection(dataset: Path) -> None:
         names(dataset, include=["zulu"])
 
 
+def test_a_task_is_found_by_the_name_that_it_gives_itself(dataset: Path) -> None:
+    toml = dataset / "alpha" / "task.toml"
+    toml.write_text('[task]\nname = "greek/first"\n' + toml.read_text())
+    (dataset / "bravo" / "task.toml").write_text("not = [toml")
+    assert names(dataset, include=["greek/*"]) == ["greek/first"]
+    assert names(dataset, exclude=["greek/*", "bravo"]) == ["charlie", "delta", "echo"]
+
+
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="no such task"):
         names(tmp_path / "missing")

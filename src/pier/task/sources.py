@@ -8,6 +8,7 @@ machine, so that a seed always picks the same ones.
 from __future__ import annotations
 
 import random
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,7 +23,8 @@ from pier.task.model import Origin, Task
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which tasks of a source are taken: globs against names, then a seeded shuffle, then the first `n_tasks`."""
+    """Which tasks of a source are taken: globs against the names of their directories and the names that they give
+    themselves, then a seeded shuffle, then the first `n_tasks`."""
 
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -71,30 +73,50 @@ def select(origins: Sequence[Origin], selection: Selection) -> list[Origin]:
     if selection.n_tasks is not None and selection.n_tasks < 0:
         raise UsageError("the number of tasks cannot be negative")
     ordered = sorted(origins, key=lambda origin: (origin.path.name, str(origin.path)))
-    kept = [origin for origin in ordered if _matches(origin, selection)]
-    for pattern in selection.include:
-        if not any(_fits(origin, pattern) for origin in origins):
-            known = ", ".join(origin.path.name for origin in ordered[:8])
-            raise UsageError(f"no task matches {pattern!r}; there are: {known}{', ...' if len(ordered) > 8 else ''}")
+    kept = ordered
+    if selection.include or selection.exclude:
+        named = [(origin, tuple(_names(origin))) for origin in ordered]
+        kept = [origin for origin, names in named if _matches(names, selection)]
+        _check_all_match(selection.include, named)
     if selection.sample_seed is not None:
         random.Random(selection.sample_seed).shuffle(kept)
     return kept if selection.n_tasks is None else kept[: selection.n_tasks]
 
 
-def _matches(origin: Origin, selection: Selection) -> bool:
-    if selection.include and not any(_fits(origin, pattern) for pattern in selection.include):
+def _check_all_match(patterns: Sequence[str], named: Sequence[tuple[Origin, Sequence[str]]]) -> None:
+    for pattern in patterns:
+        if not any(_fits(names, pattern) for _, names in named):
+            known = ", ".join(origin.path.name for origin, _ in named[:8])
+            raise UsageError(f"no task matches {pattern!r}; there are: {known}{', ...' if len(named) > 8 else ''}")
+
+
+def _matches(names: Sequence[str], selection: Selection) -> bool:
+    if selection.include and not any(_fits(names, pattern) for pattern in selection.include):
         return False
-    return not any(_fits(origin, pattern) for pattern in selection.exclude)
+    return not any(_fits(names, pattern) for pattern in selection.exclude)
 
 
-def _fits(origin: Origin, pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in _names(origin))
+def _fits(names: Sequence[str], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
 
 
 def _names(origin: Origin) -> Iterator[str]:
     yield origin.path.name
     if origin.source:
         yield f"{origin.source}/{origin.path.name}"
+    if name := _own_name(origin.path):
+        yield name
+
+
+def _own_name(directory: Path) -> str | None:
+    """The name that a task gives itself; whether the rest of its file is right is found out by whoever loads it."""
+    try:
+        with (directory / "task.toml").open("rb") as stream:
+            table = tomllib.load(stream).get("task")
+    except (OSError, ValueError):
+        return None
+    name = table.get("name") if isinstance(table, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _in_directory(directory: Path, origin: Origin) -> list[Origin]:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import to_json
+from pydantic_core import PydanticSerializationError, to_json
 
 from pier import files
 from pier.errors import UsageError
@@ -62,7 +62,10 @@ class TrialRecord:
         self._write("result.json", result.model_dump(mode="json"), durable=True)
 
     def _write(self, name: str, value: dict[str, Any], *, durable: bool) -> None:
-        content = to_json(self.redactor.value(value), indent=2)
+        try:
+            content = to_json(self.redactor.value(value) if self.redactor.longest else value, indent=2)
+        except PydanticSerializationError:
+            content = to_json(self.redactor.value(value), indent=2)
         files.write(self.directory / name, content + b"\n", durable=durable)
 
     def note_network(self, decision: Decision) -> None:

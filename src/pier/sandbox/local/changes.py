@@ -13,9 +13,15 @@ from typing import Any
 _OPAQUE = "user.overlay.opaque"
 
 
-def compare(upper: str, lowers: list[str]) -> list[list[str]]:
-    """[path, kind, mark] of each path that `upper` makes differ from `lowers` (lowest first)."""
+class TooMany(Exception):
+    """A tree has more entries than were to be looked at."""
+
+
+def compare(upper: str, lowers: list[str], most: int | None = None) -> list[list[str]]:
+    """[path, kind, mark] of each path that `upper` makes differ from `lowers` (lowest first). `TooMany` if `upper` has
+    more than `most` entries."""
     found: list[list[str]] = []
+    seen = 0
     todo = [(upper, list(reversed(lowers)), "")]
     while todo:
         above, below, path = todo.pop()
@@ -23,6 +29,9 @@ def compare(upper: str, lowers: list[str]) -> list[list[str]]:
         names = set()
         with os.scandir(above) as entries:
             for entry in entries:
+                seen += 1
+                if most is not None and seen > most:
+                    raise TooMany
                 names.add(entry.name)
                 here = f"{path}/{entry.name}"
                 status = entry.stat(follow_symlinks=False)

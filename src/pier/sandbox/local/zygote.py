@@ -31,6 +31,9 @@ _LOWERS_KEPT = 128
 _REMOVED_AT_ONCE = 200
 """Of larger trees the rest is removed by a child, so that starts do not wait."""
 
+_LOOKED_AT_AT_ONCE = 200
+"""In larger trees changes are looked for by a child."""
+
 
 class Zygote:
     """One zygote. `serve` runs until pier closes the socket."""
@@ -247,6 +250,10 @@ class Zygote:
         return kernel.open_tree(source, recursive=True)
 
     def _look(self, message: dict[str, Any]) -> None:
+        if message["op"] == "changes":
+            with contextlib.suppress(changes.TooMany):
+                wire.send(self.sock, {"id": message["id"]} | look(message, _LOOKED_AT_AT_ONCE))
+                return
         if os.fork() == 0:
             try:
                 wire.send(self.sock, {"id": message["id"]} | look(message))
@@ -269,12 +276,12 @@ class Zygote:
                 os._exit(0)
 
 
-def look(message: dict[str, Any]) -> dict[str, Any]:
-    """What a child answers to a question about a tree."""
+def look(message: dict[str, Any], most: int | None = None) -> dict[str, Any]:
+    """The answer to a question about a tree; `TooMany` if it is one about changes in more than `most` entries."""
     if message["op"] == "measure":
         return {"bytes": changes.measure(HOST + message["path"])}
     lowers = [HOST + path for path in message["layers"]]
-    return {"changes": changes.compare(HOST + message["path"], lowers)}
+    return {"changes": changes.compare(HOST + message["path"], lowers, most)}
 
 
 def _make_directories(directory: str, top: str) -> None:
