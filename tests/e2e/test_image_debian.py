@@ -106,7 +106,9 @@ def _mirror() -> str:
     """Where this machine's own packages come from."""
     texts = [path.read_text() for path in Path("/etc/apt").rglob("*") if path.suffix in (".list", ".sources")]
     found = re.search(r"^(?:URIs:|deb(?: \[[^]]*\])?)\s+(\S+/debian/?)(?:\s|$)", "\n".join(texts), re.MULTILINE)
-    return found[1] if found else "http://deb.debian.org/debian"
+    if not found:
+        pytest.skip("this machine has no Debian packages configured")
+    return found[1]
 
 
 @pytest.fixture
