@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import os
 import stat
@@ -35,6 +36,10 @@ def pack(
         return packer.skipped
     finally:
         os.close(fd)
+
+
+_CHANGED = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO}
+"""What the kernel says of something that went away or changed its kind since it was listed: it is passed over."""
 
 
 class _Packer:
@@ -78,10 +83,11 @@ class _Packer:
                     continue
                 try:
                     self.add(fd, child, path, depth + 1)
-                except (FileNotFoundError, NotADirectoryError):
-                    continue  # it went away or changed its kind since it was listed
                 except PermissionError:
                     self.skipped.append(path)
+                except OSError as error:
+                    if error.errno not in _CHANGED:
+                        raise
         finally:
             os.close(fd)
 
