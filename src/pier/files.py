@@ -80,6 +80,16 @@ def _is_torn(fd: int) -> bool:
     return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
+def is_whole(line: bytes) -> bool:
+    """Whether a line of a journal is all there: it ends, or lacks only its newline. No part of an object is an object."""
+    if line.endswith(b"\n"):
+        return True
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
 def read_journal(path: Path) -> Iterator[Any]:
     """The values of a journal in order; lines that were torn are passed over. A missing file has none."""
     try:
@@ -88,7 +98,7 @@ def read_journal(path: Path) -> Iterator[Any]:
         return
     with stream:
         for line in stream:
-            if not line.endswith(b"\n"):
+            if not is_whole(line):
                 return
             try:
                 yield json.loads(line)

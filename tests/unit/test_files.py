@@ -54,6 +54,16 @@ def test_a_torn_tail_is_owed_work_and_does_not_spoil_the_next_line(tmp_path: Pat
     assert list(read_journal(path)) == [{"n": 1}, {"n": 3}]
 
 
+def test_a_line_that_lacks_only_its_newline_counts_before_and_after_the_journal_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    path.write_bytes(b'{"n":1}\n{"n":2}')
+    assert list(read_journal(path)) == [{"n": 1}, {"n": 2}]
+    journal = Journal(path)
+    journal.append({"n": 3})
+    journal.close()
+    assert list(read_journal(path)) == [{"n": 1}, {"n": 2}, {"n": 3}]
+
+
 def test_a_lock_excludes_others_until_it_is_left(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with locked(path) as first:

@@ -106,16 +106,31 @@ def test_every_torn_tail_opens_and_can_be_continued(tmp_path: Path) -> None:
         call.chunk("delivered", b"{}")
         call.end("ok", 200)
     whole = path.read_bytes()
-    for cut in range(0, len(whole), 7):
-        # A line that lacks only its end is whole once the file goes on.
-        path.write_bytes(whole[:cut] + b"\n")
-        before = len(recording.read(tmp_path).calls)
+    ends = [index for index, byte in enumerate(whole) if byte == 10]
+    for cut in sorted({*range(0, len(whole), 7), *ends}):
         path.write_bytes(whole[:cut])
+        before = len(recording.read(tmp_path).calls)
         make(path).call(FACTS, parse(b'{"messages":["new"]}')).end("ok", 200)
         calls = recording.read(tmp_path).calls
         assert len(calls) == before + 1
         assert calls[-1].request == {"messages": ["new"]}
         assert [call.number for call in calls] == list(range(1, before + 2))
+
+
+def test_a_line_without_its_newline_counts_once_whoever_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    make(path).call(FACTS, parse(b'{"messages":[{"role":"user","content":"one"}]}')).end("ok", 200)
+    whole = path.read_bytes()
+    path.write_bytes(b"")
+    reader, ended = recording.Reader(path), []
+    for byte in whole[:-1]:
+        with path.open("ab") as stream:
+            stream.write(bytes([byte]))
+        ended += reader.poll()
+    assert [(call.outcome, call.request["messages"][0]["content"]) for call in ended] == [("ok", "one")]
+    make(path).call(FACTS, b"2").end("ok", 200)
+    assert [call.body for call in reader.poll()] == [b"2"]
+    assert len(recording.read(path).calls) == len(reader.recording.calls) == 2
 
 
 def test_a_running_session_can_be_followed(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Reads a recording: the calls of a session with their full bodies, as they were on the wire.
 
 The file is JSON lines, appended to while the session runs; `docs/reference/recordings.md` has the format. A torn last
-line is a call still open, never an error; a call without its end was interrupted. `Reader.poll` gives what is new
-since the last time, so a running session can be followed.
+line is a call still open, never an error; one that lacks only its newline counts, as it does once the file goes on. A
+call without its end was interrupted. `Reader.poll` gives what is new since the last time, so a running session can be
+followed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pier import files
 from pier.errors import UsageError
 from pier.gateway.canonical import Usage
 
@@ -195,7 +197,7 @@ class Reader:
         with self.recording.path.open("rb") as stream:
             stream.seek(self._offset)
             for line in stream:
-                if not line.endswith(b"\n"):
+                if not files.is_whole(line):
                     break
                 self._offset += len(line)
                 if call := self._read(line):
@@ -205,7 +207,7 @@ class Reader:
     def _read(self, line: bytes) -> Call | None:
         if line.startswith(b'{"t":"blob"') and (start := line.find(b'"json":', 0, 64)) > 0:
             try:
-                self._blobs[json.loads(line[:start].rstrip(b",") + b"}")["n"]] = line[start + 7 : -2]
+                self._blobs[json.loads(line[:start].rstrip(b",") + b"}")["n"]] = line.rstrip(b"\n")[start + 7 : -1]
             except ValueError:
                 pass
             return None
