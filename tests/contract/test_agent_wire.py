@@ -22,16 +22,19 @@ from tests.trial_runs import Bench, open_bench, write_task
 PACKS = Path(os.environ.get("PIER_PACKS") or Path(__file__).parents[2] / ".cache" / "packs")
 CALL = """
 import json, os, sys, urllib.request, urllib.error
-def call():
-    body = {"model": os.environ["PIER_MODEL"], "messages": [{"role": "user", "content": "go"}]}
+TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+def call(words):
+    body = {"model": os.environ["PIER_MODEL"], "messages": [{"role": "user", "content": words}]}
+    if "title" not in words:
+        body["tools"] = [TOOL]
     url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
     headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
     try:
         urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60).read()
     except urllib.error.HTTPError:
         pass
-for _ in range(int(sys.argv[1])):
-    call()
+for words in sys.argv[3:] or ["go"] * int(sys.argv[1]):
+    call(words)
 sys.exit(int(sys.argv[2]))
 """
 
@@ -49,11 +52,11 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         yield Bench(replace(found.services, gateway=gateway), tmp_path / "trials")
 
 
-async def run(bench: Bench, root: Path, turns: list[Any], calls: int, code: int = 0) -> TrialResult:
+async def run(bench: Bench, root: Path, turns: Any, calls: int, code: int = 0, *words: str) -> TrialResult:
     script = root / "script.yaml"
     script.write_text(yaml.safe_dump(turns))
     task = write_task(root / "task")
-    options = {"command": ["python3", "-c", CALL, str(calls), str(code)]}
+    options = {"command": ["python3", "-c", CALL, str(calls), str(code), *words]}
     return await bench.run(task, AgentChoice(f"{__name__}:Caller", f"script:{script}", options=options))
 
 
@@ -87,6 +90,25 @@ async def test_each_end_has_its_code(
     result = await run(bench, tmp_path, turns, calls, code)
     assert (told(result), counted(result)) == (expected, ends)
     assert result.rewards == {"reward": 0}
+
+
+TITLE = "Write a title for this session."
+
+
+@pytest.mark.parametrize(
+    ("work", "title", "expected"),
+    [
+        ({"text": "done"}, {"error": {"status": 500}}, (None, None, None)),
+        ({"text": "done"}, {"error": {"status": 429}}, (None, None, None)),
+        ({"error": {"status": 503}}, {"text": "Going"}, ("provider_error", "provider", True)),
+    ],
+)
+async def test_only_the_agents_own_work_decides(
+    bench: Bench, tmp_path: Path, work: Any, title: Any, expected: Any
+) -> None:
+    script = {"turns": [work], "lanes": [{"when": {"message": "title"}, "turns": [title]}]}
+    result = await run(bench, tmp_path, script, 0, 0, "go", TITLE)
+    assert told(result) == expected
 
 
 async def test_a_real_agent_that_exits_with_0_on_a_dead_provider(

@@ -86,6 +86,44 @@ def test_what_clients_change_on_the_way_does_not_break_a_thread() -> None:
     assert session.lineage.nodes[1].parent is session.lineage.nodes[0]
 
 
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_command_that_its_client_shortens_is_known_by_its_id(changed: int) -> None:
+    """Claude Code takes `cd DIR &&` off the commands in its history; from which call on differs."""
+    session = Session()
+    messages: list[Message] = [user("go")]
+    for number in range(4):
+        turn = calling(f"cd /app && step {number}", f"toolu_{number}")
+        session.call(messages, turn)
+        kept = calling(f"step {number}", f"toolu_{number}") if number >= changed else turn
+        messages = [*messages, said(kept), result(f"toolu_{number}", f"out {number}")]
+    session.call(messages, Turn((Text("done"),)))
+    nodes = session.lineage.nodes
+    assert session.kinds() == ["main"] * 5
+    assert [node.parent.number if node.parent else None for node in nodes] == [None, 1, 2, 3, 4]
+    assert [len(node.new_messages) for node in nodes] == [1] * 5
+
+
+def test_histories_whose_old_commands_and_results_change_later_go_on() -> None:
+    session = Session()
+    messages = loop(session, [user("go")], ["cd /app && a", "cd /app && b", "cd /app && c"])
+    short = [message if i not in (1, 3) else said(calling("x", f"c{i // 2}")) for i, message in enumerate(messages)]
+    short[2] = result("c0", "[Old tool result content cleared]")
+    session.call(short, Turn((Text("done"),)))
+    assert session.kinds() == ["main"] * 4
+    last = session.lineage.nodes[-1]
+    assert last.parent is session.lineage.nodes[-2]
+    assert last.new_messages == (result("c2", "out cd /app && c"),)
+
+
+def test_servers_that_number_their_calls_anew_keep_retries_apart() -> None:
+    session = Session()
+    session.call([user("go")], calling("a", "call_0"))
+    session.call([user("go")], calling("b", "call_0"))
+    session.call([user("go"), said(calling("a", "call_0")), result("call_0", "out")], Turn((Text("done"),)))
+    assert session.lineage.nodes[-1].parent is session.lineage.nodes[0]
+    assert session.kinds() == ["main", "retry", "main"]
+
+
 def test_titles_and_probes_are_side_calls_wherever_they_come() -> None:
     session = Session()
     session.call([user("Write a title for: go")], Turn((Text("Going"),)), tools=(), system="Titles.")

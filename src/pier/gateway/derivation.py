@@ -88,7 +88,9 @@ class Summary:
 
 
 @dataclass(slots=True)
-class _Read:
+class ReadCall:
+    """One call, read once."""
+
     node: Node
     priced: Priced
 
@@ -100,7 +102,7 @@ class Derivation:
         self._reader = Reader(find(recording))
         self._target = target
         self._about = about
-        self._read: dict[int, _Read] = {}
+        self._read: dict[int, ReadCall] = {}
         self._recent: list[Node] = []
         self.trajectory: atif.Trajectory | None = None
 
@@ -108,7 +110,7 @@ class Derivation:
         """Take in what was recorded since the last time and write the file, if there is anything to say; with
         `durable`, wait until it is on disk."""
         for call in self._reader.poll():
-            if call.kind == "generate" and (read := _read_call(call)):
+            if call.kind == "generate" and (read := read_call(call)):
                 settle(read.node, self._recent)
                 self._recent = [*self._recent[-7:], read.node]
                 self._read[call.number] = read
@@ -146,7 +148,8 @@ def write_trajectory(
     return Derivation(recording, target, about).update(durable=durable)
 
 
-def _read_call(call: Call) -> _Read | None:
+def read_call(call: Call) -> ReadCall | None:
+    """A generation as a node of the lineage, with its price; None if its request cannot be read."""
     parsed = _request_of(call)
     if parsed is None:
         return None
@@ -155,7 +158,7 @@ def _read_call(call: Call) -> _Read | None:
     call.__dict__.pop("request", None)
     headers = {name.lower(): value for name, value in call.headers.items()}
     node = Node(call.number, parsed, turn, call.at, _end_of(call), headers)
-    return _Read(node, _price(call, turn))
+    return ReadCall(node, _price(call, turn))
 
 
 def _request_of(call: Call) -> Request | None:
@@ -222,7 +225,7 @@ def _price(call: Call, turn: Turn | None) -> Priced:
 class _Builder:
     """Makes one trajectory of sorted threads: the main one, with sub-agents embedded where they were begun."""
 
-    def __init__(self, read: dict[int, _Read], threads: list[Thread], about: About) -> None:
+    def __init__(self, read: dict[int, ReadCall], threads: list[Thread], about: About) -> None:
         self._read = read
         self._threads = threads
         self._about = about

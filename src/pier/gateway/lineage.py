@@ -1,7 +1,8 @@
 """Tells a session's model calls apart: a tree over message prefixes, and what each call was for.
 
 A call whose messages begin with those of an earlier call and its answer continues that call; calls linked so are a
-thread. What a thread is for follows from who began it:
+thread. Tool calls and their results are known again by their ids, whatever the agent made of their words; other
+messages, and calls that were given other ids, by what they say. What a thread is for follows from who began it:
 
 - `main`: the agent's own work; there is one.
 - `compaction`: the first call after the history was replaced by a summary; what follows it is main again.
@@ -13,59 +14,19 @@ thread. What a thread is for follows from who began it:
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from hashlib import blake2b
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from pier.gateway.canonical import Message, Opaque, Request, Text, ToolCall, ToolResult, Turn
+from pier.gateway.canonical import Message
 from pier.gateway.dialect.shared import parse_arguments
+from pier.gateway.lineage_keys import Kind, Node, id_key_of, key_of, link, settle, system_words, texts_of
 
-Kind = Literal["main", "compaction", "sub_agent", "side", "foreign", "retry"]
-
-_REMINDER = re.compile(r"<system-reminder>.*?</system-reminder>", re.DOTALL)
 _BESIDE = re.compile(r"\btitle|summar[iy]|\bquota\b|topic|short name|branch name|condense|compact", re.IGNORECASE)
 _RECENT = 8
 """So many calls back a history is looked for that a new one may share."""
 _ENOUGH = 40
 """So many characters in common are no accident; fewer will do if they come from a call for a summary."""
-
-
-@dataclass(eq=False, slots=True)
-class Node:
-    """One generation. `turn` is None when no whole answer was delivered."""
-
-    number: int
-    request: Request
-    turn: Turn | None
-    at: float
-    ended: float | None
-    headers: dict[str, str] = field(default_factory=dict)
-    kind: Kind = "main"
-    parent: Node | None = None
-    """The call that this one continues."""
-    spawned_by: tuple[Node, str] | None = None
-    """The call, and the id of its tool call, that began this thread's work."""
-    keys: tuple[bytes, ...] = ()
-    chain: tuple[bytes, ...] = ()
-    """`chain[i]` stands for the first i messages."""
-
-    @property
-    def new_messages(self) -> tuple[Message, ...]:
-        """What the call adds to what its parent and the parent's answer said."""
-        if self.parent is None:
-            return self.request.messages
-        shared = len(self.parent.keys) + 1
-        if len(self.keys) >= shared and self.chain[shared - 1] == self.parent.chain[-1]:
-            return self.request.messages[shared:]
-        known = set(self.parent.keys)
-        return tuple(
-            message
-            for message, key in zip(self.request.messages, self.keys, strict=True)
-            if key not in known and message.role != "assistant"
-        )
 
 
 @dataclass(eq=False, slots=True)
@@ -97,19 +58,22 @@ class Lineage:
             settle(node, self.nodes[-_RECENT:])
         self.nodes.append(node)
         node.parent = self._find_parent(node)
-        self._requests[node.chain[-1]] = node
+        self._requests[node.chain[-1]] = self._requests[node.id_chain[-1]] = node
         if node.turn is not None:
-            self._answers[_link(node.chain[-1], _answer_key(node.turn))] = node
+            answer = Message("assistant", node.turn.parts)
+            self._answers[link(node.chain[-1], key_of(answer))] = node
+            self._answers[link(node.id_chain[-1], id_key_of(answer) or key_of(answer))] = node
 
     def _find_parent(self, node: Node) -> Node | None:
+        """The call that the longest part of a history comes from."""
         for length in range(len(node.keys), 0, -1):
-            known = self._answers.get(node.chain[length])
+            if length < len(node.keys) and node.request.messages[length].role == "assistant":
+                # The agent may have changed what the model said; the place after the same question is then enough.
+                known = self._requests.get(node.chain[length]) or self._requests.get(node.id_chain[length])
+                if known is not None and known.turn is not None:
+                    return known
+            known = self._answers.get(node.chain[length]) or self._answers.get(node.id_chain[length])
             if known is not None:
-                return known
-        for length in range(len(node.keys) - 1, 0, -1):
-            # The agent may have changed what the model said; the place after the same question is then enough.
-            known = self._requests.get(node.chain[length])
-            if known is not None and known.turn is not None and node.request.messages[length].role == "assistant":
                 return known
         return None
 
@@ -195,28 +159,6 @@ class Lineage:
         main.nodes.sort(key=lambda node: node.number)
 
 
-def settle(node: Node, recent: Sequence[Node]) -> None:
-    """Work out the keys of a call, and share what it says again with a call shortly before it.
-
-    Histories grow by a little with each call, so a session takes memory and time for what is new, not for its square.
-    """
-    messages = node.request.messages
-    like = next((other for other in reversed(recent) if other.request.messages[:1] == messages[:1]), None)
-    if like is None:
-        node.keys = tuple(_key(message) for message in messages)
-    else:
-        old, old_keys = like.request.messages, like.keys
-        known = [index < len(old) and old[index] == message for index, message in enumerate(messages)]
-        node.keys = tuple(old_keys[i] if same else _key(messages[i]) for i, same in enumerate(known))
-        node.request = replace(
-            node.request,
-            messages=tuple(old[i] if same else messages[i] for i, same in enumerate(known)),
-            system=like.request.system if like.request.system == node.request.system else node.request.system,
-            tools=like.request.tools if like.request.tools == node.request.tools else node.request.tools,
-        )
-    node.chain = _chain(node)
-
-
 def _main_of(threads: list[Thread]) -> Thread | None:
     """The first thread that offers tools; in a session without tools the longest one."""
     with_tools = [thread for thread in threads if thread.offers_tools and not _is_sub_agent_by_header(thread.root)]
@@ -282,7 +224,8 @@ def _is_sub_agent_by_header(node: Node) -> bool:
 
 def _spawner(root: Node, earlier: Iterable[Node]) -> tuple[Node, str] | None:
     """The tool call whose arguments hold the text that this thread was begun with."""
-    prompts = [text.strip() for message in root.request.messages if message.role == "user" for text in _texts(message)]
+    users = [message for message in root.request.messages if message.role == "user"]
+    prompts = [text.strip() for message in users for text in texts_of(message)]
     prompts = [text for text in prompts if len(text) >= 12]
     for node in sorted(earlier, key=lambda node: -node.number):
         for call in node.turn.calls if node.turn else ():
@@ -296,7 +239,7 @@ def _predecessor(root: Node, main: list[Node], earlier: list[Node]) -> Node | No
     """The call where a thread takes up again: the one that wrote its summary, or the one whose last words it has."""
     if not main or not _same_system(root, main[-1]):
         return None
-    said = "\n".join(text for message in root.request.messages[:4] for text in _texts(message))
+    said = "\n".join(text for message in root.request.messages[:4] for text in texts_of(message))
     for node in reversed(earlier):
         text = node.turn.text.strip() if node.turn else ""
         core = re.sub(r"</?\w+>", "", text).strip()
@@ -310,43 +253,4 @@ def _predecessor(root: Node, main: list[Node], earlier: list[Node]) -> Node | No
 
 
 def _same_system(one: Node, other: Node) -> bool:
-    return _system_words(one) == _system_words(other)
-
-
-def _system_words(node: Node) -> str:
-    """The start of the system prompt, without what changes from call to call."""
-    texts = [text for text in node.request.system if not text.startswith("x-anthropic-billing-header:")]
-    return re.sub(r"\d+", "0", "\n".join(texts))[:400]
-
-
-def _texts(message: Message) -> list[str]:
-    return [part.text for part in message.parts if isinstance(part, Text)]
-
-
-def _chain(node: Node) -> tuple[bytes, ...]:
-    links = [blake2b(_system_words(node).encode(errors="replace"), digest_size=16).digest()]
-    for key in node.keys:
-        links.append(_link(links[-1], key))
-    return tuple(links)
-
-
-def _link(chain: bytes, key: bytes) -> bytes:
-    return blake2b(chain + key, digest_size=16).digest()
-
-
-def _answer_key(turn: Turn) -> bytes:
-    return _key(Message("assistant", turn.parts))
-
-
-def _key(message: Message) -> bytes:
-    """What a message says, without what clients change on the way: ids, reminders, white space, reasoning."""
-    calls = [(part.name, parse_arguments(part.arguments)) for part in message.parts if isinstance(part, ToolCall)]
-    text = "" if calls else " ".join(_REMINDER.sub("", " ".join(_texts(message))).split())
-    results = [
-        " ".join("".join(piece.text for piece in part.parts if isinstance(piece, Text)).split())
-        for part in message.parts
-        if isinstance(part, ToolResult)
-    ]
-    special = [dict(part.value) for part in message.parts if isinstance(part, Opaque)]
-    said = json.dumps([message.role, text, calls, results, special], sort_keys=True, default=str)
-    return blake2b(said.encode(errors="replace"), digest_size=16).digest()
+    return system_words(one) == system_words(other)

@@ -23,19 +23,25 @@ class Tally:
     last_status: int | None = None
 
     @property
+    def met_fault(self) -> bool:
+        """Whether the provider failed at least once."""
+        return bool(self.ends["rate_limited"] or self.ends["provider_error"])
+
+    @property
     def calls(self) -> int:
         return self.ends.total()
 
     def add(self, outcome: Outcome, status: int) -> None:
-        self.last, self.last_status = _end(outcome, status), status
+        self.last, self.last_status = end_of(outcome, status), status
         self.ends[self.last] += 1
 
 
-def _end(outcome: Outcome, status: int) -> End:
+def end_of(outcome: str, status: int) -> End:
+    """How a generation ended, from its outcome in the recording and the status that the agent got."""
     if outcome == "ok":
         return "answered"
-    if outcome != "error":
-        return outcome
+    if outcome in ("refused", "cancelled"):
+        return "refused" if outcome == "refused" else "cancelled"
     if status == 429:
         return "rate_limited"
     return "provider_error" if status >= 500 or status in _PROVIDERS_FAULT else "rejected"

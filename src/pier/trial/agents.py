@@ -49,7 +49,7 @@ async def bring_agent(agent: Agent, choice: AgentChoice) -> Brought:
     """What must be mounted for the agent: its pack, built now if it is not there yet, and what its options ask for."""
     mounts = agent.mounts(choice.options)
     if agent.pack is None:
-        return Brought(mounts, __version__)
+        return Brought(mounts, agent.version or __version__)
     from pier.agent.pack.store import ensure_pack
 
     pack = await ensure_pack(agent.pack)
@@ -206,23 +206,32 @@ def check_job_budget(session: Session | None) -> None:
         raise JobError(f"the trial was cut off ({session.ended}), so it is not graded", code="job-budget")
 
 
-def judge(agent: Agent, failed: AgentError | None, session: Session | None) -> PierError | None:
+async def judge(agent: Agent, failed: AgentError | None, session: Session | None) -> PierError | None:
     """Why the agent's run does not count as a sound one, in view of what its model did; None if it does.
 
-    Only the wire is asked, never the agent's words: some exit with 0 when their provider is gone.
+    Only the wire is asked, never the agent's words: some exit with 0 when their provider is gone. What failed beside
+    the agent's own work (a title, a summary) does not count.
     """
     if session is None:
         return failed
     tally, how = session.tally, f"; {failed}" if failed else ""
-    if tally.last == "rate_limited":
+    last, status = await _how_work_ended(session) if tally.met_fault else (tally.last, 0)
+    if last == "rate_limited":
         return ProviderError(f"the agent's last model call met a rate limit{how}", code="provider_rate_limit")
-    if tally.last == "provider_error":
-        status = tally.last_status or 500
+    if last == "provider_error":
         said = f"the agent's last model call failed with status {status}{how}"
         return ProviderError(said, code="provider_error", retryable=status >= 500 or status == 408)
     if not tally.calls and agent.dialect is not None:
         return AgentError(f"the agent {agent.name!r} made no model call{how}", code="agent_no_calls")
     return failed
+
+
+async def _how_work_ended(session: Session) -> tuple[str | None, int]:
+    from pier.gateway.ending import how_work_ended
+
+    recording, tally = session.terms.recording, session.tally
+    known = await asyncio.to_thread(how_work_ended, recording) if recording is not None else None
+    return known or (tally.last, tally.last_status or 500)
 
 
 def usage_of(session: Session | None) -> AgentResult:

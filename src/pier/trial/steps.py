@@ -133,7 +133,7 @@ async def _run_agent(stage: Stage, step: Step, outcome: StepOutcome, policy: Net
                 with stage.record.output(logs / f"{agent.name}.txt") as output:
                     outside = await outside_of(session, stage.services, agent)
                     informed = replace(run, endpoint=endpoint_of(session), outside=outside, warn=stage.record.warn)
-                    failed = judge(agent, await run_agent(agent, sandbox, informed, output), session)
+                    failed = await judge(agent, await run_agent(agent, sandbox, informed, output), session)
                 outcome.agent_result = usage_of(session)
     finally:
         outcome.agent_result = await add_trajectory(logs, told, outcome.agent_result, stage.record)
