@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pier.errors import ImageError
 from pier.idmap import IdMap
 from pier.image import Image, ImageStore, build_image
+from pier.image.collect import collect
 from pier.image.importing import import_image
+from pier.image.packing import digest_layer, pack_layer
+from pier.image.trees import remove_tree
+from pier.image.unpack import unpack
 from pier.image.view import View
 from pier.lease import Lease
 from pier.network.policy import NONE
@@ -162,6 +168,61 @@ async def test_a_cache_mount_outlives_a_build(bench: Bench) -> None:
     image = await bench.build(f"FROM busybox\nRUN {flags} cat /var/cache/x/f; ls -A /var/cache/x >/listed\n")
     assert "  kept" in bench.lines
     assert names(image.layers[-1]) == ["listed"]
+
+
+async def test_caches_count_and_go_by_the_budget(bench: Bench) -> None:
+    flags = "--mount=type=cache,target=/var/cache/x,sharing=locked,uid=0"
+    await bench.build(f"FROM busybox\nRUN {flags} head -c 50000 /dev/zero >/var/cache/x/f; mkdir -m 0 /var/cache/x/d\n")
+    await bench.build("FROM busybox\nRUN echo one >/one\n", tag="kept")
+    collected = await collect(bench.store, max_size=0, dry_run=True)
+    assert collected.caches == [], "this process uses it"
+    listed = await pier_image("list", "--cached")
+    assert {(row["kind"], row["name"]) for row in listed} >= {("directory", "/var/cache/x")}
+    assert next(row["size"] for row in listed if row["kind"] == "directory") == 50000
+    (bench.store.root / "users.lock").touch()
+    for path in (bench.store.root / "users").iterdir():
+        path.write_text("")
+    before = await pier_image("gc", "--dry-run")
+    done = await pier_image("gc", "--max-size", str(before["size"] - 1))
+    assert done["caches"] == ["/var/cache/x"] or len(done["layers"]) == 1
+    done = await pier_image("gc", "--max-size", str(before["size"] - 50000))
+    assert not list((bench.store.root / "caches").iterdir())
+    assert bench.store.find("kept") is not None
+
+
+async def pier_image(*arguments: str) -> Any:
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-m", "pier", "image", *arguments, "--json"], stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    assert process.returncode == 0
+    return json.loads(out)
+
+
+async def test_a_layer_is_named_by_what_it_holds(bench: Bench, tmp_path: Path) -> None:
+    """Its id is the digest of its tar, which unpacks to the same layer; other steps that make the same share it."""
+    (bench.context / "f").write_text("copied")
+    image = await bench.build(
+        "FROM busybox\nCOPY f /d/f\n"
+        "RUN rm -r /srv && mkdir /srv && ln -s f /srv/l && echo x >/srv/f && ln /srv/f /srv/h && rm /etc/group\n"
+    )
+    for layer in image.layers:
+        archive = tmp_path / f"{layer.parent.name}.tar"
+        with archive.open("wb") as sink:
+            made = await asyncio.to_thread(pack_layer, str(layer), sink.write)
+        assert made > 0
+        if os.geteuid() == 0:
+            assert hashlib.sha256(archive.read_bytes()).hexdigest() == layer.parent.name
+            again = await import_image(bench.store, archive, f"again-{layer.parent.name[:8]}")
+            assert again.layers == (layer,)
+            (tmp_path / "unpacked").mkdir()
+            with archive.open("rb") as source:
+                unpack(source, str(tmp_path / "unpacked"))
+            assert digest_layer(str(tmp_path / "unpacked"))["digest"][7:] == layer.parent.name
+            remove_tree(str(tmp_path / "unpacked"))
+    other = await bench.build("FROM busybox\nENV OTHER=1\nCOPY . /none\nFROM busybox\nCOPY --chmod=644 f /d/f\n")
+    assert other.layers == image.layers[:2]
+    assert "  cached" not in bench.lines
 
 
 async def test_two_builds_at_once_run_a_step_once(bench: Bench) -> None:

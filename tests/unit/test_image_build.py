@@ -14,7 +14,7 @@ from pier.errors import ImageError
 from pier.image import Image, ImageStore, build_image
 from pier.image.importing import import_image
 from pier.image.view import View
-from tests.image_rig import directory, entry, link, running_server, sha, tar_of
+from tests.image_rig import Pieces, directory, entry, link, running_server, sha, tar_of
 
 BASE = tar_of(
     directory("./"),
@@ -339,6 +339,17 @@ async def test_only_what_changed_is_made_again(bench: Bench) -> None:
     (bench.context / "b").chmod(0o755)
     assert (await bench.build(text)).digest != second.digest
     assert await bench.store.resolve("app") == second
+
+
+async def test_triggers_of_a_base_are_refused_by_name(bench: Bench, tmp_path: Path) -> None:
+    config = {"OnBuild": ["COPY . /app", "RUN make"]}
+    (tmp_path / "t.tar").write_bytes(Pieces(BASE, config=config).docker_archive("triggers:1"))
+    await import_image(bench.store, tmp_path / "t.tar")
+    with pytest.raises(ImageError) as caught:
+        await bench.build("FROM base\nFROM triggers:1\n")
+    assert "Dockerfile:2: the image triggers:1 has triggers" in caught.value.message
+    assert "ONBUILD COPY . /app; ONBUILD RUN make" in caught.value.message
+    assert (caught.value.code, caught.value.blame) == ("dockerfile", "task")
 
 
 @pytest.mark.parametrize(

@@ -134,14 +134,18 @@ def build(
 
 
 @image.command(name="list")
+@click.option("--cached", is_flag=True, help="What builds keep instead: layers of no image, RUN --mount=type=cache.")
 @_env
 @_json
-def list_(env: str, as_json: bool) -> None:
+def list_(cached: bool, env: str, as_json: bool) -> None:
     """List the images of the store, or those that pier brought to the Docker engine."""
     if env == "docker":
         _list_engine(as_json)
         return
     store = _store()
+    if cached:
+        _list_cached(store, as_json)
+        return
     rows = [_summary(store, record) for record in store.list()]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
@@ -155,6 +159,19 @@ def list_(env: str, as_json: bool) -> None:
         size = _size_text(row["size"])
         name = f"{row['reference']:{width}}"
         click.echo(f"{name}  {row['digest'][7:19]}  {row['layers']:6}  {size:>8}  {row['origin']}")
+
+
+def _list_cached(store: ImageStore, as_json: bool) -> None:
+    from pier.image.collect import list_cached
+
+    rows = asyncio.run(list_cached(store))
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        click.echo(f"{row['kind']:9}  {_size_text(row['size']):>8}  {row['used']}  {row['name']}")
+    total = _size_text(sum(row["size"] for row in rows))
+    click.echo(f"{total} in all; pier image gc --max-size SIZE keeps what was used last" if rows else "nothing is kept")
 
 
 def _list_engine(as_json: bool) -> None:
@@ -209,12 +226,13 @@ def rm(names: tuple[str, ...], as_json: bool) -> None:
 
 
 @image.command()
-@click.option("--max-size", help="Remove least recently used images until the rest fits, such as 20G.")
+@click.option("--max-size", help="Remove what was not used for longest until the rest fits, such as 20G.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @_env
 @_json
 def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:
-    """Remove what is half made or not needed, and with a budget what was not used for longest.
+    """Remove what is half made or not needed, and with a budget what was not used for longest: first what only makes
+    builds faster, then images.
 
     With `--env docker`: the images that pier brought to the engine and that no container uses, oldest first. Images
     that others brought there are never touched.
@@ -233,7 +251,8 @@ def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:
         return
     verb = "would remove" if dry_run else "removed"
     click.echo(
-        f"{verb} {len(done.images)} images, {len(done.layers)} layers and {len(done.leftovers)} leftovers, "
+        f"{verb} {len(done.images)} images, {len(done.layers)} layers, {len(done.caches)} caches and "
+        f"{len(done.leftovers)} leftovers, "
         f"{_size_text(done.freed)}; {_size_text(done.size)} are left"
     )
 

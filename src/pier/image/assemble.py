@@ -114,4 +114,5 @@ def _config_of(config: dict[str, Any]) -> ImageConfig:
         volumes=tuple(config.get("Volumes") or ()),
         stop_signal=config.get("StopSignal") or "",
         healthcheck=config.get("Healthcheck"),
+        on_build=tuple(map(str, config.get("OnBuild") or ())),
     )

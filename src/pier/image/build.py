@@ -1,14 +1,13 @@
 """Builds images from Dockerfiles without a daemon: one cached layer per instruction that changes files.
 
-A layer's id is the digest of everything that could change its content: the layers below, the instruction with its
-variables, and the files that it copies. So a layer that is in the store is never made again, by whichever process or
-Dockerfile, and two processes that need the same one make it once.
+A layer is named by its content. Which layer an instruction comes to is written down under a key, the digest of
+everything that could change it: the layers below, the instruction with its variables, and the files that it copies. So
+what was done once is not done again, by whichever process or Dockerfile, and two processes that need the same make it
+once.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from pier.image.dockerfile import Dockerfile, Instruction, read
 from pier.image.ignore import Ignore, read_ignore
 from pier.image.model import HOST, SCRATCH, Image
 from pier.image.platforms import architecture
-from pier.image.stage import DEFAULT_PATH, SETTINGS, Stage, arg_pairs, located
+from pier.image.stage import DEFAULT_PATH, SETTINGS, Stage, arg_pairs, key_of, located
 from pier.image.steps import StepRunner
 from pier.image.store import ImageStore, canonical
 from pier.image.words import expand, split
@@ -216,18 +215,26 @@ async def _start(build: Build, part: Part) -> Stage:
     earlier = None if part.base.isdigit() else find_stage(build, part.base, index)
     if earlier is not None:
         below = build.done[earlier]
-        stage = Stage.start(below.image(), below.key)
-        stage.host_key = below.host_key
-        return stage
+        return Stage.start(below.image(), below.host_key)
     if part.base == SCRATCH:
-        return Stage(key=key_of("scratch"), env={"PATH": DEFAULT_PATH})
+        return Stage(env={"PATH": DEFAULT_PATH})
     try:
         image = await build.store.resolve(part.base)
     except ImageError as error:
         raise located(error, part.start, build.file) from error
+    _refuse_triggers(build, part, image)
     if image.reference == HOST:
         return Stage.start(image, key_of("host", image.digest, _host_packages()))
-    return Stage.start(image, key_of("image", image.digest))
+    return Stage.start(image, key_of("image", image.digest) if image.is_host else "")
+
+
+def _refuse_triggers(build: Build, part: Part, image: Image) -> None:
+    """Docker would run these instructions now; passing them over would give another image without a word."""
+    if image.config.on_build:
+        told = "; ".join(f"ONBUILD {trigger}" for trigger in image.config.on_build)
+        why = f"the image {part.base} has triggers, which are not supported: {told}"
+        hint = "build on an image without triggers, and write what they do into this Dockerfile"
+        raise build.file.error(part.start, why, hint=hint)
 
 
 def _host_packages() -> list[float]:
@@ -241,8 +248,3 @@ def _take_args(build: Build, stage: Stage, instruction: Instruction) -> None:
         value = build.build_args.get(name, default if default is not None else build.globals.get(name))
         if value is not None:
             stage.args[name] = value
-
-
-def key_of(*parts: object) -> str:
-    """A cache key from plain values."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8", "surrogateescape")).hexdigest()

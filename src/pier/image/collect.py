@@ -1,7 +1,8 @@
 """Removes what a store no longer needs.
 
-Always: what dead processes left half made, and layers that no image needs. With a size budget also, least recently
-used first, layers that only serve as a build's cache, then images. What a living process uses is never removed.
+Always: what dead processes left half made, and layers that neither an image nor a build's cache needs. With a size
+budget also, least recently used first, what only makes builds faster (layers of build steps, the directories of
+`RUN --mount=type=cache`), then images. What a living process uses is never removed.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pier.image.cached import CacheDirectory
+    from pier.image.records import ImageRecord
     from pier.image.store import ImageStore
 
 _DOWNLOADS_KEPT = 24 * 3600
+_STEPS_KEPT = 30 * 24 * 3600
+"""For how long it is remembered that an instruction changed no file."""
 
 
 @dataclass(slots=True)
@@ -23,13 +28,14 @@ class Collected:
 
     images: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
+    caches: list[str] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
     freed: int = 0
     size: int = 0
 
 
 async def collect(store: ImageStore, *, max_size: int | None = None, dry_run: bool = False) -> Collected:
-    """Collect garbage; with `max_size` until the layers hold no more bytes than that."""
+    """Collect garbage; with `max_size` until layers and caches hold no more bytes than that."""
     done = Collected()
     if not store.root.is_dir():
         return done
@@ -39,14 +45,42 @@ async def collect(store: ImageStore, *, max_size: int | None = None, dry_run: bo
         if not dry_run:
             path.unlink(missing_ok=True)
     async with store.only_one("gc"), store.layers.scratch() as away:
+        caches = {cache.name: cache for cache in await store.caches.measured()}
         with store.users.collecting():
-            _choose(store, max_size, done)
+            choice = _Choice(store, caches, done)
+            choice.make(max_size)
             if not dry_run:
-                for reference in done.images:
-                    store.forget(reference)
-                for layer in done.layers:
-                    store.layers.hide(layer, away)
+                _carry_out(store, done, away)
+        done.caches = [caches[name].id for name in done.caches]
     return done
+
+
+async def list_cached(store: ImageStore) -> list[dict[str, Any]]:
+    """What makes builds faster and belongs to no image, last used first: layers of build steps, cache directories."""
+    needed = {layer for image in store.list() for layer in image.layers}
+    rows = [
+        (store.layers.last_used(id), "layer", record.source or id, record.size)
+        for id in store.layers.ids()
+        if id not in needed and (record := store.layers.record(id)) is not None
+    ]
+    rows += [(one.used, "directory", one.id, one.size) for one in await store.caches.measured()]
+    return [
+        {"kind": kind, "name": name, "size": size, "used": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(used))}
+        for used, kind, name, size in sorted(rows, reverse=True)
+    ]
+
+
+def _carry_out(store: ImageStore, done: Collected, away: Path) -> None:
+    for reference in done.images:
+        store.forget(reference)
+    for layer in done.layers:
+        store.layers.hide(layer, away)
+    for name in done.caches:
+        store.caches.hide(name, away)
+    for step in store.steps.all():
+        gone = step.layer and store.layers.path(step.layer) is None
+        if gone or (not step.layer and step.used < time.time() - _STEPS_KEPT):
+            store.steps.forget(step.key)
 
 
 def _stale_downloads(store: ImageStore) -> list[Path]:
@@ -56,35 +90,59 @@ def _stale_downloads(store: ImageStore) -> list[Path]:
     return [path for path in files if path.stat().st_mtime < time.time() - _DOWNLOADS_KEPT]
 
 
-def _choose(store: ImageStore, max_size: int | None, done: Collected) -> None:
-    """Fill `done` with what is to go."""
-    records = {layer: record for layer in store.layers.ids() if (record := store.layers.record(layer))}
-    images = sorted(store.list(), key=lambda image: store.last_used(image.reference))
-    in_use = store.users.noted()
-    needed = {layer for image in images for layer in image.layers}
-    done.size = sum(record.size for record in records.values())
+class _Choice:
+    """What is to go, written into `done`."""
 
-    def drop(layer: str) -> None:
-        done.layers.append(layer)
-        done.freed += records[layer].size
-        done.size -= records.pop(layer).size
+    def __init__(self, store: ImageStore, caches: dict[str, CacheDirectory], done: Collected) -> None:
+        self._store = store
+        self._done = done
+        self._records = {layer: record for layer in store.layers.ids() if (record := store.layers.record(layer))}
+        self._caches = caches
+        self._in_use = store.users.noted()
+        done.size = sum(record.size for record in self._records.values())
+        done.size += sum(cache.size for cache in caches.values())
 
-    for layer in [id for id, record in records.items() if id not in needed | in_use and record.origin != "build"]:
-        drop(layer)
-    if max_size is None:
-        return
-    cache = sorted((id for id in records if id not in needed | in_use), key=store.layers.last_used)
-    while done.size > max_size and cache:
-        drop(cache.pop(0))
-    for position, image in enumerate(images):
-        if done.size <= max_size:
-            return
-        if in_use.intersection(image.layers):
-            continue
-        done.images.append(image.reference)
-        still = {layer for other in images[position + 1 :] for layer in other.layers}
-        kept = [other for other in images[:position] if other.reference not in done.images]
-        still |= {layer for other in kept for layer in other.layers}
-        for layer in image.layers:
-            if layer in records and layer not in still | in_use:
-                drop(layer)
+    def make(self, max_size: int | None) -> None:
+        images = sorted(self._store.list(), key=lambda image: self._store.last_used(image.reference))
+        needed = {layer for image in images for layer in image.layers} | self._in_use
+        cached = {step.layer for step in self._store.steps.all()}
+        for layer in [id for id in self._records if id not in needed | cached]:
+            self._drop_layer(layer)
+        if max_size is not None:
+            self._drop_cached(max_size, needed)
+            self._drop_images(max_size, images)
+
+    def _drop_layer(self, layer: str) -> None:
+        self._done.layers.append(layer)
+        self._count(self._records.pop(layer).size)
+
+    def _count(self, size: int) -> None:
+        self._done.freed += size
+        self._done.size -= size
+
+    def _drop_cached(self, max_size: int, needed: set[str]) -> None:
+        """What no image needs, whether a layer or a directory, by when it was last used."""
+        rows = [(self._store.layers.last_used(id), id, "") for id in self._records if id not in needed]
+        rows += [(one.used, "", name) for name, one in self._caches.items() if f"cache {name}" not in self._in_use]
+        for _, layer, cache in sorted(rows):
+            if self._done.size <= max_size:
+                return
+            if layer:
+                self._drop_layer(layer)
+            else:
+                self._done.caches.append(cache)
+                self._count(self._caches[cache].size)
+
+    def _drop_images(self, max_size: int, images: list[ImageRecord]) -> None:
+        """Images, least recently used first; a layer goes with the last image that needs it."""
+        for position, image in enumerate(images):
+            if self._done.size <= max_size:
+                return
+            if self._in_use.intersection(image.layers):
+                continue
+            self._done.images.append(image.reference)
+            kept = [other for other in images[:position] if other.reference not in self._done.images]
+            still = {layer for other in (*kept, *images[position + 1 :]) for layer in other.layers}
+            for layer in image.layers:
+                if layer in self._records and layer not in still | self._in_use:
+                    self._drop_layer(layer)

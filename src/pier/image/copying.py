@@ -39,7 +39,7 @@ def copy_into(
     unpack_archives: bool = False,
     owners: bool = True,
 ) -> dict[str, Any]:
-    """Copy sources into the new layer `target` on top of `layers`; how many bytes were copied.
+    """Copy sources into the new layer `target` on top of `layers`.
 
     A source has `layers` to look into, a `path` with wildcards in them, and may have `ignore` patterns and `reset`,
     which makes root the owner of what has no other.
@@ -54,21 +54,24 @@ def copy_into(
                 layer.unpack(entry, destination)
             else:
                 layer.put(view, entry, destination, name)
-    return {"size": layer.size}
+    layer.set_times()
+    return {}
 
 
 def make_directories(
     target: str, layers: list[str], path: str, *, user: str = "", owners: bool = True
 ) -> dict[str, Any]:
-    """Make the directory `path` and its parents, for `user`, in the new layer `target`; whether that was needed."""
+    """Make the directory `path` and its parents, for `user`, in the new layer `target`, if that is needed."""
     view = View([*layers, target])
     where, found = view.locate(path)
     if found is not None:
         if not found.is_dir:
             raise ImageError(f"{path} is not a directory", code="build", blame="task")
-        return {"made": False}
-    _Layer(target, view, user_ids(view, user) if user else None, None, owners).directory(where)
-    return {"made": True}
+        return {}
+    layer = _Layer(target, view, user_ids(view, user) if user else None, None, owners)
+    layer.directory(where)
+    layer.set_times()
+    return {}
 
 
 class _Layer:
@@ -83,7 +86,8 @@ class _Layer:
         self._reset = False
         self._links: dict[tuple[int, int], str] = {}
         self.ignore = Ignore()
-        self.size = 0
+        self._times: dict[str, int] = {}
+        self._newest = 0
         places = view.root.places
         if len(places) > 1:
             self._copy_metadata(Entry("/", places[1:], os.lstat(places[1])), target)
@@ -95,6 +99,7 @@ class _Layer:
 
     def put(self, source: View, entry: Entry, destination: str, name: str) -> None:
         """Copy a file to `destination` or into it, or the contents of a directory into it."""
+        self._newest = max(self._newest, entry.status.st_mtime_ns)
         where, there = self._view.locate(destination)
         if entry.is_dir:
             if there is not None and not there.is_dir:
@@ -112,6 +117,7 @@ class _Layer:
 
     def unpack(self, entry: Entry, destination: str) -> None:
         """Unpack an archive into `destination`, with the owners that it holds."""
+        self._newest = max(self._newest, entry.status.st_mtime_ns)
         where, there = self._view.locate(destination)
         if there is not None and not there.is_dir:
             raise _refused(f"{destination} is not a directory")
@@ -143,6 +149,7 @@ class _Layer:
         if below is not None and below.is_dir:
             self._copy_metadata(below, place)
         else:
+            self._times[place] = 0
             os.chmod(place, 0o755)
             if self._owners:
                 os.chown(place, *(self._owner or (0, 0)))
@@ -207,7 +214,6 @@ class _Layer:
         with open(source, "rb", buffering=0) as reader, open(place, "xb", buffering=0) as writer:
             while data := reader.read(_CHUNK):
                 write_all(writer, data)
-                self.size += len(data)
 
     def _set_metadata(self, entry: Entry, place: str) -> None:
         """The metadata of a copied entry: `--chown` and `--chmod` go before its own."""
@@ -224,6 +230,16 @@ class _Layer:
             for name in filter(is_kept_xattr, os.listxattr(entry.place)):
                 os.setxattr(place, name, os.getxattr(entry.place, name))
         os.utime(place, ns=(status.st_mtime_ns, status.st_mtime_ns), follow_symlinks=False)
+        if entry.is_dir:
+            self._times[place] = status.st_mtime_ns
+
+    def set_times(self) -> None:
+        """At the end: writing into a directory changed its time. One that is like another has the time of that; a new
+        one is as old as what was put into the layer, so that the same copy is the same layer."""
+        for place, known in self._times.items():
+            at = known or self._newest
+            if at and os.path.isdir(place) and not os.path.islink(place):
+                os.utime(place, ns=(at, at))
 
 
 def matches(view: View, pattern: str, ignore: Ignore) -> list[tuple[str, Entry]]:

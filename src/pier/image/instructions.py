@@ -13,11 +13,11 @@ from typing import Any
 
 from pier.errors import ImageError
 from pier.image import owner
-from pier.image.build import PREDEFINED, Build, find_stage, key_of
+from pier.image.build import PREDEFINED, Build, find_stage
 from pier.image.copying import content_digest
 from pier.image.dockerfile import Heredoc, Instruction
 from pier.image.mounts import read_mounts
-from pier.image.stage import Stage
+from pier.image.stage import Stage, key_of
 from pier.image.steps import Step
 from pier.image.view import View
 from pier.image.words import expand, split
@@ -27,36 +27,38 @@ _TAIL = 4096
 _HEREDOC_WORD = re.compile(r"""\d*<<-?(['"]?)([A-Za-z0-9_][A-Za-z0-9_.-]*)\1$""")
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    """What an instruction made of a new layer."""
-
-    size: int = 0
-    empty: bool = False
-
-
-Fill = Callable[[Path], Awaitable[Made]]
+Fill = Callable[[Path], Awaitable[object]]
 
 
 async def _layer(build: Build, stage: Stage, key: str, what: str, fill: Fill) -> None:
-    """Put the layer `key` on top of a stage: from the store, or made by `fill`, by one process at a time."""
-    layers = build.store.layers
-    layer_id = f"sha256:{key}"
-    record = layers.use(layer_id)
-    if record is not None:
+    """Put the layer of the instruction with the key `key` on top of a stage: from the store, or made by `fill`, by one
+    process at a time. An instruction that changes no file has no layer."""
+    layer = _known_layer(build, key)
+    if layer is not None:
         build.on_progress("  cached")
     else:
-        async with build.store.only_one(f"layer {key}"):
-            record = layers.use(layer_id)
-            if record is None:
-                async with layers.draft() as draft:
-                    made = await fill(draft.path)
-                    await draft.keep(layer_id, size=made.size, origin="build", source=what[:500], empty=made.empty)
-                record = layers.record(layer_id)
-    stage.key = key
-    path = layers.path(layer_id)
-    if path is not None and record is not None and not record.empty:
+        async with build.store.only_one(f"step {key}"):
+            layer = _known_layer(build, key)
+            if layer is None:
+                layer = await _make_layer(build, what[:500], fill)
+                build.store.steps.note(key, layer, what[:500])
+    if layer and (path := build.store.layers.path(layer)) is not None:
         stage.layers.append(path)
+
+
+def _known_layer(build: Build, key: str) -> str | None:
+    layer = build.store.steps.find(key)
+    return layer if layer == "" or (layer and build.store.layers.use(layer) is not None) else None
+
+
+async def _make_layer(build: Build, what: str, fill: Fill) -> str:
+    async with build.store.layers.draft() as draft:
+        await fill(draft.path)
+        made = await owner.run("digest_layer", path=str(draft.path))
+        if made["empty"]:
+            return ""
+        await draft.keep(made["digest"], size=made["size"], origin="build", source=what)
+        return made["digest"]
 
 
 async def workdir(build: Build, stage: Stage, instruction: Instruction) -> None:
@@ -66,11 +68,10 @@ async def workdir(build: Build, stage: Stage, instruction: Instruction) -> None:
     if stage.workdir == "/":
         return
 
-    async def fill(layer: Path) -> Made:
-        made = await owner.run(
+    async def fill(layer: Path) -> None:
+        await owner.run(
             "make_directories", target=str(layer), layers=stage.places(), path=stage.workdir, user=stage.user
         )
-        return Made(empty=not made["made"])
 
     key = key_of(stage.key, "WORKDIR", stage.workdir, stage.user)
     await _layer(build, stage, key, str(instruction), fill)
@@ -87,12 +88,13 @@ async def run(build: Build, stage: Stage, instruction: Instruction) -> None:
         stage.key, "RUN", command, values, stage.user, stage.workdir, network.mode, network.hosts, await mounts.key()
     )
 
-    async def fill(layer: Path) -> Made:
+    async def fill(layer: Path) -> None:
         if build.runner is None:
             raise ImageError("RUN needs a sandbox, and this build was given none", code="build")
-        step = Step(stage.image(), command, {**proxies, **values}, stage.user, stage.workdir, network, mounts.prepare())
         output = _Output(build.on_progress)
-        code = await build.runner.run(step, layer, output.take)
+        async with mounts.prepared() as there:
+            step = Step(stage.image(), command, {**proxies, **values}, stage.user, stage.workdir, network, there)
+            code = await build.runner.run(step, layer, output.take)
         output.close()
         if code != 0:
             raise ImageError(
@@ -100,8 +102,6 @@ async def run(build: Build, stage: Stage, instruction: Instruction) -> None:
                 code="build",
                 blame="task",
             )
-        made = await owner.run("measure", path=str(layer))
-        return Made(made["size"], empty=made["empty"])
 
     await _layer(build, stage, key, str(instruction), fill)
 
@@ -195,8 +195,8 @@ async def _copy_or_add(build: Build, stage: Stage, instruction: Instruction) -> 
         if documents:
             await _take_documents(build, stage, documents, sources, stack)
 
-        async def fill(layer: Path) -> Made:
-            made = await owner.run(
+        async def fill(layer: Path) -> None:
+            await owner.run(
                 "copy_into",
                 target=str(layer),
                 layers=stage.places(),
@@ -206,7 +206,6 @@ async def _copy_or_add(build: Build, stage: Stage, instruction: Instruction) -> 
                 chmod=mode,
                 unpack_archives=instruction.name == "ADD",
             )
-            return Made(made["size"])
 
         key = key_of(stage.key, instruction.name, sources.keys, where, chown, mode)
         await _layer(build, stage, key, str(instruction), fill)

@@ -1,4 +1,4 @@
-"""Content-addressed layers on disk, safe under concurrent processes.
+"""Content-addressed layers on disk, safe under concurrent processes: a layer is named by its diff id.
 
     <store>/layers/<hex>/fs           the files, in overlay format; never changed once visible
     <store>/layers/<hex>/layer.json   how the layer came
@@ -39,9 +39,9 @@ class Draft:
         self._directory = directory
         self.path = directory / "fs"
 
-    async def keep(self, layer_id: str, *, size: int, origin: Origin, source: str = "", empty: bool = False) -> Path:
+    async def keep(self, layer_id: str, *, size: int, origin: Origin, source: str = "") -> Path:
         """Make the layer visible as `layer_id`; if it is there already this one is dropped. Its directory."""
-        record = LayerRecord(id=layer_id, size=size, origin=origin, source=source, empty=empty)
+        record = LayerRecord(id=layer_id, size=size, origin=origin, source=source)
         final = self._layers.root / "layers" / hex_of(layer_id)
         with told_by_disk("keeping a layer"):
             write_json(self._directory / "layer.json", record.model_dump(), durable=False)

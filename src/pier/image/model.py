@@ -28,6 +28,7 @@ class ImageConfig:
     volumes: tuple[str, ...] = ()
     stop_signal: str = ""
     healthcheck: dict[str, Any] | None = None
+    on_build: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

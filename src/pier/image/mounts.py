@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import csv
-import hashlib
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,21 +21,24 @@ from pier.image.words import expand
 
 if TYPE_CHECKING:
     from pier.image.build import Build
+    from pier.image.store import ImageStore
 
 _KNOWN = {
     "bind": {"type", "target", "dst", "destination", "source", "src", "ro", "readonly"},
-    "cache": {"type", "target", "dst", "destination", "id", "sharing", "mode", "ro", "readonly"},
+    "cache": {"type", "target", "dst", "destination", "id", "sharing", "mode", "uid", "gid", "ro", "readonly"},
     "tmpfs": {"type", "target", "dst", "destination", "size"},
 }
 
 
 @dataclass(slots=True)
 class Mounts:
-    """The mounts of one RUN."""
+    """The mounts of one RUN. Of `caches` the names are kept, and whether one build at a time may have them."""
+
+    store: ImageStore
 
     mounts: list[StepMount] = field(default_factory=list)
     context: list[tuple[Path, str]] = field(default_factory=list)
-    caches: list[Path] = field(default_factory=list)
+    caches: list[tuple[str, bool]] = field(default_factory=list)
 
     async def key(self) -> list[str]:
         """What a cache key must know: where things are mounted, and what the context's parts hold."""
@@ -43,17 +47,20 @@ class Mounts:
             rows.append(await asyncio.to_thread(content_digest, View([str(root)]), path, Ignore()))
         return rows
 
-    def prepare(self) -> tuple[StepMount, ...]:
-        """Make what must exist before the command starts."""
-        for path in self.caches:
-            path.mkdir(parents=True, exist_ok=True)
-            path.chmod(0o777)
-        return tuple(self.mounts)
+    @asynccontextmanager
+    async def prepared(self) -> AsyncIterator[tuple[StepMount, ...]]:
+        """The mounts, with what must exist before the command starts; a cache that is not shared is held meanwhile."""
+        async with AsyncExitStack() as stack:
+            for name, alone in sorted(set(self.caches)):
+                path = self.store.caches.open(name)
+                if alone:
+                    await stack.enter_async_context(self.store.only_one(f"cache {path.name}"))
+            yield tuple(self.mounts)
 
 
 def read_mounts(build: Build, stage: Stage, instruction: Instruction) -> Mounts:
     """The `--mount` flags of a RUN; kinds and options that cannot be had are refused by name."""
-    made = Mounts()
+    made = Mounts(build.store)
     for flag in instruction.all("mount"):
         values: dict[str, str] = {}
         for part in next(csv.reader([expand(flag, stage.values(), build.file.escape)]), []):
@@ -78,11 +85,13 @@ def _add(build: Build, made: Mounts, kind: str, values: dict[str, str], target: 
             raise _refused(f"--mount=type=tmpfs,size={size} is not a number of bytes")
         made.mounts.append(StepMount(target, None, False, int(size) if size else None))
     elif kind == "cache":
-        name = hashlib.sha256((values.get("id") or target).encode()).hexdigest()[:24]
-        path = build.store.root / "caches" / name
-        made.caches.append(path)
+        sharing = values.get("sharing") or "shared"
+        if sharing not in ("shared", "locked", "private"):
+            raise _refused(f"--mount=type=cache,sharing={sharing} is neither shared, locked nor private")
+        name = values.get("id") or target
+        made.caches.append((name, sharing != "shared"))
         read_only = bool({"ro", "readonly"} & set(values))
-        made.mounts.append(StepMount(target, path, read_only))
+        made.mounts.append(StepMount(target, build.store.caches.path(name), read_only))
     else:
         inside = (values.get("source") or values.get("src") or ".").strip("/") or "."
         source = (build.context / inside).resolve()

@@ -8,6 +8,7 @@ from typing import Any
 from pier.image.adopt import adopt_layer
 from pier.image.copying import copy_into, make_directories
 from pier.image.disk import told_by_disk
+from pier.image.packing import digest_layer
 from pier.image.trees import copy_tree, measure, remove_tree, unpack_archive
 
 OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -15,6 +16,7 @@ OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "copy_tree": copy_tree,
     "remove_tree": remove_tree,
     "measure": measure,
+    "digest_layer": digest_layer,
     "adopt_layer": adopt_layer,
     "copy_into": copy_into,
     "make_directories": make_directories,

@@ -29,6 +29,7 @@ class ConfigRecord(BaseModel):
     volumes: list[str] = Field(default_factory=list)
     stop_signal: str = ""
     healthcheck: dict[str, Any] | None = None
+    on_build: list[str] = Field(default_factory=list)
 
     @classmethod
     def of(cls, config: ImageConfig) -> ConfigRecord:
@@ -36,7 +37,7 @@ class ConfigRecord(BaseModel):
 
     def value(self) -> ImageConfig:
         data = self.model_dump()
-        for name in ("entrypoint", "cmd", "shell", "exposed_ports", "volumes"):
+        for name in ("entrypoint", "cmd", "shell", "exposed_ports", "volumes", "on_build"):
             data[name] = tuple(data[name])
         return ImageConfig(**data)
 
@@ -57,10 +58,7 @@ class ImageRecord(BaseModel):
 
 
 class LayerRecord(BaseModel):
-    """A layer in the store: how it came and how many bytes its files hold.
-
-    An `empty` one stands for a build step that changed no file, and is part of no image.
-    """
+    """A layer in the store: how it came and how many bytes its files hold."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -68,7 +66,6 @@ class LayerRecord(BaseModel):
     size: int = 0
     origin: Origin = "import"
     source: str = ""
-    empty: bool = False
 
 
 def image_digest(layers: list[str], config: ConfigRecord, *, base: str = "") -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import posixpath
 import re
 from collections.abc import Callable
@@ -21,9 +23,9 @@ _NANOSECONDS = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9, "m"
 
 @dataclass(slots=True)
 class Stage:
-    """What a stage has come to: its layers (lowest first), its cache key and the settings of its image."""
+    """What a stage has come to: its layers (lowest first) and the settings of its image. `host_key` names what of the
+    machine's root lies below them, if it does."""
 
-    key: str
     layers: list[Path] = field(default_factory=list)
     on_host: bool = False
     host_key: str = ""
@@ -42,14 +44,13 @@ class Stage:
     has_cmd: bool = False
 
     @classmethod
-    def start(cls, image: Image, key: str) -> Stage:
+    def start(cls, image: Image, host_key: str) -> Stage:
         """A stage on top of an image."""
         config = image.config
         return cls(
-            key=key,
             layers=list(image.layers),
             on_host=image.is_host,
-            host_key=key if image.is_host else "",
+            host_key=host_key,
             env=dict(config.env),
             workdir=config.workdir or "/",
             user=config.user,
@@ -62,6 +63,11 @@ class Stage:
             stop_signal=config.stop_signal,
             healthcheck=config.healthcheck,
         )
+
+    @property
+    def key(self) -> str:
+        """What the files of the stage are, for cache keys: the same layers on the same base have the same."""
+        return key_of(self.host_key, [layer.parent.name for layer in self.layers])
 
     def config(self) -> ImageConfig:
         return ImageConfig(
@@ -96,6 +102,11 @@ class Stage:
         joined = "/" + joined.lstrip("/")
         is_directory = text.endswith(("/", "/.")) or text in (".", "")
         return joined.rstrip("/") + "/" if is_directory else joined
+
+
+def key_of(*parts: object) -> str:
+    """A cache key from plain values."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 Apply = Callable[[Stage, Instruction, Dockerfile], None]

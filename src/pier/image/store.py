@@ -2,6 +2,7 @@
 
     <store>/refs/<hex>.json    one image each; its modification time is when it was last used
     <store>/layers, tmp        see `pier.image.layers`
+    <store>/steps, caches      what builds keep, see `pier.image.cached`
     <store>/users, locks       who uses what, see `pier.image.users` and `pier.image.locks`
 
 The store is private to its user: images hold set-user-id programs.
@@ -20,6 +21,7 @@ from pathlib import Path
 from pier.errors import ImageError
 from pier.files import write_json
 from pier.home import pier_home
+from pier.image.cached import Caches, Steps
 from pier.image.disk import told_by_disk
 from pier.image.host import host_image
 from pier.image.layers import Layers
@@ -36,6 +38,8 @@ class ImageStore:
         self.root = root or pier_home() / "images"
         self.layers = Layers(self.root)
         self.users = self.layers.users
+        self.steps = Steps(self.root)
+        self.caches = Caches(self.root, self.users)
 
     async def resolve(self, reference: str, *, pull: bool = True) -> Image:
         """The image called `reference`: `host`, one of this store, one of a Docker engine, or one of a registry.

@@ -6,7 +6,6 @@ inside the user namespace that owns the files (as a plain user).
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import stat
@@ -15,6 +14,7 @@ from typing import Any, BinaryIO, cast
 
 from pier.image.compression import HashingReader, decompressed
 from pier.image.disk import write_all
+from pier.image.packing import digest_layer
 from pier.image.unpack import OPAQUE, is_kept_xattr, make_whiteout, unpack
 
 
@@ -27,10 +27,9 @@ def unpack_archive(archive: str, target: str, *, owners: bool = True) -> dict[st
 
 
 def copy_tree(source: str, target: str, *, owners: bool = True) -> dict[str, Any]:
-    """Copy what is in the directory `source` into `target`; a digest of names, metadata and content, and the size."""
-    copier = TreeCopier(owners)
-    copier.copy_directory(source, target)
-    return {"digest": f"sha256:{copier.hash.hexdigest()}", "size": copier.size}
+    """Copy what is in the directory `source` into `target`; its diff id and the size of its files."""
+    TreeCopier(owners).copy_directory(source, target)
+    return digest_layer(target)
 
 
 def remove_tree(path: str) -> dict[str, Any]:
@@ -51,9 +50,8 @@ def remove_tree(path: str) -> dict[str, Any]:
 
 
 def measure(path: str) -> dict[str, Any]:
-    """How many bytes the files below a directory hold, and whether it is empty."""
-    size = sum(os.lstat(f"{above}/{name}").st_size for above, _, names in os.walk(path) for name in names)
-    return {"size": size, "empty": not os.listdir(path)}
+    """How many bytes the files below a directory hold."""
+    return {"size": sum(os.lstat(f"{above}/{name}").st_size for above, _, names in os.walk(path) for name in names)}
 
 
 class TreeCopier:
@@ -64,18 +62,16 @@ class TreeCopier:
 
     def __init__(self, owners: bool, *, overlay: bool = False) -> None:
         self._overlay = overlay
-        self.hash = hashlib.sha256()
-        self.size = 0
         self._owners = owners
         self._links: dict[tuple[int, int], str] = {}
 
-    def copy_directory(self, source: str, target: str, name: str = "") -> None:
+    def copy_directory(self, source: str, target: str) -> None:
         """Copy the contents of a directory, and its own metadata, onto an existing directory."""
         for entry in sorted(os.listdir(source)):
-            self._copy(f"{source}/{entry}", f"{target}/{entry}", f"{name}/{entry}")
+            self._copy(f"{source}/{entry}", f"{target}/{entry}")
         self.set_metadata(source, target, os.lstat(source))
 
-    def _copy(self, source: str, target: str, name: str) -> None:
+    def _copy(self, source: str, target: str) -> None:
         status = os.lstat(source)
         kind = stat.S_IFMT(status.st_mode)
         if self._overlay and stat.S_ISCHR(kind) and status.st_rdev == 0:
@@ -83,34 +79,21 @@ class TreeCopier:
             return
         if kind not in (stat.S_IFDIR, stat.S_IFREG, stat.S_IFLNK, stat.S_IFIFO):
             return
-        content = b""
         if kind == stat.S_IFDIR:
             os.mkdir(target, 0o700)
-            self.copy_directory(source, target, name)
+            self.copy_directory(source, target)
         elif (first := self._links.get((status.st_dev, status.st_ino))) and kind == stat.S_IFREG:
             os.link(first, target)
         elif kind == stat.S_IFREG:
-            content = self._copy_file(source, target)
+            _copy_file(source, target)
             if status.st_nlink > 1:
                 self._links[status.st_dev, status.st_ino] = target
         elif kind == stat.S_IFLNK:
-            content = os.readlink(source).encode("utf-8", "surrogateescape")
             os.symlink(os.readlink(source), target)
         else:
             os.mkfifo(target)
         if kind != stat.S_IFDIR:
             self.set_metadata(source, target, status)
-        row = (name, status.st_mode, status.st_uid, status.st_gid, status.st_mtime_ns)
-        self.hash.update(repr(row).encode("utf-8", "surrogateescape") + content)
-
-    def _copy_file(self, source: str, target: str) -> bytes:
-        digest = hashlib.sha256()
-        with open(source, "rb", buffering=0) as reader, open(target, "xb", buffering=0) as writer:
-            while data := reader.read(1 << 20):
-                digest.update(data)
-                write_all(writer, data)
-                self.size += len(data)
-        return digest.digest()
 
     def set_metadata(self, source: str, target: str, status: os.stat_result) -> None:
         """Give `target` the owner, mode, attributes and times of `source`."""
@@ -123,3 +106,9 @@ class TreeCopier:
                     continue
                 os.setxattr(target, name, os.getxattr(source, name))
         os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
+
+
+def _copy_file(source: str, target: str) -> None:
+    with open(source, "rb", buffering=0) as reader, open(target, "xb", buffering=0) as writer:
+        while data := reader.read(1 << 20):
+            write_all(writer, data)

@@ -24,7 +24,7 @@ WHITEOUT = ".wh."
 OPAQUE_MARK = ".wh..wh..opq"
 LAST_ID = 65535
 NOBODY = 65534
-_XATTR = "SCHILY.xattr."
+XATTR = "SCHILY.xattr."
 _CHUNK = 1 << 20
 
 
@@ -213,7 +213,7 @@ class _Unpacking:
 
     def _set_xattrs(self, path: str, member: tarfile.TarInfo) -> None:
         for key, value in member.pax_headers.items():
-            name = key.removeprefix(_XATTR)
+            name = key.removeprefix(XATTR)
             if name == key or not is_kept_xattr(name):
                 continue
             try:
