@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from pier.sandbox import tree
 from pier.sandbox.tree.beneath import BENEATH, NO_MAGICLINKS
+from pier.sandbox.tree.receive import receive
 
 pytestmark = pytest.mark.plain
 
@@ -95,7 +96,7 @@ def source(tmp_path: Path) -> Path:
 def test_a_tree_comes_out_as_it_went_in(source: Path, tmp_path: Path) -> None:
     data, skipped = packed(source)
     assert skipped == []
-    assert tree.receive(io.BytesIO(data), tmp_path / "copy") == []
+    assert receive(io.BytesIO(data), tmp_path / "copy") == []
     assert listing(tmp_path / "copy") == listing(source)
     assert (tmp_path / "copy" / "plain").samefile(tmp_path / "copy" / "sub" / "again")
     assert (tmp_path / "copy" / "plain").stat().st_mtime == int((source / "plain").stat().st_mtime)
@@ -103,14 +104,14 @@ def test_a_tree_comes_out_as_it_went_in(source: Path, tmp_path: Path) -> None:
 
 def test_one_file(source: Path, tmp_path: Path) -> None:
     data, _ = packed(source / "run")
-    tree.receive(io.BytesIO(data), tmp_path / "new" / "file")
+    receive(io.BytesIO(data), tmp_path / "new" / "file")
     assert (tmp_path / "new" / "file").read_text() == "#!/bin/sh\n"
     assert stat.S_IMODE((tmp_path / "new" / "file").stat().st_mode) == 0o755
 
 
 def test_a_symlink_itself_is_what_comes(source: Path, tmp_path: Path) -> None:
     data, _ = packed(source / "out")
-    tree.receive(io.BytesIO(data), tmp_path / "link")
+    receive(io.BytesIO(data), tmp_path / "link")
     assert os.readlink(tmp_path / "link") == "/etc/passwd"
 
 
@@ -118,7 +119,7 @@ def test_special_files_are_left_out_and_named(source: Path, tmp_path: Path) -> N
     os.mkfifo(source / "sub" / "fifo")
     data, skipped = packed(source)
     assert skipped == ["sub/fifo"]
-    tree.receive(io.BytesIO(data), tmp_path / "copy")
+    receive(io.BytesIO(data), tmp_path / "copy")
     assert not (tmp_path / "copy" / "sub" / "fifo").exists()
     assert packed(source / "sub" / "fifo")[1] == ["."]
 
@@ -136,7 +137,7 @@ def test_size_is_capped_on_both_sides(source: Path, tmp_path: Path) -> None:
     assert caught.value.code == "too_large"
     data, _ = packed(source)
     with pytest.raises(tree.TreeError) as caught:
-        tree.receive(io.BytesIO(data), tmp_path / "copy", max_bytes=100_000)
+        receive(io.BytesIO(data), tmp_path / "copy", max_bytes=100_000)
     assert caught.value.code == "too_large"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
@@ -144,9 +145,9 @@ def test_size_is_capped_on_both_sides(source: Path, tmp_path: Path) -> None:
 def test_what_is_there_is_not_overwritten(source: Path, tmp_path: Path) -> None:
     data, _ = packed(source)
     (tmp_path / "copy").mkdir()
-    tree.receive(io.BytesIO(data), tmp_path / "copy")
+    receive(io.BytesIO(data), tmp_path / "copy")
     with pytest.raises(FileExistsError):
-        tree.receive(io.BytesIO(data), tmp_path / "copy")
+        receive(io.BytesIO(data), tmp_path / "copy")
 
 
 @pytest.mark.parametrize(
@@ -232,5 +233,5 @@ def test_any_names_and_contents(tmp_path_factory: pytest.TempPathFactory, files:
     kept = {name: data for name, data in files.items() if len(name.encode()) < 250}
     for name, data in kept.items():
         (base / "source" / name).write_bytes(data)
-    tree.receive(io.BytesIO(packed(base / "source")[0]), base / "copy")
+    receive(io.BytesIO(packed(base / "source")[0]), base / "copy")
     assert {path.name: path.read_bytes() for path in (base / "copy").iterdir()} == kept

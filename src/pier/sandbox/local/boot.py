@@ -1,6 +1,7 @@
 """Where a zygote's interpreter begins: `python -I -S boot.py`.
 
-Packages are stubbed, so that a zygote loads the few modules that it uses and not all that their packages import.
+Packages are stubbed, so that a zygote loads the few modules that it uses and not all that their packages import; so is
+what only type checkers or compressed archives need. Each page that a zygote holds is paid for again at every fork.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import sys
 import types
 
 
+_NOT_NEEDED = ("bz2", "lzma", "zlib")
+
+
 def main() -> None:
     source = __file__.removesuffix("/pier/sandbox/local/boot.py")
     sys.path.remove(source + "/pier/sandbox/local") if source + "/pier/sandbox/local" in sys.path else None
@@ -17,6 +21,11 @@ def main() -> None:
         module = types.ModuleType(name)
         module.__path__ = ["/".join([source, *name.split(".")])]
         sys.modules[name] = module
+    typing = types.ModuleType("typing")
+    typing.Any = typing.IO = object  # type: ignore[attr-defined]
+    sys.modules["typing"] = typing
+    for name in _NOT_NEEDED:
+        sys.modules[name] = None  # type: ignore[assignment]
     importlib.import_module("pier.sandbox.local.zygote").main()
 
 

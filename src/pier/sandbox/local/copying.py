@@ -16,6 +16,7 @@ from typing import IO, Any, Generic, TypeVar
 from pier.errors import SandboxError
 from pier.sandbox import tree
 from pier.sandbox.local.channel import Channel
+from pier.sandbox.tree.receive import receive
 
 T = TypeVar("T")
 
@@ -182,7 +183,7 @@ def unpack(stream: IO[bytes], target: Path, max_bytes: int | None, keep_empty: b
     if not keep_empty and isinstance(stream, io.BytesIO) and _is_bare(stream.getvalue()):
         return []
     try:
-        left_out = tree.receive(stream, target, max_bytes=max_bytes)
+        left_out = receive(stream, target, max_bytes=max_bytes)
     except tree.TreeError as error:
         raise SandboxError(str(error), code=error.code, blame="task", retryable=False) from error
     if not keep_empty:

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import NamedTuple
 
 _MOST = 1 << 20
 
 
-class User(NamedTuple):
+class User:
     """The ids, groups and home of whom a command runs as."""
 
-    uid: int
-    gid: int
-    groups: list[int]
-    home: str
-    name: str
+    def __init__(self, uid: int, gid: int, groups: list[int], home: str, name: str) -> None:
+        self.uid = uid
+        self.gid = gid
+        self.groups = groups
+        self.home = home
+        self.name = name
 
 
 class NoSuchUser(Exception):

@@ -1,7 +1,7 @@
 """Trees of files through tar streams, safe against whatever lies on either side.
 
 `serve` runs in a forked child inside a sandbox's root and does one request (pack, unpack, read, write, remove);
-`receive` runs on the host, for a stream that came out of a sandbox. Neither ever reads or writes outside of the
+`receive.receive` runs on the host, for a stream that came out of a sandbox. Neither ever reads or writes outside of the
 directory it was given, whatever the stream or the tree holds: symlinked parents, `..`, absolute names, hard links,
 devices, fifos, or a tree that changes under its hands. Each path is resolved by the kernel in one step (`openat2`) with
 the limits of the request, and last parts are never followed.
@@ -32,10 +32,9 @@ from pier.sandbox.tree.beneath import (
     write_all,
 )
 from pier.sandbox.tree.pack import CHUNK, pack
-from pier.sandbox.tree.receive import receive
 from pier.sandbox.tree.unpack import unpack
 
-__all__ = ["TreeError", "pack", "receive", "serve", "unpack", "warm"]
+__all__ = ["TreeError", "pack", "serve", "unpack", "warm"]
 
 
 def warm() -> None:

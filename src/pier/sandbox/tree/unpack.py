@@ -7,7 +7,6 @@ import os
 import stat
 import tarfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import IO, Any
 
 from pier.sandbox.tree.beneath import (
@@ -25,12 +24,12 @@ from pier.sandbox.tree.pack import BUFFER, CHUNK, forget_members
 ENTRIES = 5_000_000
 
 
-@dataclass(frozen=True, slots=True)
 class Unpacked:
     """What was left out, and whether the archive was of one file instead of a directory."""
 
-    skipped: list[str]
-    alone: bool
+    def __init__(self, skipped: list[str], alone: bool) -> None:
+        self.skipped = skipped
+        self.alone = alone
 
 
 def unpack(
