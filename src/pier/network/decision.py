@@ -23,6 +23,8 @@ class Decision:
     address: str = ""
     sent: int = 0
     received: int = 0
+    service: str = ""
+    """Which service of the trial tried, in a task of several; empty for the one that the agent works in."""
     time: float = field(default_factory=time.time)
 
     def line(self) -> dict[str, Any]:

@@ -82,6 +82,29 @@ class Netlink:
         body = header + attribute(3, name.encode() + b"\0") + common + info
         self.ask(_NEWLINK, _CREATE | _EXCL, body, "cannot make a veth pair")
 
+    def make_bridge(self, name: str) -> None:
+        """A bridge, which makes no addresses by itself."""
+        quiet = nested(26, nested(socket.AF_INET6, attribute(8, b"\x01")))
+        header = struct.pack("BxHiII", 0, 0, 0, 0, 0) + attribute(3, name.encode() + b"\0")
+        kind = nested(18, attribute(1, b"bridge\0"))
+        try:
+            self.ask(_NEWLINK, _CREATE | _EXCL, header + quiet + kind, "cannot make a bridge")
+        except OSError as error:
+            if error.errno != errno.EAFNOSUPPORT:
+                raise
+            self.ask(_NEWLINK, _CREATE | _EXCL, header + kind, "cannot make a bridge")
+
+    def set_master(self, index: int, master: int) -> None:
+        """Make a link a port of a bridge."""
+        body = struct.pack("BxHiII", 0, 0, index, 0, 0) + attribute(10, struct.pack("I", master))
+        self.ask(_NEWLINK, 0, body, "cannot join a bridge")
+
+    def stop_forwarding(self, index: int) -> None:
+        """Let nothing that comes in by a link go on by another (IPv4)."""
+        off = nested(26, nested(socket.AF_INET, nested(1, attribute(1, struct.pack("I", 0)))))
+        body = struct.pack("BxHiII", 0, 0, index, 0, 0) + off
+        self.ask(_NEWLINK, 0, body, "cannot stop forwarding")
+
     def set_up(self, index: int) -> None:
         self.ask(_NEWLINK, 0, struct.pack("BxHiII", 0, 0, index, _UP, _UP), "cannot set a link up")
 

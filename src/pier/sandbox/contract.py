@@ -18,6 +18,7 @@ from pier.image.model import Image
 from pier.lease import Held, Lease
 from pier.network.decision import OnDecision
 from pier.network.policy import NetworkMode, NetworkPolicy
+from pier.sandbox.compose.model import MAIN, Composition
 
 OUTPUT_LIMIT = 16 * 1024 * 1024
 """How many bytes of each stream a `Result` keeps unless told otherwise. What is beyond is read and dropped."""
@@ -69,6 +70,8 @@ class SandboxSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
     on_decision: OnDecision | None = field(default=None, compare=False, repr=False)
     """Told each decision of the network policy; these are the lines of a trial's `network.jsonl`."""
+    compose: Composition | None = None
+    """The services that run beside this sandbox, which is the service `main` of them. Only for backends that can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +284,10 @@ class Sandbox(ABC):
         """Put a TCP socket inside the sandbox's own network namespace and serve it from outside: for each connection
         `factory()` gives an asyncio protocol (aiohttp's `web.Server` is such a factory). Works in every network mode.
         No process, credential or file is added inside."""
+
+    def service(self, name: str) -> Sandbox | None:
+        """The sandbox of a service of the same trial; `main` is this one. None if there is no such service."""
+        return self if name == MAIN else None
 
     @abstractmethod
     async def kill_all(self) -> int:

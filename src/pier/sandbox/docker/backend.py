@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from pier.lease import Held, Lease
 from pier.network.plumbing import GATEWAY
 from pier.network.rules import Rules
 from pier.sandbox import seccomp
-from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Mount, SandboxSpec
+from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Mount, Sandbox, SandboxSpec
 from pier.sandbox.docker import idle
 from pier.sandbox.docker.box import KIND, LABEL, ContainerBox, engine_error, remove
+from pier.sandbox.docker.compose.services import start_services
+from pier.sandbox.docker.compose.volumes import VOLUME, TrialVolumes, remove_volume
 from pier.sandbox.docker.images import REPOSITORY, EngineImages
 from pier.sandbox.docker.sandbox import DockerSandbox
 from pier.sandbox.local.network import offered_modes
@@ -61,7 +64,7 @@ class DockerBackend(Backend):
 
     @property
     def kinds(self) -> frozenset[str]:
-        return frozenset({KIND, SNAPSHOT})
+        return frozenset({KIND, SNAPSHOT, VOLUME})
 
     @property
     def zygotes(self) -> Zygotes:
@@ -71,7 +74,7 @@ class DockerBackend(Backend):
 
     async def capabilities(self) -> Capabilities:
         limits = {"cpus": "cgroup", "memory": "cgroup", "processes": "cgroup", "open_files": "rlimit"}
-        return Capabilities(networks=offered_modes(), switch_network=True, limits=limits, snapshot=True)
+        return Capabilities(networks=offered_modes(), switch_network=True, limits=limits, snapshot=True, compose=True)
 
     async def _engine(self) -> aiodocker.Docker:
         async with self._opening:
@@ -113,7 +116,11 @@ class DockerBackend(Backend):
                 hint="run pier on the engine's host",
             )
 
-    async def start(self, spec: SandboxSpec) -> DockerSandbox:
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        return await self.start_container(spec) if spec.compose is None else await start_services(self, spec)
+
+    async def start_container(self, spec: SandboxSpec, more: Mapping[str, Any] | None = None) -> DockerSandbox:
+        """Start one container; `more` replaces parts of what the engine is told of its host side, and adds `Binds`."""
         if spec.network.mode not in (await self.capabilities()).networks:
             raise PolicyError(
                 f"the Docker backend cannot enforce the network policy {spec.network.mode!r} here",
@@ -133,7 +140,7 @@ class DockerBackend(Backend):
         box = ContainerBox(self._lease, self.zygotes, docker, self._address)
         try:
             image = await self._images.ensure(spec.image)
-            await box.start(self._container(spec, image), _plan(spec))
+            await box.start(self._container(spec, image, more or {}), _plan(spec))
         except DockerError as error:
             await asyncio.shield(box.stop())
             raise engine_error(error) from error
@@ -152,6 +159,12 @@ class DockerBackend(Backend):
             raise
         return sandbox
 
+    async def volumes(self, image: Image) -> TrialVolumes:
+        """The volumes of one trial, none so far."""
+        docker = await self._engine()
+        assert self._images is not None
+        return TrialVolumes(docker, self._address, self._lease, await self._images.ensure(image))
+
     async def find_image(self, reference: str) -> Image | None:
         await self._engine()
         assert self._images is not None
@@ -160,7 +173,7 @@ class DockerBackend(Backend):
         except DockerError as error:
             raise engine_error(error) from error
 
-    def _container(self, spec: SandboxSpec, image: str) -> dict[str, Any]:
+    def _container(self, spec: SandboxSpec, image: str, more: Mapping[str, Any]) -> dict[str, Any]:
         program = idle.place(pier_home() / "docker")
         limits = spec.limits
         host: dict[str, Any] = {
@@ -182,6 +195,8 @@ class DockerBackend(Backend):
             host["PidsLimit"] = limits.processes + _OWN_PROCESSES
         if spec.gpus:
             host["DeviceRequests"] = [{"Driver": "nvidia", "Count": spec.gpus, "Capabilities": [["gpu"]]}]
+        for key, value in more.items():
+            host[key] = [*host["Binds"], *value] if key == "Binds" else value
         return {
             "Image": image,
             "Entrypoint": [_IDLE],
@@ -240,7 +255,8 @@ class DockerBackend(Backend):
     async def destroy(self, held: Held) -> None:
         address = held.data.get("engine", self._address)
         async with aiodocker.Docker(url=address) as docker:
-            await (_remove_image if held.kind == SNAPSHOT else remove)(docker, held.data["name"])
+            ends = {SNAPSHOT: _remove_image, VOLUME: remove_volume}
+            await ends.get(held.kind, remove)(docker, held.data["name"])
 
     async def close(self) -> None:
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes)))

@@ -12,9 +12,10 @@ import os
 import select
 import signal
 import socket
+from collections.abc import Callable
 from typing import Any
 
-from pier.network import plumbing
+from pier.network import lan, plumbing
 from pier.sandbox.local import kernel, wire
 from pier.sandbox.local.census import Census
 from pier.sandbox.local.init import Init, set_limits
@@ -66,6 +67,24 @@ class Attendant(Init):
             os._exit(0)
         super()._hear(fd)
 
+    def _take(self, message: dict[str, Any], fds: list[int]) -> None:
+        if message["op"] in ("hub", "join"):
+            try:
+                self._by_child(message, lambda: self._share_network(message, fds))
+            finally:
+                for fd in fds:
+                    os.close(fd)
+        else:
+            super()._take(message, fds)
+
+    def _share_network(self, message: dict[str, Any], fds: list[int]) -> None:
+        made: list[int] = []
+        if message["op"] == "hub":
+            made = lan.make_hub(message["networks"])
+        else:
+            lan.join(fds[0], [(network, host) for network, host in message["places"]])
+        wire.send(self.control, {"id": message["id"]}, made)
+
     def _kill_all(self) -> int:
         """As for a local sandbox, but by a child: here the signal would reach the host's processes."""
         killed = sum(1 for pid in self.census.take() if pid not in self.workers and self.census.is_running(pid))
@@ -83,11 +102,15 @@ class Attendant(Init):
         return killed
 
     def _change_network(self, message: dict[str, Any]) -> None:
+        change = super()._change_network
+        self._by_child(message, lambda: change(message))
+
+    def _by_child(self, message: dict[str, Any], work: Callable[[], None]) -> None:
         """By a child, which the container's own /proc knows."""
         child = os.fork()
         if child == 0:
             try:
-                super()._change_network(message)
+                work()
             except OSError as error:
                 wire.send(self.control, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
             finally:

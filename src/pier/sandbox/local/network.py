@@ -37,6 +37,10 @@ class Network:
         """What was refused so far, and how often."""
         return dict(self._gatekeeper.ledger.refused)
 
+    async def answer(self, query: bytes) -> bytes | None:
+        """The policy's answer to a question for a name that came another way."""
+        return await self._gatekeeper.answer(query)
+
     def begin(self, proof: dict[str, str]) -> None:
         """A sandbox begins without a network; init said how it was refused one."""
         self._note(proof)

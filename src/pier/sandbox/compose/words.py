@@ -1,0 +1,120 @@
+"""The small grammars inside compose files: sizes, times, lists that may be mappings, commands that may be texts."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pier.errors import TaskError
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m|h|d)")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+class Place:
+    """Where in a file a value stands, for messages that name file and key."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.path = path
+        self.key = key
+
+    def at(self, key: object) -> Place:
+        return Place(self.path, f"{self.key}.{key}" if self.key else str(key))
+
+    def error(self, problem: str, hint: str | None = None) -> TaskError:
+        return TaskError(f"{self.path}: {self.key}: {problem}", hint=hint, code="compose")
+
+    def mapping(self, value: Any, known: Mapping[str, object] | set[str] | None = None) -> dict[str, Any]:
+        """A mapping with no key but those that are known; what begins with `x-` counts as a remark."""
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self.error("must be a mapping")
+        found = {str(key): each for key, each in value.items() if not str(key).startswith("x-")}
+        if known is not None and (strange := [key for key in found if key not in known]):
+            raise self.at(strange[0]).error(
+                "is not supported", "leave it out; docs/reference/compose.md lists the keys that are"
+            )
+        return found
+
+    def pairs(self, value: Any, separators: str = "=") -> dict[str, str | None]:
+        """A mapping, or a list of texts such as `NAME=value`; a name alone has None."""
+        if value is None:
+            return {}
+        if isinstance(value, dict):
+            return {str(key): None if each is None else plain(each) for key, each in value.items()}
+        found: dict[str, str | None] = {}
+        for row in self.texts(value):
+            at = min((row.index(char) for char in separators if char in row), default=-1)
+            found[row if at < 0 else row[:at]] = None if at < 0 else row[at + 1 :]
+        return found
+
+    def texts(self, value: Any) -> list[str]:
+        """A list of texts; one text counts as a list of one."""
+        if value is None:
+            return []
+        rows = value if isinstance(value, list) else [value]
+        if any(isinstance(row, dict | list) for row in rows):
+            raise self.error("must be a text or a list of texts")
+        return [plain(row) for row in rows]
+
+    def command(self, value: Any) -> tuple[str, ...] | None:
+        """A command as words, or as one text that is split as a shell would; None if nothing is said."""
+        if value is None:
+            return None
+        if isinstance(value, str):
+            try:
+                return tuple(shlex.split(value))
+            except ValueError as error:
+                raise self.error(f"{value!r} cannot be split into words: {error}") from None
+        return tuple(self.texts(value))
+
+    def size(self, value: Any) -> int | None:
+        if value is None or value == "":
+            return None
+        match = _SIZE.fullmatch(str(value).strip())
+        if match is None:
+            raise self.error(f"{value!r} is no size such as 512m or 2g")
+        return int(float(match[1]) * _UNITS[match[2].lower()])
+
+    def seconds(self, value: Any, default: float) -> float:
+        if value is None:
+            return default
+        text = str(value).strip()
+        if re.fullmatch(r"(?:\d+(?:\.\d+)?(?:us|ms|s|m|h|d))+", text):
+            return sum(float(number) * _SECONDS[unit] for number, unit in _TIME.findall(text))
+        raise self.error(f"{value!r} is no time such as 10s or 1m30s")
+
+    def number(self, value: Any) -> float | None:
+        if value is None or value == "":
+            return None
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise self.error(f"{value!r} is no number") from None
+
+    def one_of(self, value: Any, known: tuple[str, ...]) -> str:
+        if value not in known:
+            raise self.error(f"{value!r} is not one of {', '.join(known)}")
+        return value
+
+    def inside(self, text: str, root: Path) -> Path:
+        """A path of the task's own, below the directory of the file."""
+        path = (self.path.parent / text).resolve()
+        if not path.is_relative_to(root.resolve()):
+            raise self.error(f"{text!r} leads out of {root}", "only files beside the compose file can be used")
+        if not path.exists():
+            raise self.error(f"{text!r} does not exist below {root}")
+        return path
+
+
+def plain(value: Any) -> str:
+    """A scalar as compose writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)

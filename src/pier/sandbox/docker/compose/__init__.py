@@ -1,0 +1,1 @@
+"""Tasks of several services, as containers on private networks of pier's own."""

@@ -1,0 +1,219 @@
+"""Starts the services of a task: containers on private networks of the trial's own, each under the trial's policy."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pier.errors import TaskError
+from pier.network import lan
+from pier.network.decision import Decision, OnDecision
+from pier.network.names import Names
+from pier.network.policy import NONE, NetworkPolicy
+from pier.sandbox.compose.model import MAIN, Compose, Composition, Service
+from pier.sandbox.contract import Limits, Mount, SandboxSpec
+from pier.sandbox.docker.compose.process import ServiceProcess
+from pier.sandbox.docker.compose.sandbox import ServicesSandbox
+from pier.sandbox.docker.compose.volumes import TrialVolumes
+from pier.sandbox.docker.sandbox import DockerSandbox
+
+if TYPE_CHECKING:
+    from pier.sandbox.docker.backend import DockerBackend
+
+
+async def start_services(backend: DockerBackend, spec: SandboxSpec) -> ServicesSandbox:
+    """Start all services and wait until they are up; when this raises or is cancelled nothing is left."""
+    assert spec.compose is not None
+    group = ServiceGroup(backend, spec, spec.compose)
+    try:
+        await group.start()
+    except BaseException:
+        await asyncio.shield(group.stop())
+        raise
+    return ServicesSandbox(group.sandboxes, group.set_network, group.stop)
+
+
+class ServiceGroup:
+    """The services of one trial, from the first container to the last volume."""
+
+    def __init__(self, backend: DockerBackend, spec: SandboxSpec, wanted: Composition) -> None:
+        self.sandboxes: dict[str, DockerSandbox] = {}
+        self._backend = backend
+        self._spec = spec
+        self._wanted = wanted
+        self._compose: Compose = wanted.compose
+        self._networks = {name: number for number, name in enumerate(self._compose.networks)}
+        self._hosts = {name: number for number, name in enumerate(self._compose.services, lan.FIRST)}
+        self._processes: dict[str, ServiceProcess] = {}
+        self._volumes: TrialVolumes | None = None
+        self._names: Names | None = None
+        self._hub = -1
+        self._stopping: asyncio.Task[None] | None = None
+        if len(self._networks) > lan.MOST or len(self._hosts) > lan.LAST - lan.FIRST:
+            raise TaskError(f"{self._compose.path}: too many services or networks", code="compose")
+
+    async def start(self) -> None:
+        self._volumes = volumes = await self._backend.volumes(self._wanted.images[MAIN])
+        services = self._compose.services.values()
+        binds = {service.name: await self._binds(service, volumes) for service in services}
+        await _all(self._start_container(service, binds[service.name]) for service in services)
+        await self._connect()
+        await self.set_network(self._spec.network)
+        await _all(self._bring_files(service) for service in services)
+        for service in services:
+            image, sandbox = self._wanted.images[service.name], self.sandboxes[service.name]
+            self._processes[service.name] = ServiceProcess(service, sandbox, image, self._wanted.on_output)
+        await _all(self._bring_up(process) for process in self._processes.values())
+
+    async def _binds(self, service: Service, volumes: TrialVolumes) -> list[str]:
+        found: list[str] = []
+        for volume in service.volumes:
+            if volume.source is not None and not volume.source.is_dir():
+                continue
+            if volume.source is not None:
+                name = await volumes.filled(volume.source)
+            else:
+                name = await volumes.get(f"{service.name}{volume.name}" if volume.name[0] == "/" else volume.name)
+            found.append(f"{name}:{volume.target}:{'ro' if volume.read_only else 'rw'}")
+        return found
+
+    async def _start_container(self, service: Service, binds: list[str]) -> None:
+        hostname = service.hostname or service.name
+        places = self._places(service)
+        own = [f"{hostname}:{lan.service_address(*place)}" for place in places[:1]]
+        more: dict[str, Any] = {
+            "Dns": [lan.hub_address(place[0]) for place in places[:1]],
+            "ExtraHosts": [*own, *(f"{name}:{address}" for name, address in service.extra_hosts.items())],
+            "Binds": binds,
+        }
+        if service.shm_size:
+            more["ShmSize"] = service.shm_size
+        sandbox = await self._backend.start_container(self._service_spec(service, hostname), more)
+        self.sandboxes[service.name] = sandbox
+
+    def _service_spec(self, service: Service, hostname: str) -> SandboxSpec:
+        spec = self._spec
+        mounts = tuple(Mount(target, None, False, size) for target, size in service.tmpfs.items())
+        own = Limits(service.cpus, service.memory, service.processes)
+        common = {"network": NONE, "hostname": hostname, "compose": None, "on_decision": self._on_decision(service)}
+        if service.name != MAIN:
+            return replace(
+                spec,
+                **common,
+                image=self._wanted.images[service.name],
+                limits=own,
+                mounts=mounts,
+                env=dict(service.env),
+                user=service.user,
+                workdir=service.workdir,
+                gpus=service.gpus,
+            )
+        limits = replace(spec.limits, **{name: value for name, value in _said(own).items() if value is not None})
+        return replace(
+            spec,
+            **common,
+            limits=limits,
+            mounts=(*spec.mounts, *mounts),
+            env={**service.env, **spec.env},
+            user=spec.user or service.user,
+            workdir=spec.workdir or service.workdir,
+            gpus=spec.gpus or service.gpus,
+        )
+
+    def _on_decision(self, service: Service) -> OnDecision | None:
+        tell = self._spec.on_decision
+        if tell is None or service.name == MAIN:
+            return tell
+
+        def tell_of_service(decision: Decision) -> None:
+            tell(replace(decision, service=service.name))
+
+        return tell_of_service
+
+    def _places(self, service: Service) -> list[tuple[int, int]]:
+        return [(self._networks[name], self._hosts[service.name]) for name in service.networks]
+
+    async def _connect(self) -> None:
+        """Make the private networks, link every service to its own, and answer for names there."""
+        channel = self.sandboxes[MAIN].box.channel
+        _, fds = await channel.ask({"op": "hub", "networks": len(self._networks)})
+        self._hub, resolver = fds
+        names: dict[int, dict[str, int]] = {number: {} for number in self._networks.values()}
+        askers: dict[tuple[int, int], Callable[[bytes], Coroutine[Any, Any, bytes | None]]] = {}
+        for service in self._compose.services.values():
+            sandbox = self.sandboxes[service.name]
+            for network, aliases in service.networks.items():
+                for name in (service.name, *aliases, *([service.hostname] if service.hostname else [])):
+                    names[self._networks[network]].setdefault(name.lower(), self._hosts[service.name])
+            askers |= dict.fromkeys(self._places(service), sandbox.network.answer)
+        self._names = Names(names, askers)
+        self._names.serve(resolver)
+        await _all(self._join(service) for service in self._compose.services.values())
+
+    async def _join(self, service: Service) -> None:
+        request = {"op": "join", "places": self._places(service)}
+        await self.sandboxes[service.name].box.channel.ask(request, [self._hub])
+
+    async def set_network(self, policy: NetworkPolicy) -> None:
+        """Put a policy in force in every service, and prove it in every one."""
+        await _all(
+            self.sandboxes[service.name].set_network(NONE if self._is_internal(service) else policy)
+            for service in self._compose.services.values()
+        )
+
+    def _is_internal(self, service: Service) -> bool:
+        return all(self._compose.networks[name] for name in service.networks)
+
+    async def _bring_files(self, service: Service) -> None:
+        for volume in service.volumes:
+            if volume.source is not None and not volume.source.is_dir():
+                await self.sandboxes[service.name].upload(volume.source, volume.target)
+
+    async def _bring_up(self, process: ServiceProcess) -> None:
+        for name, condition in process.service.depends_on.items():
+            other = self._processes[name]
+            await other.started.wait()
+            if condition == "service_healthy":
+                await other.healthy.wait()
+            elif condition == "service_completed_successfully":
+                await other.completed()
+        await process.start()
+        await process.ready()
+
+    async def stop(self) -> None:
+        """End everything. Callers that come later wait for the first."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
+        await asyncio.gather(*(process.stop() for process in self._processes.values()))
+        outcomes = await asyncio.gather(*(one.stop() for one in self.sandboxes.values()), return_exceptions=True)
+        if self._names is not None:
+            self._names.close()
+        if self._hub >= 0:
+            os.close(self._hub)
+            self._hub = -1
+        if self._volumes is not None:
+            await self._volumes.remove()
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+
+def _said(limits: Limits) -> dict[str, Any]:
+    return {"cpus": limits.cpus, "memory": limits.memory, "processes": limits.processes}
+
+
+async def _all(works: Any) -> None:
+    """Do all at once; at the first failure the others are given up, and it is what is raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

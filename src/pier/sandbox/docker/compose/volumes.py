@@ -1,0 +1,91 @@
+"""The volumes that services of one trial share: made for it, written down first, removed with it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import secrets
+import tarfile
+from pathlib import Path
+
+import aiodocker
+from aiodocker.exceptions import DockerError
+
+from pier.lease import Lease
+from pier.sandbox.docker.box import KIND, LABEL, engine_error, remove
+
+VOLUME = "trial-volume"
+_INSIDE = "/pier-volume"
+
+
+class TrialVolumes:
+    """The volumes of one trial, by the names that its compose file has for them. `image` is any image of the engine:
+    files come into a volume by way of a container that never runs."""
+
+    def __init__(self, docker: aiodocker.Docker, address: str, lease: Lease, image: str) -> None:
+        self._docker = docker
+        self._image = image
+        self._address = address
+        self._lease = lease
+        self._made: dict[str, str] = {}
+
+    async def get(self, key: str) -> str:
+        """The engine's name of the volume `key`, which is made when it is first asked for."""
+        if key not in self._made:
+            id = secrets.token_hex(6)
+            self._made[key] = name = f"pier-volume-{id}"
+            self._lease.write(VOLUME, id, {"engine": self._address, "name": name})
+            try:
+                await self._docker.volumes.create({"Name": name, "Labels": {LABEL: self._lease.owner}})
+            except DockerError as error:
+                raise engine_error(error) from error
+        return self._made[key]
+
+    async def filled(self, directory: Path) -> str:
+        """The engine's name of the volume with a copy of `directory`, whose files are root's there."""
+        key = f"//{directory}"
+        if key in self._made:
+            return self._made[key]
+        name = await self.get(key)
+        id = secrets.token_hex(6)
+        self._lease.write(KIND, id, {"engine": self._address, "name": f"pier-{id}"})
+        host = {"NetworkMode": "none", "Binds": [f"{name}:{_INSIDE}"]}
+        config = {"Image": self._image, "Cmd": ["none"], "Labels": {LABEL: self._lease.owner}, "HostConfig": host}
+        try:
+            container = await self._docker.containers.create(config, name=f"pier-{id}")
+            await container.put_archive(_INSIDE, await asyncio.to_thread(_packed, directory))
+        except DockerError as error:
+            raise engine_error(error) from error
+        finally:
+            await asyncio.shield(remove(self._docker, f"pier-{id}"))
+            self._lease.strike(KIND, id)
+        return name
+
+    async def remove(self) -> None:
+        """Remove all of them; no container may use one any more. Idempotent."""
+        while self._made:
+            _, name = self._made.popitem()
+            await remove_volume(self._docker, name)
+            self._lease.strike(VOLUME, name.rpartition("-")[2])
+
+
+async def remove_volume(docker: aiodocker.Docker, name: str) -> None:
+    """Remove a volume; one that is gone already is fine."""
+    try:
+        async with docker._query(f"volumes/{name}", method="DELETE", params={"force": "1"}):
+            return
+    except DockerError as error:
+        if error.status != 404:
+            raise engine_error(error) from error
+
+
+def _packed(directory: Path) -> bytes:
+    def as_roots(info: tarfile.TarInfo) -> tarfile.TarInfo:
+        info.uid = info.gid = 0
+        info.uname = info.gname = ""
+        return info
+
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        archive.add(directory, ".", filter=as_roots)
+    return packed.getvalue()
