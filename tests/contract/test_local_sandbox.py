@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -173,3 +174,32 @@ async def test_doctor_tries_a_sandbox(backend: LocalBackend) -> None:
     found = {one.subject: one for one in await backend.doctor()}
     assert found["sandboxes"].ok and found["kernel"].ok
     assert all(one.ok or one.fix for one in found.values())
+
+
+async def test_root_without_shifted_mounts(backend: LocalBackend, image: Image, tmp_path: Path) -> None:
+    """On a file system that cannot be mounted with other ids, such as overlayfs, sandboxes start and own their files."""
+    if os.geteuid() != 0:
+        pytest.skip("only root's sandboxes have shifted ids")
+    for name in ("upper", "work", "merged"):
+        (tmp_path / name).mkdir()
+    options = f"lowerdir={image.layers[0]},upperdir={tmp_path}/upper,workdir={tmp_path}/work"
+    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, str(tmp_path / "merged")], check=True)
+    try:
+        unshifted = Image("test/unshifted", "sha256:3", (tmp_path / "merged",), image.config)
+        async with await backend.start(SandboxSpec(unshifted)) as sandbox:
+            assert not sandbox.box.shifted
+            script = (
+                "cat /proc/self/uid_map; touch /etc/mine /tmp/t && chown user /etc/mine && stat -c %U /etc/mine /bin"
+            )
+            assert (await sandbox.exec(script)).text.split() == ["0", "0", "65536", "user", "root"]
+            assert (await sandbox.exec("id -u; touch /home/user/x", user="user")).text == "1000\n"
+            assert not (await sandbox.exec("mount -t tmpfs none /mnt || echo 1 >/proc/sys/kernel/panic")).ok
+            frozen = await sandbox.snapshot()
+            async with await backend.start(SandboxSpec(frozen)) as again:
+                assert (await again.exec("stat -c %U /etc/mine")).text == "user\n"
+            await backend.remove_snapshot(frozen)
+        async with await backend.start(SandboxSpec(image)) as usual:
+            assert usual.box.shifted
+    finally:
+        await backend.close()
+        subprocess.run(["umount", str(tmp_path / "merged")], check=True)

@@ -95,7 +95,7 @@ class LocalBackend(Backend):
         cage = (self._groups, limits) if self._groups is not None and wanted else None
         layers = [*layers_of(spec, host), *map(str, frozen)]
         for last in range(_LOST_ZYGOTE_TRIES):
-            plan = make_plan(spec, self._ids, host, enforced_by=enforced, caged=cage is not None)
+            plan = make_plan(spec, host, enforced_by=enforced, caged=cage is not None)
             box = Box(self._lease, self._zygotes, self._base)
             try:
                 await box.start(plan, layers, cage)
@@ -160,12 +160,14 @@ class LocalBackend(Backend):
 
     async def doctor(self) -> list[Finding]:
         problem = ""
+        shifted = True
         try:
             async with await self.start(SandboxSpec(host_image())) as sandbox:
                 await sandbox.exec(["true"])
+                shifted = sandbox.box.shifted
         except (SandboxError, OSError) as error:
             problem = str(error)
-        return examine(self._ids, self._groups, problem)
+        return examine(self._ids, self._groups, problem, shifted=shifted)
 
     async def destroy(self, held: Held) -> None:
         await sweeping.destroy(held, self._zygotes)

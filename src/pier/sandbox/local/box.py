@@ -48,6 +48,8 @@ class Box:
         self.proof: dict[str, str] = {}
         self.pid = 0
         self.over_disk = False
+        self.shifted = True
+        """Whether ids inside are others outside; root's are not where a file system cannot be mounted so."""
 
     async def start(self, plan: dict[str, Any], layers: list[str], cage: tuple[Hierarchies, Limits] | None) -> None:
         """Make everything; when this raises or is cancelled, `stop` removes what was made. `cage`: where to make a
@@ -72,6 +74,7 @@ class Box:
             async with asyncio.timeout(_START_SECONDS):
                 answer, fds = await asyncio.shield(self._asked)
                 self.pid, self._pidfd = answer["pid"], fds[0]
+                self.shifted = answer["shifted"]
                 if self._group is not None:
                     await asyncio.to_thread(self._group.attach, self.pid)
                 self.proof = (await ready)[0]["proof"]

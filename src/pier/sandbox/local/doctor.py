@@ -6,6 +6,7 @@ import os
 import platform
 from pathlib import Path
 
+from pier.home import pier_home
 from pier.idmap import IdMap
 from pier.sandbox import cgroup, seccomp
 from pier.sandbox.contract import Finding
@@ -14,9 +15,18 @@ from pier.sandbox.local.network import offered_modes
 _KERNEL = (5, 12)
 
 
-def examine(ids: IdMap, groups: cgroup.Hierarchies | None, problem: str) -> list[Finding]:
-    """All findings. `problem` is why a sandbox could not be started a moment ago, empty if one could."""
-    return [_kernel(), _namespaces(problem), _ids(ids), _host_image(ids), _limits(groups), _network(), _filter()]
+def examine(ids: IdMap, groups: cgroup.Hierarchies | None, problem: str, *, shifted: bool) -> list[Finding]:
+    """All findings. `problem` is why a sandbox could not be started a moment ago, empty if one could; `shifted` whether
+    its files could be mounted with other ids."""
+    return [
+        _kernel(),
+        _namespaces(problem),
+        _ids(ids, shifted),
+        _host_image(ids),
+        _limits(groups),
+        _network(),
+        _filter(),
+    ]
 
 
 def _kernel() -> Finding:
@@ -49,7 +59,15 @@ def _mend_namespaces() -> str:
     return "use the docker backend"
 
 
-def _ids(ids: IdMap) -> Finding:
+def _ids(ids: IdMap, shifted: bool) -> Finding:
+    if ids.mode == "root" and not shifted:
+        return Finding(
+            "ids",
+            False,
+            "root: a file system here refuses mounts with other ids, so files in sandboxes have the same ids outside; "
+            "sandboxes are user namespaces all the same",
+            f"set PIER_HOME to a directory on ext4, xfs or btrfs (it is {pier_home()})",
+        )
     details = {
         "root": "root: ids in sandboxes are 100000 to 165535 outside",
         "subids": "subordinate ids: other users exist and packages install",

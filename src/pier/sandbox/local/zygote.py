@@ -27,6 +27,8 @@ from pier.sandbox.local.root import HOST, make_skeleton
 _NAMESPACES = (
     kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 )  # fmt: skip
+_SAME_IDS = "0 0 65536\n"
+_ROOTS_SECRETS = ("kmsg", "slabinfo", "kpagecount", "kpageflags", "kpagecgroup", "vmallocinfo", "pagetypeinfo")
 _LOWERS_KEPT = 128
 _REMOVED_AT_ONCE = 200
 """Of larger trees the rest is removed by a child, so that starts do not wait."""
@@ -41,10 +43,11 @@ class Zygote:
     def __init__(self, sock: socket.socket, config: dict[str, Any]) -> None:
         self.sock = sock
         self.config = config
-        self.lowers: dict[tuple[str, int, int], str] = {}
+        self.lowers: dict[tuple[str, int, int, bool], str] = {}
         self.counter = 0
         self.free: dict[str, list[str]] = {"lowers": [], "mounts": [], "files": []}
         self.shift = -1
+        self.shiftable: dict[int, bool] = {}
 
     def prepare(self) -> None:
         """Take a root of its own; with shifted ids, make the namespace that layers are shifted by."""
@@ -107,18 +110,21 @@ class Zygote:
         plan = message["plan"]
         directory = HOST + message["directory"]
         _make_directories(directory, HOST + message["layers"][-1])
-        plan["lowers"] = ["/skeleton", *(self._lower(path) for path in message["layers"])]
+        shifted = self._can_shift([message["directory"], *message["layers"]])
+        plan["lowers"] = [self._skeleton(shifted), *(self._lower(path, shifted) for path in message["layers"])]
         attached: list[str] = []
         held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            attached.append(self._attach(directory))
+            attached.append(self._attach(directory, shifted))
+            if self.shift >= 0 and not shifted:
+                plan["mounts"] = [*plan["mounts"], *_hidden_from_root()]
             for wanted in (*plan["mounts"], *plan["binds"]):
                 if "source" in wanted:
-                    wanted["from"] = self._attach(HOST + wanted["source"])
+                    wanted["from"] = self._attach(HOST + wanted["source"], shifted)
                     attached.append(wanted["from"])
             os.chdir(attached[0])
-            self._clone(message, plan, fds)
+            self._clone(message, plan, fds, shifted)
         finally:
             os.close(held)
             os.chdir("/")
@@ -138,7 +144,35 @@ class Zygote:
         finally:
             os.close(pidfd)
 
-    def _clone(self, message: dict[str, Any], plan: dict[str, Any], fds: list[int]) -> None:
+    def _can_shift(self, paths: list[str]) -> bool:
+        """Whether the file systems of all these can be mounted with shifted ids; each is tried once."""
+        if self.shift < 0:
+            return False
+        for path in paths:
+            device = os.stat(HOST + path).st_dev
+            if device not in self.shiftable:
+                fd = kernel.open_tree(HOST + path)
+                try:
+                    kernel.set_mount(fd, user_namespace=self.shift)
+                    self.shiftable[device] = True
+                except OSError:
+                    self.shiftable[device] = False
+                finally:
+                    os.close(fd)
+            if not self.shiftable[device]:
+                return False
+        return True
+
+    def _skeleton(self, shifted: bool) -> str:
+        """The layer below all others, whose owner is root inside."""
+        if shifted or self.shift < 0:
+            return "/skeleton"
+        if not os.path.isdir("/skeleton-0"):
+            os.mkdir("/skeleton-0", 0o755)
+            make_skeleton("/skeleton-0", 0)
+        return "/skeleton-0"
+
+    def _clone(self, message: dict[str, Any], plan: dict[str, Any], fds: list[int], shifted: bool) -> None:
         go_in, go_out = os.pipe2(os.O_CLOEXEC)
         network = kernel.CLONE_NEWNET if plan["own_network"] else 0
         pid, pidfd = kernel.clone(_NAMESPACES | kernel.CLONE_NEWCGROUP | network)
@@ -149,9 +183,9 @@ class Zygote:
             init.main(socket.socket(fileno=fds[0]), go_in, plan)
         try:
             os.close(go_in)
-            self._write_maps(pid)
+            self._write_maps(pid, shifted)
             os.write(go_out, b"1")
-            wire.send(self.sock, {"id": message["id"], "pid": pid}, [pidfd])
+            wire.send(self.sock, {"id": message["id"], "pid": pid, "shifted": shifted}, [pidfd])
         except OSError:
             os.kill(pid, signal.SIGKILL)
             raise
@@ -159,10 +193,12 @@ class Zygote:
             os.close(go_out)
             os.close(pidfd)
 
-    def _write_maps(self, pid: int) -> None:
+    def _write_maps(self, pid: int, shifted: bool) -> None:
+        """Root's sandboxes on a file system that cannot be shifted have the ids of their files inside and outside."""
+        same = self.shift >= 0 and not shifted
         for name, rows in self.config["maps"].items():
             with open(f"{HOST}/proc/{pid}/{name}", "w") as stream:
-                stream.write(rows)
+                stream.write(_SAME_IDS if same else rows)
 
     def _make_user_namespace(self) -> int:
         go_in, go_out = os.pipe2(os.O_CLOEXEC)
@@ -171,17 +207,17 @@ class Zygote:
             os.close(go_out)
             os.read(go_in, 1)
             os._exit(0)
-        self._write_maps(pid)
+        self._write_maps(pid, True)
         fd = os.open(f"{HOST}/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         for end in (go_in, go_out, pidfd):
             os.close(end)
         os.waitpid(pid, 0)
         return fd
 
-    def _lower(self, path: str) -> str:
+    def _lower(self, path: str, shifted: bool) -> str:
         """Where the layer `path` is mounted, with shifted ids if need be."""
         found = os.stat(HOST + path)
-        key = (path, found.st_dev, found.st_ino)
+        key = (path, found.st_dev, found.st_ino, shifted)
         if key in self.lowers:
             self.lowers[key] = self.lowers.pop(key)
             return self.lowers[key]
@@ -191,7 +227,7 @@ class Zygote:
         target = self._mount_point("lowers")
         fd = kernel.open_tree(HOST + path)
         try:
-            if self.shift >= 0:
+            if shifted:
                 kernel.set_mount(fd, user_namespace=self.shift)
             kernel.attach(fd, target)
         finally:
@@ -211,11 +247,11 @@ class Zygote:
         for key in [key for key in self.lowers if key[0] == path]:
             self._detach(self.lowers.pop(key))
 
-    def _attach(self, source: str) -> str:
+    def _attach(self, source: str, shifted: bool) -> str:
         """Mount `source` where a clone will find it, whoever may read the way there."""
         is_directory = stat.S_ISDIR(os.stat(source).st_mode)
         target = self._mount_point("mounts" if is_directory else "files")
-        fd = self._open_source(source)
+        fd = self._open_source(source, shifted)
         try:
             kernel.attach(fd, target)
         finally:
@@ -238,9 +274,9 @@ class Zygote:
         kernel.unmount(target)
         self.free[target.split("/")[1]].append(target)
 
-    def _open_source(self, source: str) -> int:
+    def _open_source(self, source: str, shifted: bool) -> int:
         """A copy of a mount, with shifted ids where the file system can do that, else with all that is below it."""
-        if self.shift >= 0:
+        if shifted:
             fd = kernel.open_tree(source)
             try:
                 kernel.set_mount(fd, user_namespace=self.shift)
@@ -282,6 +318,15 @@ def look(message: dict[str, Any], most: int | None = None) -> dict[str, Any]:
         return {"bytes": changes.measure(HOST + message["path"])}
     lowers = [HOST + path for path in message["layers"]]
     return {"changes": changes.compare(HOST + message["path"], lowers, most)}
+
+
+def _hidden_from_root() -> list[dict[str, Any]]:
+    """What the machine's root may read of the kernel, for a sandbox whose root has the same id."""
+    return [
+        {"target": f"/proc/{name}", "from": f"{HOST}/dev/null", "read_only": True}
+        for name in _ROOTS_SECRETS
+        if os.path.exists(f"{HOST}/proc/{name}")
+    ]
 
 
 def _make_directories(directory: str, top: str) -> None:
