@@ -6,6 +6,7 @@
 
 Each row is one run of a fresh process: wall time, trials a minute, CPU seconds and the most memory that the process and
 its children held together. Ratios between rows of one session are what counts; absolute numbers belong to the machine.
+Where compose is not installed Harbor gets a stand-in for it (`tests/harbor_compose.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests import harbor_compose
 
 TASK = {
     "task.toml": 'schema_version = "1.1"\n[environment]\ndocker_image = "{image}"\nnetwork_mode = "no-network"\n',
@@ -153,6 +157,7 @@ def run_all(arguments: argparse.Namespace, place: Path) -> list[Row]:
             row("bare loop", trials, concurrency, [sys.executable, __file__, "--bare", str(trials), str(concurrency)])
             if arguments.harbor:
                 make_task(place / "docker" / "hello", arguments.harbor_image)
+                env |= harbor_compose.install_if_missing(place / "bin")
                 harbor = [arguments.harbor, "run", "-p", "docker", "-a", "oracle", "-y", "-q", "-o", "harbor-jobs"]
                 row("harbor run", trials, concurrency, [*harbor, *size])
     if arguments.large:
