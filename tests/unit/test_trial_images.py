@@ -27,7 +27,7 @@ class Maker:
     async def resolve(self, reference: str) -> Image:
         return await self.make(reference)
 
-    async def build(self, context: Path, key: str) -> Image:
+    async def build(self, wish: ImageWish, key: str) -> Image:
         return await self.make(key)
 
     async def make(self, name: str) -> Image:

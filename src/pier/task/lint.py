@@ -76,7 +76,7 @@ def _variables(config: TaskConfig) -> list[str]:
 def _lint_image(task: Task) -> Iterator[Problem]:
     environment = task.config.environment
     if task.compose:
-        yield Problem("warning", str(task.compose), "several services: only the backend docker will run this task")
+        yield Problem("warning", str(task.compose), "several services: only the backend docker runs this task")
     elif not task.dockerfile and not environment.docker_image:
         where = f"{task.environment_dir}"
         yield Problem("error", where, "neither a Dockerfile here nor environment.docker_image says what to run in")

@@ -165,10 +165,12 @@ def _verifier_environment(root: Path, home: Path, config: TaskConfig, table: Ste
     layers.append((config.verifier.environment, root / "tests"))
     for environment, tests in layers:
         has_file = (tests / "Dockerfile").is_file()
-        if has_file or (environment is not None and environment.docker_image):
+        compose = find_compose(tests)
+        if has_file or compose or (environment is not None and environment.docker_image):
             context = tests.resolve() if has_file else None
-            return VerifierEnvironment(environment or config.environment, context, True, environment is not None)
+            used = environment or config.environment
+            return VerifierEnvironment(used, context, True, environment is not None, compose)
     own = next((environment for environment, _ in layers if environment is not None), None)
     context = root / "environment"
     found = context.resolve() if (context / "Dockerfile").is_file() else None
-    return VerifierEnvironment(own or config.environment, found, False, own is not None)
+    return VerifierEnvironment(own or config.environment, found, False, own is not None, find_compose(context))

@@ -55,6 +55,8 @@ class VerifierEnvironment:
     context: Path | None = None
     bundled: bool = False
     own_table: bool = False
+    compose: Path | None = None
+    """The file that says which services run beside it."""
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from pier import files
 from pier.errors import SandboxError
+from pier.sandbox.compose import MAIN
 from pier.sandbox.contract import Sandbox
 from pier.task.config import Artifact
 from pier.trial.record import TrialRecord
@@ -36,6 +37,7 @@ class Collected:
     status: Status
     is_directory: bool = False
     exclude: tuple[str, ...] = ()
+    service: str = MAIN
 
 
 async def collect_artifacts(
@@ -44,13 +46,14 @@ async def collect_artifacts(
     """Take the conventional directory and `artifacts` out, and write the manifest."""
     found: list[Collected] = []
     for artifact in (Artifact(source=ARTIFACTS), *artifacts):
-        if artifact.service not in (None, "main"):
-            record.warn(f"artifact {artifact.source}: there is no service {artifact.service!r} on this backend")
+        place = sandbox.service(artifact.service or MAIN)
+        if place is None:
+            record.warn(f"artifact {artifact.source}: there is no service {artifact.service!r}")
             found.append(Collected(artifact.source, artifact.source.lstrip("/"), "skipped"))
             continue
-        row = await _collect(sandbox, artifact, directory, workdir, found, record)
+        row = await _collect(place, artifact, directory, workdir, found, record)
         if row is not None:
-            found.append(row)
+            found.append(replace(row, service=artifact.service or MAIN))
     record.redactor.tree(directory)
     directory.mkdir(parents=True, exist_ok=True)
     files.write_json(directory / "manifest.json", [_manifest_row(row) for row in found], durable=False)
@@ -67,12 +70,15 @@ async def _collect(
 ) -> Collected | None:
     source = str(PurePosixPath(workdir) / artifact.source)
     place = artifact.destination or source.lstrip("/")
-    if any(row.source == source and row.place == place for row in before):
+    service = artifact.service or MAIN
+    if any((row.service, row.source, row.place) == (service, source, place) for row in before):
         return None
     target = directory / place
     if os.path.lexists(target):
         inside = any(
-            PurePosixPath(source).is_relative_to(r.source) and not r.exclude for r in before if r.status == "ok"
+            PurePosixPath(source).is_relative_to(r.source) and not r.exclude
+            for r in before
+            if r.status == "ok" and r.service == service
         )
         mirrored = inside and not artifact.destination and not artifact.exclude
         return Collected(source, place, "ok" if mirrored else "skipped", target.is_dir(), artifact.exclude)
@@ -111,6 +117,8 @@ def _manifest_row(row: Collected) -> dict[str, object]:
     kind = "directory" if row.is_directory or row.source == ARTIFACTS else "file"
     shown: dict[str, object] = {"source": row.source, "destination": f"artifacts/{row.place}", "type": kind}
     shown["status"] = row.status
+    if row.service != MAIN:
+        shown["service"] = row.service
     if row.exclude:
         shown["exclude"] = list(row.exclude)
     return shown

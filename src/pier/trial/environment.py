@@ -14,10 +14,12 @@ from pier.errors import SandboxError, TaskError
 from pier.image.model import Image
 from pier.network.decision import OnDecision
 from pier.network.policy import NetworkPolicy
+from pier.sandbox.compose import Compose, Composition, read_compose
 from pier.sandbox.contract import Backend, Capabilities, Limits, Mount, Sandbox, SandboxSpec
 from pier.task import Task, resolve_env
 from pier.task.config import Environment
 from pier.task.load import COMPOSE_NAMES
+from pier.trial.compose import compose_variables, service_wish
 from pier.trial.images import ImageWish
 from pier.trial.record import TrialRecord
 from pier.trial.spec import SandboxChoice
@@ -35,6 +37,8 @@ class Room:
     wish: ImageWish
     content: Path | None
     """The directory whose files go into the working directory, if the image cannot hold them."""
+    compose: Compose | None = None
+    """The services that run beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +67,26 @@ def _refusal(message: str, code: str) -> SandboxError:
     return SandboxError(message, code=code, blame="user", retryable=False)
 
 
-def agent_room(task: Task, choice: SandboxChoice) -> Room:
-    """What the agent works in."""
+def agent_room(task: Task, choice: SandboxChoice, environ: Mapping[str, str] | None = None) -> Room:
+    """What the agent works in. `environ` is what the task's own variables are filled from."""
     context = task.environment_dir if task.dockerfile else None
+    if task.compose is not None:
+        return _services_room(task, task.config.environment, task.compose, choice, environ)
     return _room(task, task.config.environment, context, choice)
+
+
+def _services_room(
+    task: Task, table: Environment, path: Path, choice: SandboxChoice, environ: Mapping[str, str] | None
+) -> Room:
+    """A room with services beside it. Its image is what the file says of `main`, else what a task without one has."""
+    compose = read_compose(path, compose_variables(table, path.parent, environ))
+    wish = service_wish(compose.main)
+    if choice.image:
+        wish = ImageWish(choice.image)
+    elif wish is None or (table.docker_image and wish.context == path.parent and not choice.force_build):
+        context = path.parent if (path.parent / "Dockerfile").is_file() else None
+        wish = _room(task, table, context, choice).wish
+    return Room(table, wish, None, compose)
 
 
 def _room(task: Task, table: Environment, context: Path | None, choice: SandboxChoice) -> Room:
@@ -84,9 +104,11 @@ def _room(task: Task, table: Environment, context: Path | None, choice: SandboxC
     return Room(table, ImageWish(context=context), None)
 
 
-def verifier_room(task: Task, step_index: int, choice: SandboxChoice) -> Room:
+def verifier_room(task: Task, step_index: int, choice: SandboxChoice, environ: Mapping[str, str] | None = None) -> Room:
     """What a separate verifier works in: its own image, or a fresh copy of what the agent began with."""
     own = task.steps[step_index].verifier_environment
+    if own.compose is not None:
+        return _services_room(task, own.table, own.compose, choice, environ)
     if not own.bundled:
         return replace(_room(task, task.config.environment, own.context, choice), table=own.table)
     if own.table.docker_image and not (choice.force_build and own.context):
@@ -123,6 +145,7 @@ async def start_room(
     limits: Limits,
     mounts: Iterable[Mount] = (),
     on_decision: OnDecision | None = None,
+    services: Composition | None = None,
 ) -> Sandbox:
     """Start the sandbox. The environment's variables are filled in here and live in the sandbox only."""
     env = resolve_env(room.table.env, where="environment.env", environ=environ)
@@ -136,13 +159,14 @@ async def start_room(
         gpus=room.table.gpus or 0,
         name=name,
         on_decision=on_decision,
+        compose=services,
     )
     return await backend.start(spec)
 
 
 async def furnish(sandbox: Sandbox, room: Room) -> Furnished:
     """Make the directories that every task may count on, and bring the files that the image does not hold."""
-    workdir = room.table.workdir or sandbox.spec.image.config.workdir or "/"
+    workdir = room.table.workdir or sandbox.spec.workdir or sandbox.spec.image.config.workdir or "/"
     folders = {LOGS: 0o755, AGENT_LOGS: 0o777, VERIFIER_LOGS: 0o777, ARTIFACTS: 0o777}
     if workdir != "/" and room.table.workdir:
         folders[workdir] = 0o755

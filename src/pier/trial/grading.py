@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pier.errors import VerifierError
@@ -72,7 +72,8 @@ async def grade_shared(
 
     @asynccontextmanager
     async def pristine() -> AsyncIterator[Sandbox]:
-        async with await place.start(agent_room(spec.task, spec.sandbox), NONE, f"{spec.name}-clean") as clean:
+        room = replace(agent_room(spec.task, spec.sandbox, place.environ), compose=None)
+        async with await place.start(room, NONE, f"{spec.name}-clean") as clean:
             yield clean
 
     secured = await secure(
@@ -98,7 +99,7 @@ async def grade_separately(
     """Grade in a sandbox that the agent never saw. Artifacts come to the paths where the agent left them."""
     spec = place.spec
     step = spec.task.steps[index]
-    room = verifier_room(spec.task, index, spec.sandbox)
+    room = verifier_room(spec.task, index, spec.sandbox, place.environ)
     async with await place.start(room, policy, f"{spec.name}-verifier") as sandbox:
         furnished = await furnish(sandbox, room)
         await hand_over(sandbox, collected, directory / "artifacts", place.record)

@@ -17,10 +17,14 @@ from pier.task.digest import tree_digest
 
 @dataclass(frozen=True, slots=True)
 class ImageWish:
-    """An image by reference, or by the directory that holds its Dockerfile."""
+    """An image by reference, or by the directory that holds its Dockerfile (or another `dockerfile`), with the build
+    arguments and the stage to build."""
 
     reference: str | None = None
     context: Path | None = None
+    dockerfile: Path | None = None
+    args: tuple[tuple[str, str], ...] = ()
+    target: str | None = None
 
     @property
     def is_build(self) -> bool:
@@ -28,7 +32,7 @@ class ImageWish:
 
 
 Resolve = Callable[[str], Awaitable[Image]]
-Build = Callable[[Path, str], Awaitable[Image]]
+Build = Callable[[ImageWish, str], Awaitable[Image]]
 Close = Callable[[], Awaitable[None]]
 
 
@@ -46,7 +50,7 @@ class TrialImages:
 
     async def get(self, wish: ImageWish) -> Image:
         """The image that `wish` asks for."""
-        key = wish.reference or await asyncio.to_thread(_context_key, wish.context)
+        key = wish.reference or await asyncio.to_thread(_build_key, wish)
         task = self._waiting.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = asyncio.create_task(self._make(wish, key))
@@ -74,11 +78,14 @@ class TrialImages:
                 blame="user",
             )
         async with self._limit:
-            return await self._build(wish.context, key)
+            return await self._build(wish, key)
 
 
-def _context_key(context: Path | None) -> str:
-    return tree_digest(context) if context else ""
+def _build_key(wish: ImageWish) -> str:
+    if wish.context is None:
+        return ""
+    more = "".join(f" {name}={value}" for name, value in wish.args)
+    return f"{tree_digest(wish.context)} {wish.dockerfile or ''} {wish.target or ''}{more}".rstrip()
 
 
 def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
@@ -92,13 +99,22 @@ def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
     async def resolve(reference: str) -> Image:
         return await backend.find_image(reference) or await store.resolve(reference)
 
-    async def build(context: Path, _: str) -> Image:
+    async def build(wish: ImageWish, _: str) -> Image:
         from pier.image.build import build_image
         from pier.sandbox.building import SandboxRunner
 
         networks = (await builder.capabilities()).networks
         network = PUBLIC if "public" in networks else NONE
-        return await build_image(store, context, runner=SandboxRunner(builder), network=network)
+        assert wish.context is not None
+        return await build_image(
+            store,
+            wish.context,
+            wish.dockerfile,
+            build_args=dict(wish.args),
+            runner=SandboxRunner(builder),
+            network=network,
+            target=wish.target,
+        )
 
     async def close() -> None:
         if builder is not backend:

@@ -19,9 +19,11 @@ from pier.agent.contract import Agent
 from pier.errors import AgentError, SandboxError
 from pier.image.model import Image
 from pier.network.policy import NetworkPolicy
+from pier.sandbox.compose import Composition
 from pier.sandbox.contract import Mount, Sandbox
 from pier.trial.agents import Brought, bring_agent, make_agent
 from pier.trial.clock import Clock, limit, now
+from pier.trial.compose import SERVICES, ServiceLogs, service_images
 from pier.trial.configfile import task_reference, trial_config
 from pier.trial.environment import Room, agent_room, check_support, furnish, sandbox_limits, start_room
 from pier.trial.grading import GradingPlace
@@ -53,6 +55,7 @@ class _Trial:
         self.environ = os.environ if services.environ is None else services.environ
         self.redactor = Redactor((*spec.secrets, *self._secrets()))
         self.record = TrialRecord(spec.directory, self.redactor)
+        self.logs = ServiceLogs(spec.directory / SERVICES, self.record)
         self.clock = Clock(self.record, on_phase)
         self.outcomes: list[StepOutcome] = []
         self.image: Image | None = None
@@ -93,6 +96,7 @@ class _Trial:
             self.record.log(f"ended without a result: {type(error).__name__}")
             raise
         finally:
+            self.logs.close()
             self.record.close()
 
     async def _run(self) -> None:
@@ -149,12 +153,21 @@ class _Trial:
             self.record.warn(f"task.toml: {key}")
         if spec.keep_sandbox:
             self.record.warn("the sandbox is not kept: it ends with the trial")
-        return agent, plan, agent_room(spec.task, spec.sandbox)
+        room = agent_room(spec.task, spec.sandbox, self.environ)
+        for note in room.compose.notes if room.compose else ():
+            self.record.warn(note)
+        return agent, plan, room
 
     async def _set_up(self, agent: Agent) -> Brought:
         seconds = (self.spec.agent.setup_timeout or _SETUP_SECONDS) * self.spec.multipliers.of("agent_setup")
         async with limit(seconds, lambda: _setup_too_long(agent, seconds)):
             return await bring_agent(agent, self.spec.agent)
+
+    async def _get_services(self, room: Room, name: str) -> Composition | None:
+        if room.compose is None:
+            return None
+        keep = self.logs.of("" if name == self.spec.name else name)
+        return Composition(room.compose, await service_images(room.compose, room.wish, self.services.images), keep)
 
     async def _get_image(self, room: Room) -> Image:
         image = await self.services.images.get(room.wish)
@@ -181,6 +194,7 @@ class _Trial:
             limits=limits,
             mounts=mounts,
             on_decision=self.record.note_network,
+            services=await self._within_build_time(self._get_services(room, name)),
         )
         return await self._within_build_time(starting)
 

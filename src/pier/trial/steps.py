@@ -9,6 +9,7 @@ from pathlib import Path
 from pier.agent.contract import AGENT_LOGS, Agent
 from pier.errors import SandboxError, TaskError
 from pier.network.policy import NetworkPolicy
+from pier.sandbox.compose import MAIN
 from pier.sandbox.contract import Change, Sandbox
 from pier.task import Step, resolve_env
 from pier.trial.agents import (
@@ -150,23 +151,31 @@ async def _collect(stage: Stage, step: Step, directory: Path) -> list[Collected]
     """Run the hooks, then take the artifacts out. None of these fails the trial."""
     sandbox, record = stage.sandbox, stage.record
     if (script := stage.spec.task.pre_artifacts) is not None:
-        await _hook(stage, ["bash", _PRE_ARTIFACTS], script.name, None, _PRE_ARTIFACTS_SECONDS, script)
-    for hook in step.collect:
-        if hook.service != "main":
-            record.warn(f"collect hook {hook.command!r}: there is no service {hook.service!r} on this backend")
+        await _hook(stage, sandbox, ["bash", _PRE_ARTIFACTS], script.name, None, _PRE_ARTIFACTS_SECONDS, script)
+    for hook in sorted(step.collect, key=lambda hook: hook.service != MAIN):
+        place = sandbox.service(hook.service)
+        if place is None:
+            record.warn(f"collect hook {hook.command!r}: there is no service {hook.service!r}")
             continue
-        await _hook(stage, [*SHELL, hook.command], hook.command, user_text(hook.user), hook.timeout_sec)
+        await _hook(stage, place, [*SHELL, hook.command], hook.command, user_text(hook.user), hook.timeout_sec)
     artifacts = (*step.artifacts, *stage.spec.artifacts)
     return await collect_artifacts(sandbox, artifacts, directory / "artifacts", workdir=stage.workdir, record=record)
 
 
 async def _hook(
-    stage: Stage, argv: list[str], name: str, user: str | None, seconds: float, script: Path | None = None
+    stage: Stage,
+    sandbox: Sandbox,
+    argv: list[str],
+    name: str,
+    user: str | None,
+    seconds: float,
+    script: Path | None = None,
 ) -> None:
+    cwd = stage.workdir if sandbox is stage.sandbox else None
     try:
         if script is not None:
-            await stage.sandbox.upload(script, _PRE_ARTIFACTS)
-        result = await stage.sandbox.exec(argv, cwd=stage.workdir, user=user, timeout=seconds)
+            await sandbox.upload(script, _PRE_ARTIFACTS)
+        result = await sandbox.exec(argv, cwd=cwd, user=user, timeout=seconds)
     except SandboxError as error:
         stage.record.warn(f"collect hook {name!r}: {error}")
         return
