@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from aiohttp import web
-
 from pier.gateway.body import Body
 from pier.gateway.caller import Caller
 from pier.gateway.canonical import Delta, Request, Turn
@@ -31,7 +29,7 @@ class Answerer(Protocol):
         """The name that the agent is told."""
         ...
 
-    async def answer(self, x: Exchange) -> web.StreamResponse: ...
+    async def answer(self, x: Exchange) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ class ByProvider:
     def model(self) -> str:
         return self.target.model
 
-    async def answer(self, x: Exchange) -> web.StreamResponse:
+    async def answer(self, x: Exchange) -> None:
         x.target = self.target
         if x.caller.route.dialect in self.target.provider.dialects and (x.caller.route.sse or not x.stream):
             return await relay(x, self.target, usage=self.usage)
@@ -81,7 +79,7 @@ class ByPolicy:
     policy: Policy
     model: str
 
-    async def answer(self, x: Exchange) -> web.StreamResponse:
+    async def answer(self, x: Exchange) -> None:
         from pier.gateway.bridge import decided
 
         return await decided(x, self.policy)

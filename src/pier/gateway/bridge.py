@@ -12,8 +12,6 @@ from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, cast
 
-from aiohttp import ClientResponse, web
-
 from pier.errors import ProviderError
 from pier.gateway.body import dump, parse
 from pier.gateway.canonical import (
@@ -37,9 +35,10 @@ from pier.gateway.watch import Broken
 
 if TYPE_CHECKING:
     from pier.gateway.answering import Policy
+    from pier.gateway.upstream import AnyAnswer
 
 
-async def translated(x: Exchange, target: Target) -> web.StreamResponse:
+async def translated(x: Exchange, target: Target) -> None:
     """Ask a provider in its own dialect and answer in the agent's."""
     request = replace(x.request, stream=x.stream)
     translation = translate(request, target.provider.dialects[0], target.model, x.memory)
@@ -78,7 +77,7 @@ def _outgoing(translation: Translation, target: Target) -> Outgoing:
     return Outgoing(target.provider, dialect, translation.path, target.model, headers, raw, parse(raw))
 
 
-async def decided(x: Exchange, policy: Policy) -> web.StreamResponse:
+async def decided(x: Exchange, policy: Policy) -> None:
     """Ask a policy. What it raises as a `ProviderError` reaches the agent as a provider's failure would."""
     try:
         async with x.kept_alive():
@@ -96,7 +95,7 @@ async def decided(x: Exchange, policy: Policy) -> web.StreamResponse:
 
 
 async def _deltas(
-    x: Exchange, answer: ClientResponse, translation: Translation, scrub: Scrubber
+    x: Exchange, answer: AnyAnswer, translation: Translation, scrub: Scrubber
 ) -> AsyncGenerator[Delta, None]:
     """The upstream's stream as the agent should see it."""
     x.record.status("upstream", answer.status, answer.headers, True)
@@ -121,7 +120,7 @@ def _inward(deltas: list[Delta], whole: TurnBuilder, translation: Translation) -
         yield from translation.delta(delta)
 
 
-async def _deliver(x: Exchange, turn: Turn) -> web.StreamResponse:
+async def _deliver(x: Exchange, turn: Turn) -> None:
     """A whole turn, in the way the agent asked for it."""
     if x.stream:
         return await _render(x, _all(turn))
@@ -144,7 +143,7 @@ async def _all(turn: Turn) -> AsyncIterator[Delta]:
         yield delta
 
 
-async def _render(x: Exchange, deltas: AsyncIterator[Delta]) -> web.StreamResponse:
+async def _render(x: Exchange, deltas: AsyncIterator[Delta]) -> None:
     """Write a stream as it comes. A unary agent of a streaming policy gets the turn once it is whole."""
     if not x.stream:
         builder = TurnBuilder()

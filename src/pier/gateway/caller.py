@@ -11,12 +11,12 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
 
-from aiohttp import web
 from multidict import CIMultiDict
 
 from pier.gateway.body import dump
 from pier.gateway.canonical import ErrorKind
 from pier.gateway.dialect import DIALECTS, Dialect, Route, recognise
+from pier.gateway.http.server import Request
 from pier.gateway.redact import redacted, redacted_path
 
 MAX_BODY = 64 * 1024 * 1024
@@ -48,19 +48,19 @@ def _recognise(method: str, path: str, query: str, headers: frozenset[str]) -> R
     return recognise(method, path, dict(parse_qsl(query)), dict.fromkeys(headers, ""))
 
 
-class TooLarge(Exception):
-    """The request's body is over the limit."""
-
-
 class Caller:
     """One request of an agent, and where its answer goes."""
 
-    def __init__(self, request: web.BaseRequest) -> None:
+    def __init__(self, request: Request) -> None:
         self.request = request
         names = frozenset(map(str.lower, request.headers))
         self.route: Route = _recognise(request.method, request.path, request.query_string, names)
         self.dialect: Dialect = DIALECTS[self.route.dialect]
-        self.response: web.StreamResponse | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether an answer has begun."""
+        return self.request.started
 
     @property
     def key(self) -> str:
@@ -69,7 +69,10 @@ class Caller:
         scheme, _, token = headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer" and token:
             return token.strip()
-        return headers.get("x-api-key") or headers.get("x-goog-api-key") or self.request.query.get("key", "")
+        return headers.get("x-api-key") or headers.get("x-goog-api-key") or self._query().get("key", "")
+
+    def _query(self) -> dict[str, str]:
+        return dict(parse_qsl(self.request.query_string))
 
     def facts(self) -> dict[str, Any]:
         """What is recorded of the request, without secrets."""
@@ -77,7 +80,7 @@ class Caller:
             "kind": self.route.kind,
             "dialect": self.route.dialect,
             "method": self.request.method,
-            "path": redacted_path(self.request.raw_path if self.request.method != "CONNECT" else ""),
+            "path": redacted_path(self.request.target),
             "headers": redacted(self.request.headers),
         }
 
@@ -91,59 +94,45 @@ class Caller:
         return kept
 
     async def read(self) -> bytes:
-        """The body, at most `MAX_BODY` bytes of it after decompression."""
-        length = self.request.content_length
-        if length is not None and length > MAX_BODY:
-            raise TooLarge
-        if self.request.headers.get("Expect", "").lower() == "100-continue" and self.request.transport:
-            self.request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        content = self.request.content
-        data = await content.readany()
-        if content.at_eof():
-            return data
-        parts, size = [data], len(data)
-        while not content.at_eof():
-            part = await content.readany()
-            size += len(part)
-            if size > MAX_BODY:
-                raise TooLarge
-            parts.append(part)
-        return b"".join(parts)
+        """The body, at most `MAX_BODY` bytes of it after decompression; `TooLarge`, `BadMessage` or `BadCoding` if
+        there is none to be had."""
+        return await self.request.read(MAX_BODY)
 
     async def reply(
         self, status: int, body: bytes, headers: Mapping[str, str] | None = None, *, close: bool = False
-    ) -> web.StreamResponse:
+    ) -> None:
         """A whole answer."""
-        kept = {name: value for name, value in (headers or {}).items() if name.lower() not in _NOT_DOWNSTREAM}
-        if not any(name.lower() == "content-type" for name in kept):
-            kept["Content-Type"] = "application/json"
-        self.response = web.Response(status=status, body=body, headers=kept)
-        if close:
-            self.response.force_close()
-        return self.response
+        kept = _kept(headers, ("Content-Type", "application/json"))
+        self.request.reply(status, kept, body, close=close)
 
-    async def reply_json(self, value: Mapping[str, Any], status: int = 200) -> web.StreamResponse:
-        return await self.reply(status, dump(value))
+    async def reply_json(self, value: Mapping[str, Any], status: int = 200) -> None:
+        await self.reply(status, dump(value))
 
     def error_bytes(self, status: int, message: str, kind: ErrorKind) -> bytes:
         return dump(self.dialect.error_body(status, message, kind))
 
     async def start(self, status: int, headers: Mapping[str, str] | None = None) -> None:
         """Begin a streamed answer."""
-        kept = {name: value for name, value in (headers or {}).items() if name.lower() not in _NOT_DOWNSTREAM}
-        kept.setdefault("Content-Type", "text/event-stream; charset=utf-8")
-        kept.setdefault("Cache-Control", "no-cache")
-        kept.setdefault("X-Accel-Buffering", "no")
-        self.response = web.StreamResponse(status=status, headers=kept)
-        await self.response.prepare(self.request)
+        self.request.start(status, _kept(headers, *_OF_STREAMS))
 
     async def write(self, data: bytes) -> None:
         """More of a streamed answer; waits while the agent reads slower than we write."""
-        assert self.response is not None
         if data:
-            await self.response.write(data)
+            await self.request.write(data)
 
-    async def finish(self) -> web.StreamResponse:
-        assert self.response is not None
-        await self.response.write_eof()
-        return self.response
+    async def finish(self) -> None:
+        await self.request.finish()
+
+
+_OF_STREAMS = (
+    ("Content-Type", "text/event-stream; charset=utf-8"),
+    ("Cache-Control", "no-cache"),
+    ("X-Accel-Buffering", "no"),
+)
+
+
+def _kept(headers: Mapping[str, str] | None, *defaults: tuple[str, str]) -> list[tuple[str, str]]:
+    """What an agent gets of a provider's headers, and what it gets when they lack it."""
+    kept = [(name, value) for name, value in (headers or {}).items() if name.lower() not in _NOT_DOWNSTREAM]
+    present = {name.lower() for name, _ in kept}
+    return kept + [(name, value) for name, value in defaults if name.lower() not in present]

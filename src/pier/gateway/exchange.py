@@ -12,8 +12,6 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
-from aiohttp import web
-
 from pier.gateway.body import Body, dump, parse
 from pier.gateway.budget import Turn
 from pier.gateway.caller import Caller
@@ -93,7 +91,7 @@ class Exchange:
 
     @property
     def started(self) -> bool:
-        return self.caller.response is not None
+        return self.caller.started
 
     async def start(self, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """Begin the streamed answer, unless a sign of life began it already."""
@@ -105,7 +103,7 @@ class Exchange:
         self._last_write = asyncio.get_running_loop().time()
         await self._guarded(self.caller.write(data))
 
-    async def finish(self) -> web.StreamResponse:
+    async def finish(self) -> None:
         return await self._guarded(self.caller.finish())
 
     async def end(self, outcome: Outcome, status: int = 200, error: str | None = None) -> None:
@@ -122,7 +120,7 @@ class Exchange:
 
     async def fail(
         self, status: int, message: str, kind: ErrorKind, body: bytes | None = None, outcome: Outcome = "error"
-    ) -> web.StreamResponse:
+    ) -> None:
         """Tell the agent, in whatever way is still possible."""
         if self.started:
             data = self.renderer.error(status, message, kind)
@@ -136,7 +134,7 @@ class Exchange:
         await self.end(outcome, status, message)
         return await self.caller.reply(status, data)
 
-    async def reply(self, body: bytes, headers: Mapping[str, str] | None = None) -> web.StreamResponse:
+    async def reply(self, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         """A whole answer that is in the recording already."""
         await self.end("ok")
         return await self.caller.reply(200, body, headers)

@@ -7,14 +7,14 @@ name, usage, token ids) is taken out of the answer.
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 from urllib.parse import quote
-
-from aiohttp import ClientError, ClientResponse, web
 
 from pier.gateway.body import dump
 from pier.gateway.canonical import DialectName
 from pier.gateway.dialect import BadResponse
 from pier.gateway.exchange import Exchange
+from pier.gateway.http.coding import BadCoding
 from pier.gateway.providers import Target
 from pier.gateway.redact import Scrubber
 from pier.gateway.tokens import Extras, ask
@@ -22,10 +22,13 @@ from pier.gateway.turns import stream_turn
 from pier.gateway.upstream import MAX_ANSWER, Outgoing, UpstreamFailed
 from pier.gateway.watch import Broken, Framer, Watch, data_of
 
+if TYPE_CHECKING:
+    from pier.gateway.upstream import AnyAnswer
+
 _PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "anthropic": "/v1/messages"}
 
 
-async def relay(x: Exchange, target: Target, *, usage: bool = False) -> web.StreamResponse:
+async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
     """Pass the call on and the answer back. With `usage` the upstream is asked to count tokens, whatever its settings
     say."""
     body, extras = x.body, Extras()
@@ -68,7 +71,7 @@ def counting_path(dialect: DialectName, model: str) -> str:
     return "/v1/responses/input_tokens" if dialect == "responses" else "/v1/messages/count_tokens"
 
 
-async def _whole(x: Exchange, answer: ClientResponse, extras: Extras, scrub: Scrubber) -> web.StreamResponse:
+async def _whole(x: Exchange, answer: AnyAnswer, extras: Extras, scrub: Scrubber) -> None:
     raw = scrub(await read_answer(answer))
     x.record.status("upstream", answer.status, answer.headers, False)
     x.record.chunk("upstream", raw, whole=True)
@@ -88,7 +91,7 @@ async def _whole(x: Exchange, answer: ClientResponse, extras: Extras, scrub: Scr
     return await x.reply(raw, answer.headers)
 
 
-async def _stream(x: Exchange, answer: ClientResponse, extras: Extras, scrub: Scrubber) -> web.StreamResponse:
+async def _stream(x: Exchange, answer: AnyAnswer, extras: Extras, scrub: Scrubber) -> None:
     if not answer.content_type.startswith("text/event-stream"):
         return await _stream_whole(x, answer, scrub)
     x.record.status("upstream", answer.status, answer.headers, True)
@@ -138,7 +141,7 @@ async def _pass_on(x: Exchange, events: list[bytes], watch: Watch, extras: Extra
     return data
 
 
-async def _stream_whole(x: Exchange, answer: ClientResponse, scrub: Scrubber) -> web.StreamResponse:
+async def _stream_whole(x: Exchange, answer: AnyAnswer, scrub: Scrubber) -> None:
     """The upstream did not stream. What it gave instead is streamed from here, if it is an answer at all."""
     raw = scrub(await read_answer(answer))
     x.record.status("upstream", answer.status, answer.headers, False)
@@ -159,28 +162,29 @@ async def _stream_whole(x: Exchange, answer: ClientResponse, scrub: Scrubber) ->
     return await x.finish()
 
 
-async def read_answer(answer: ClientResponse) -> bytes:
+async def read_answer(answer: AnyAnswer) -> bytes:
+    """All of an answer that is not streamed."""
     parts, size = [], 0
     try:
-        async for part in answer.content.iter_any():
+        while part := await answer.read():
             size += len(part)
             if size > MAX_ANSWER:
                 raise UpstreamFailed(502, f"the provider's answer is larger than {MAX_ANSWER} bytes", "server")
             parts.append(part)
     except TimeoutError:
         raise UpstreamFailed(504, "the provider fell silent in the middle of its answer", "timeout") from None
-    except (ClientError, OSError) as error:
+    except (OSError, BadCoding) as error:
         raise UpstreamFailed(502, f"the provider's answer was cut off: {error}", "server") from None
-    return b"".join(parts)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def next_chunk(answer: ClientResponse) -> bytes:
+async def next_chunk(answer: AnyAnswer) -> bytes:
     """More of a stream; nothing at its end."""
     try:
-        return await answer.content.readany()
+        return await answer.read()
     except TimeoutError:
         raise Broken("the provider fell silent in the middle of its answer") from None
-    except (ClientError, OSError) as error:
+    except (OSError, BadCoding) as error:
         raise Broken(f"the provider's stream was cut off: {error}") from None
 
 

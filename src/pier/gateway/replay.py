@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
 from pier.errors import UsageError
 from pier.gateway.exchange import Exchange
 from pier.gateway.recording import Call, read
@@ -36,7 +34,7 @@ class Replay:
             raise UsageError(f"{found.path} has no answers to replay", hint="pier gateway show PATH")
         return cls(calls, calls[0].model or "replayed")
 
-    async def answer(self, x: Exchange) -> web.StreamResponse:
+    async def answer(self, x: Exchange) -> None:
         call = self._take(x)
         answer = call.answer
         assert answer is not None

@@ -10,14 +10,15 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
-from aiohttp import web
-
 from pier.errors import UsageError
 from pier.gateway.answering import Answerer, ByProvider, Policy, answerer
+from pier.gateway.body import dump
 from pier.gateway.budget import Budget, Meter
 from pier.gateway.caller import Caller
 from pier.gateway.cost import is_priced
+from pier.gateway.dialect import DIALECTS
 from pier.gateway.exchange import CallerGone
+from pier.gateway.http.server import Request, Server
 from pier.gateway.limiter import Retry
 from pier.gateway.providers import Directory, Provider, with_tokens
 from pier.gateway.recorder import Durable
@@ -43,7 +44,7 @@ class Gateway:
         self.upstreams = Upstreams(retry, silence)
         self._directory = providers
         self._sessions: dict[bytes, Session] = {}
-        self._servers: dict[str | None, web.Server] = {}
+        self._servers: dict[str | None, Server] = {}
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Gateway:
@@ -128,16 +129,16 @@ class Gateway:
         """The session's key is dead from now on. Whether it was alive."""
         server = self._servers.pop(session.id, None)
         if server:
-            server.pre_shutdown()
+            server.retire()
         return self._sessions.pop(_digest(session.key), None) is not None
 
-    def protocol_factory(self, session: Session | None = None) -> web.Server:
+    def protocol_factory(self, session: Session | None = None) -> Server:
         """Makes an asyncio protocol per connection, e.g. for `Sandbox.listen`. With a session it takes that one's key
         only."""
         name = session.id if session else None
         if name not in self._servers:
             serve = partial(self._serve, bound=session)
-            self._servers[name] = web.Server(serve, access_log=None, handler_cancellation=True, keepalive_timeout=3600)
+            self._servers[name] = Server(serve, _refused)
         return self._servers[name]
 
     async def serve(self, host: str = "127.0.0.1", port: int = 0, session: Session | None = None) -> str:
@@ -159,7 +160,7 @@ class Gateway:
             return None
         return found if bound is None or found is bound else None
 
-    async def _serve(self, request: web.BaseRequest, bound: Session | None) -> web.StreamResponse:
+    async def _serve(self, request: Request, bound: Session | None) -> None:
         caller = Caller(request)
         if caller.route.kind == "probe":
             return await caller.reply(200, b"{}")
@@ -175,10 +176,15 @@ class Gateway:
         except CallerGone:
             raise ConnectionResetError("the agent went away") from None
         except OSError as error:
-            if caller.response is not None:
+            if caller.started:
                 raise
             message = f"the call could not be recorded: {error}"
             return await caller.reply(500, caller.error_bytes(500, message, "server"), close=True)
+
+
+def _refused(status: int, message: str) -> bytes:
+    """The body of an error about what is no request, so has no dialect."""
+    return dump(DIALECTS["chat"].error_body(status, message, "invalid_request"))
 
 
 def _digest(key: str) -> bytes:

@@ -7,27 +7,26 @@ session is closed. A session serves what agents really ask: generations, token c
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from aiohttp import web
 
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import UsageError
 from pier.gateway.answering import Answerer, ByProvider
 from pier.gateway.body import Body, parse
 from pier.gateway.budget import Budget, Meter, reserved
-from pier.gateway.caller import Caller, TooLarge
+from pier.gateway.caller import Caller
 from pier.gateway.canonical import ErrorKind
 from pier.gateway.closed_book import close_book
 from pier.gateway.dialect import BadRequest
 from pier.gateway.exchange import CallerGone, Exchange
+from pier.gateway.http.coding import BadCoding, TooLarge
+from pier.gateway.http.message import BadMessage
 from pier.gateway.recorder import Durable, Outcome, Recorder
 from pier.gateway.tally import Tally
 from pier.gateway.translate import Memory
@@ -118,7 +117,7 @@ class Session:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.shield(self.close())
 
-    async def serve(self, caller: Caller) -> web.StreamResponse:
+    async def serve(self, caller: Caller) -> None:
         """Answer one request that carried this session's key."""
         task = asyncio.current_task()
         assert task is not None
@@ -128,11 +127,15 @@ class Session:
         finally:
             self._calls.discard(task)
 
-    async def _serve(self, caller: Caller) -> web.StreamResponse:
+    async def _serve(self, caller: Caller) -> None:
         try:
             raw = await caller.read()
         except TooLarge:
             return await self._turn_down(caller, b"", 413, "the request is larger than 64 MiB", "too_large")
+        except BadCoding as error:
+            return await self._turn_down(caller, b"", 415, str(error), "invalid_request")
+        except BadMessage as error:
+            return await self._turn_down(caller, b"", error.status, str(error), "invalid_request")
         kind = caller.route.kind
         if kind in ("generate", "count_tokens"):
             try:
@@ -154,7 +157,7 @@ class Session:
 
     async def _turn_down(
         self, caller: Caller, raw: bytes, status: int, message: str, kind: ErrorKind, outcome: Outcome = "error"
-    ) -> web.StreamResponse:
+    ) -> None:
         """Say no before anything was asked of a model."""
         record = self.recorder.call(caller.facts(), raw)
         data = caller.error_bytes(status, message, kind)
@@ -164,7 +167,7 @@ class Session:
         await self.recorder.commit()
         return await caller.reply(status, data, close=status == 413)
 
-    async def _count(self, caller: Caller, body: Body) -> web.StreamResponse:
+    async def _count(self, caller: Caller, body: Body) -> None:
         """As the provider counts, if it speaks this dialect; else roughly, four characters a token."""
         record = self.recorder.call(caller.facts(), body)
         counted = None
@@ -177,7 +180,7 @@ class Session:
             return await caller.reply(200, counted)
         return await caller.reply_json(caller.dialect.count_tokens_body(max(1, len(body.text) // 4)))
 
-    async def _generate(self, caller: Caller, body: Body) -> web.StreamResponse:
+    async def _generate(self, caller: Caller, body: Body) -> None:
         for meter in self._meters:
             await meter.pace()
             meter.start()
@@ -192,8 +195,10 @@ class Session:
                 if refusal:
                     return await x.fail(400, refusal, "budget", outcome="refused")
                 if self.terms.closed_book:
-                    _close_book(x)
                     asked = asked.removesuffix(":online")
+                    closed, edits = close_book(caller.route.dialect, body.value)
+                    if edits:
+                        x.edit(closed, edits)
                 return await self._within_time(x, asked)
             except (asyncio.CancelledError, CallerGone):
                 await asyncio.shield(x.end("cancelled", 499, "the agent went away"))
@@ -215,11 +220,7 @@ class Session:
                 self.pool_ended = meter is not self.meter
         return f"pier gives no further turn ({self.ended}); finish without the model" if self.ended else None
 
-    async def _within_time(self, x: Exchange, asked: str) -> web.StreamResponse:
-        if self.terms.closed_book:
-            closed, edits = close_book(x.caller.route.dialect, x.body.value)
-            if edits:
-                x.edit(closed, edits)
+    async def _within_time(self, x: Exchange, asked: str) -> None:
         left = min((left for meter in self._meters if (left := meter.seconds_left) is not None), default=None)
         clock = asyncio.timeout(left)
         try:
@@ -239,11 +240,3 @@ class Session:
         if name not in self._others:
             self._others[name] = self._gateway.answerer(name, self.terms)
         return self._others[name]
-
-
-def _close_book(x: Exchange) -> None:
-    """Take out of a request what reaches beyond the model, and record that."""
-    value, edits = close_book(x.caller.route.dialect, x.body.value)
-    if edits:
-        x.record.edited([asdict(edit) for edit in edits])
-        x.body, x.edited = parse(json.dumps(value, ensure_ascii=False).encode()), True

@@ -13,33 +13,26 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from aiohttp import (
-    ClientConnectorError,
-    ClientError,
-    ClientResponse,
-    ClientSession,
-    ClientTimeout,
-    DummyCookieJar,
-    TCPConnector,
-)
-from aiohttp import ServerTimeoutError as AioTimeout
 from multidict import CIMultiDict
-from yarl import URL
 
 from pier.gateway.body import Body
 from pier.gateway.canonical import DialectName, ErrorKind
 from pier.gateway.dialect import DIALECTS
+from pier.gateway.http.client import Answer, Client
+from pier.gateway.http.coding import BadCoding
 from pier.gateway.limiter import RETRY_STATUSES, Limiter, Retry, retry_after
 from pier.gateway.providers import Provider
 from pier.gateway.recorder import CallRecord
 from pier.gateway.redact import Scrubber, redacted_path
 
+if TYPE_CHECKING:
+    from pier.gateway.http.proxied import ProxiedAnswer, ProxiedClient
+
+    AnyAnswer = Answer | ProxiedAnswer
+
 MAX_ANSWER = 64 * 1024 * 1024
-_RECORD_FIRST = 32 * 1024
-"""Bodies below this size are recorded before they are sent: that is quicker than doing two things at once."""
 
 
 class UpstreamFailed(Exception):
@@ -73,25 +66,30 @@ class Upstreams:
     retry: Retry = field(default_factory=Retry)
     silence: float = 900.0
     """After so many seconds without a byte an upstream is given up."""
-    _http: ClientSession | None = None
+    _direct: Client | None = None
+    _proxied: ProxiedClient | None = None
     _limiters: dict[tuple[str, str | None], Limiter] = field(default_factory=dict)
 
     def open(self) -> None:
-        timeout = ClientTimeout(total=None, sock_connect=30, sock_read=self.silence)
-        connector = TCPConnector(limit=0, keepalive_timeout=60, ttl_dns_cache=300)
-        proxied = any(name.lower().endswith("_proxy") for name in os.environ)
-        self._http = ClientSession(
-            connector=connector,
-            timeout=timeout,
-            read_bufsize=2**18,
-            trust_env=proxied,
-            cookie_jar=DummyCookieJar(),
-            skip_auto_headers=("User-Agent",),
-        )
+        self._direct = Client(self.silence)
 
     async def close(self) -> None:
-        if self._http:
-            await self._http.close()
+        for client in (self._direct, self._proxied):
+            if client:
+                await client.close()
+        self._direct = self._proxied = None
+
+    def _client(self, address: str) -> Client | ProxiedClient:
+        assert self._direct is not None, "the gateway is not open"
+        if not _names_a_proxy():
+            return self._direct
+        from pier.gateway.http.proxied import ProxiedClient, is_proxied
+
+        if not is_proxied(address):
+            return self._direct
+        if self._proxied is None:
+            self._proxied = ProxiedClient(self.silence)
+        return self._proxied
 
     def limiter(self, provider: Provider) -> Limiter:
         place = (provider.url, provider.key)
@@ -100,7 +98,7 @@ class Upstreams:
         return self._limiters[place]
 
     @asynccontextmanager
-    async def ask(self, out: Outgoing, record: CallRecord) -> AsyncIterator[ClientResponse]:
+    async def ask(self, out: Outgoing, record: CallRecord) -> AsyncIterator[AnyAnswer]:
         """The beginning of a good answer (status below 400). Leaving early ends the upstream's generation."""
         limiter = self.limiter(out.provider)
         async with limiter.slot():
@@ -108,9 +106,9 @@ class Upstreams:
             try:
                 yield response
             finally:
-                response.close() if not response.content.at_eof() else response.release()
+                response.close()
 
-    async def _attempts(self, out: Outgoing, record: CallRecord, limiter: Limiter) -> ClientResponse:
+    async def _attempts(self, out: Outgoing, record: CallRecord, limiter: Limiter) -> AnyAnswer:
         began, attempt = time.monotonic(), 0
         while True:
             attempt += 1
@@ -129,26 +127,31 @@ class Upstreams:
                 else:
                     await asyncio.sleep(wait)
 
-    async def _attempt(self, out: Outgoing, record: CallRecord) -> ClientResponse:
-        assert self._http is not None, "the gateway is not open"
+    async def _attempt(self, out: Outgoing, record: CallRecord) -> AnyAnswer:
+        """Taking a body apart for the recording is done once it is on its way."""
         provider = out.provider
         address = provider.address(out.path)
         facts = {"provider": provider.name, "dialect": out.dialect, "url": redacted_path(address), "model": out.model}
         headers = CIMultiDict(out.headers)
         headers.update(provider.credentials(out.dialect))
         headers["Accept-Encoding"] = "identity"
-        if small := len(out.data) < _RECORD_FIRST:
-            record.attempt(facts, out.body)
-        sending = self._http.post(_url(address), data=out.data, headers=headers, allow_redirects=False)
-        if not small:
-            sending = await _record_meanwhile(asyncio.ensure_future(sending), record, facts, out.body)
         try:
-            response = await sending
-        except (ClientError, OSError, TimeoutError, ValueError) as error:
-            raise _Fault(_unreachable(error, provider), passing=_is_passing(error)) from None
-        if response.status >= 300:
-            await _refused(response, out, record)
-        return response
+            sent = await self._client(address).send(address, headers.items(), out.data)
+        except (OSError, ValueError) as error:
+            record.attempt(facts, out.body)
+            raise _Fault(_unreachable(error, provider), passing=isinstance(error, OSError)) from None
+        try:
+            record.attempt(facts, out.body)
+        except BaseException:
+            sent.abort()
+            raise
+        try:
+            answer = await sent.answer()
+        except OSError as error:
+            raise _Fault(_unreachable(error, provider), passing=not isinstance(error, TimeoutError)) from None
+        if answer.status >= 300:
+            await _refused(answer, out, record)
+        return answer
 
 
 @dataclass
@@ -158,11 +161,13 @@ class _Fault(Exception):
     asked: float | None = None
 
 
-async def _refused(response: ClientResponse, out: Outgoing, record: CallRecord) -> NoReturn:
+async def _refused(response: AnyAnswer, out: Outgoing, record: CallRecord) -> NoReturn:
     """Read an error answer and raise it."""
+    raw = b""
     try:
-        raw = await response.content.read(MAX_ANSWER)
-    except (ClientError, OSError, TimeoutError):
+        while len(raw) < MAX_ANSWER and (part := await response.read()):
+            raw += part
+    except (OSError, BadCoding):
         raw = b""
     finally:
         response.close()
@@ -177,30 +182,6 @@ async def _refused(response: ClientResponse, out: Outgoing, record: CallRecord) 
     raise _Fault(failed, passing, retry_after(response.headers))
 
 
-@lru_cache(512)
-def _url(address: str) -> URL:
-    return URL(address, encoded=True)
-
-
-async def _record_meanwhile(
-    sending: asyncio.Future[ClientResponse], record: CallRecord, facts: Mapping[str, Any], body: Body | None
-) -> asyncio.Future[ClientResponse]:
-    """A big body takes a while to take apart, so that is done once it is on its way."""
-
-    def hang_up(done: asyncio.Future[ClientResponse]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            done.result().close()
-
-    try:
-        await asyncio.sleep(0)
-        record.attempt(facts, body)
-    except BaseException:
-        sending.cancel()
-        sending.add_done_callback(hang_up)
-        raise
-    return sending
-
-
 def _decoded(raw: bytes) -> object:
     try:
         return json.loads(raw)
@@ -213,14 +194,12 @@ def _is_object(raw: bytes) -> bool:
 
 
 def _unreachable(error: Exception, provider: Provider) -> UpstreamFailed:
-    if isinstance(error, TimeoutError | AioTimeout):
+    """A provider that was silent for very long is not asked again: it may well be generating."""
+    if isinstance(error, TimeoutError):
         return UpstreamFailed(504, f"{provider.name} did not answer in time", "timeout")
     words = str(error) or type(error).__name__
     return UpstreamFailed(502, f"{provider.name} cannot be reached: {words}", "server")
 
 
-def _is_passing(error: Exception) -> bool:
-    """A provider that was silent for very long is not asked again: it may well be generating."""
-    if isinstance(error, ClientConnectorError):
-        return True
-    return isinstance(error, ClientError | OSError) and not isinstance(error, TimeoutError | ValueError)
+def _names_a_proxy() -> bool:
+    return any(name.lower().endswith("_proxy") for name in os.environ)

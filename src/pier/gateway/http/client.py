@@ -1,0 +1,334 @@
+"""Asks providers over HTTP and HTTPS: a pool of connections, one request at a time on each.
+
+Sending and waiting are apart, so that a caller may do something else while its request is on the way. An answer is
+read as it comes; a reader who stops reading stops the provider. Closing an answer early closes its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from urllib.parse import urlsplit
+
+from pier.gateway.http.coding import BadCoding, Inflater, TooLarge
+from pier.gateway.http.message import (
+    BadMessage,
+    Framing,
+    Length,
+    ResponseHead,
+    UntilClose,
+    find_head,
+    framing,
+    parse_response,
+    render,
+    stays_open,
+)
+
+_AHEAD = 256 * 1024
+"""So much of an answer is taken in before anybody asks for it."""
+_MAX_PIECE = 64 * 1024 * 1024
+"""What one piece of a compressed answer may grow to."""
+
+
+class Disconnected(ConnectionError):
+    """The provider closed the connection, or sent what is not HTTP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an address leads."""
+
+    secure: bool
+    host: str
+    port: int
+    authority: str
+    target: str
+
+
+@lru_cache(512)
+def place_of(address: str) -> Place:
+    """`ValueError` if it is not an http or https address."""
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{address} is not an http or https address")
+    secure = parts.scheme == "https"
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    if any(character <= " " or character == "\x7f" for character in target):
+        raise ValueError(f"{address} has a space in it")
+    authority = parts.netloc.rpartition("@")[2]
+    return Place(secure, parts.hostname, parts.port or (443 if secure else 80), authority, target)
+
+
+@dataclass
+class Client:
+    """All connections. `silence` is how long a provider may send nothing, `idle` how long an unused connection is
+    kept, both in seconds."""
+
+    silence: float = 900.0
+    connecting: float = 30.0
+    idle: float = 60.0
+    _idle: dict[tuple[bool, str, int], deque[Sent]] = field(default_factory=dict)
+    opened: set[Sent] = field(default_factory=set)
+    _tls: ssl.SSLContext | None = None
+
+    async def send(self, address: str, headers: Iterable[tuple[str, str]], data: bytes) -> Sent:
+        """Send a POST. Its answer is at `answer` of what comes back. `OSError`, `TimeoutError` or `ValueError` if there
+        is no connection."""
+        place = place_of(address)
+        head = render(
+            f"POST {place.target} HTTP/1.1",
+            [("Host", place.authority), *headers, ("Content-Length", str(len(data)))],
+        )
+        connection = self._reuse(place) or await self._connect(place)
+        connection.send(head, data, self.silence)
+        return connection
+
+    async def close(self) -> None:
+        for connection in list(self.opened):
+            connection.abort()
+        self._idle.clear()
+        await asyncio.sleep(0)
+
+    def _reuse(self, place: Place) -> Sent | None:
+        waiting = self._idle.get((place.secure, place.host, place.port))
+        while waiting:
+            connection = waiting.pop()
+            if connection.usable:
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self, place: Place) -> Sent:
+        loop = asyncio.get_running_loop()
+        key = (place.secure, place.host, place.port)
+        tls = {"ssl": self._context(), "server_hostname": place.host} if place.secure else {}
+        async with asyncio.timeout(self.connecting):
+            _, connection = await loop.create_connection(
+                lambda: Sent(self, key), place.host, place.port, happy_eyeballs_delay=0.25, **tls
+            )
+        return connection
+
+    def _context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+            self._tls.set_alpn_protocols(["http/1.1"])
+        return self._tls
+
+    def keep(self, connection: Sent, key: tuple[bool, str, int]) -> None:
+        """It may be used again."""
+        waiting = self._idle.setdefault(key, deque())
+        waiting.append(connection)
+        while waiting and not waiting[0].usable:
+            waiting.popleft().abort()
+
+
+class Answer:
+    """An answer that has begun."""
+
+    def __init__(self, connection: Sent, head: ResponseHead) -> None:
+        self._connection = connection
+        self.status = head.status
+        self.headers = head.headers
+        coding = head.headers.get("Content-Encoding", "identity").lower()
+        self._inflater = None if coding == "identity" else Inflater(coding)
+
+    @property
+    def content_type(self) -> str:
+        return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+    async def read(self) -> bytes:
+        """More of the body, as soon as there is some; nothing at its end. `Disconnected`, `TimeoutError` or
+        `BadCoding` if the rest does not come."""
+        while True:
+            data = self._connection.take() or await self._connection.more()
+            if self._inflater is None:
+                return data
+            if not data:
+                self._inflater.end()
+                return data
+            try:
+                plain = self._inflater.feed(data, _MAX_PIECE)
+            except TooLarge:
+                raise BadCoding("the answer grows without end") from None
+            if plain:
+                return plain
+
+    def close(self) -> None:
+        """Done with it. The connection serves again if the answer was read to its end."""
+        self._connection.release()
+
+
+class Sent(asyncio.Protocol):
+    """A connection, seen by whoever has sent a request on it."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, client: Client, key: tuple[bool, str, int]) -> None:
+        self._client = client
+        self._key = key
+        self._loop = asyncio.get_running_loop()
+        self._rest = b""
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._head: ResponseHead | None = None
+        self._body: Framing | None = None
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard = 0.0
+        self._busy = self._held = self._lost = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether an unused connection can still serve."""
+        fresh = self._loop.time() - self._heard < self._client.idle
+        return fresh and not self._lost and not self.transport.is_closing()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+        self._client.opened.add(self)
+
+    def send(self, head: bytes, data: bytes, silence: float) -> None:
+        self._busy = True
+        self._head = self._body = self._error = None
+        self._heard = self._loop.time()
+        self._timer = self._loop.call_later(silence, self._listen, silence)
+        if len(data) < _AHEAD:
+            self.transport.write(head + data)
+        else:
+            self.transport.write(head)
+            self.transport.write(data)
+
+    async def answer(self) -> Answer:
+        """The beginning of the answer. `Disconnected` or `TimeoutError` if there is none; a cancelled caller closes the
+        connection."""
+        try:
+            while self._head is None:
+                await self._wait()
+            return Answer(self, self._head)
+        except BadCoding as error:
+            self.abort()
+            raise Disconnected(str(error)) from None
+        except BaseException:
+            self.abort()
+            raise
+
+    def take(self) -> bytes:
+        """What has come of the body since the last time."""
+        parts = self._parts
+        if not parts:
+            return b""
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        self._size = 0
+        if self._held and not self._lost:
+            self._held = False
+            self._heard = self._loop.time()
+            self.transport.resume_reading()
+        return data
+
+    async def more(self) -> bytes:
+        """The next bytes of the body; nothing at its end."""
+        while not self._parts:
+            if self._body and self._body.done:
+                return b""
+            await self._wait()
+        return self.take()
+
+    def release(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        whole = self._body is not None and self._body.done and not self._parts and not self._rest
+        reusable = whole and self._head is not None and stays_open(self._head.headers, self._head.minor)
+        if self._lost or not reusable or self.transport.get_write_buffer_size():
+            self.abort()
+        elif self._busy:
+            self._busy = False
+            self._heard = self._loop.time()
+            self._client.keep(self, self._key)
+
+    def abort(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        if not self._lost:
+            self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._busy:
+            self.abort()
+            return
+        self._heard = self._loop.time()
+        try:
+            if self._head is None:
+                self._rest = data = self._rest + data
+                if not self._begin():
+                    return
+                data, self._rest = self._rest, b""
+            if data and self._body:
+                part, self._rest = self._body.feed(data)
+                if part:
+                    self._parts.append(part)
+                    self._size += len(part)
+        except BadMessage as error:
+            self._fail(Disconnected(f"that is not HTTP: {error}"))
+            self.transport.abort()
+            return
+        if self._size > _AHEAD and not self._held:
+            self._held = True
+            self.transport.pause_reading()
+        self._wake()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._client.opened.discard(self)
+        if isinstance(self._body, UntilClose) and exc is None and self._error is None:
+            self._body = Length(0)
+        self._fail(Disconnected(str(exc) if exc else "the connection was closed"))
+
+    def _begin(self) -> bool:
+        """Read the head, once it is all there; those of interim answers are passed over."""
+        while end := find_head(self._rest):
+            head = parse_response(self._rest[:end])
+            self._rest = self._rest[end:]
+            if head.status < 200:
+                continue
+            self._head = head
+            empty = head.status in (204, 304)
+            self._body = Length(0) if empty else framing(head.headers, head.minor) or UntilClose()
+            return True
+        return False
+
+    async def _wait(self) -> None:
+        if self._error:
+            raise self._error
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._wake()
+
+    def _listen(self, silence: float) -> None:
+        """Give up a provider that says nothing, unless it is we who do not listen."""
+        quiet = 0.0 if self._held else self._loop.time() - self._heard
+        if quiet < silence:
+            self._timer = self._loop.call_later(max(silence - quiet, 0.001), self._listen, silence)
+        else:
+            self._timer = None
+            self._fail(TimeoutError("nothing came for too long"))

@@ -1,0 +1,428 @@
+"""Answers agents: an asyncio protocol per connection, a task per request, nothing in between.
+
+Requests of a connection are answered one after another, also when they come in one go. A connection that ends while
+its request is being answered cancels the answer, whether the client closed it or only its own half. Whoever sends
+slower or reads slower than we do makes us wait, with bounded memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from email.utils import formatdate
+from urllib.parse import unquote, urlsplit
+
+from pier.gateway.http.coding import TooLarge, inflate
+from pier.gateway.http.message import (
+    BadMessage,
+    Framing,
+    Length,
+    RequestHead,
+    find_head,
+    framing,
+    parse_request,
+    render,
+    status_line,
+    stays_open,
+)
+
+log = logging.getLogger(__name__)
+_AHEAD = 256 * 1024
+"""So much of a body, or of the next request, is taken in before anybody asks for it."""
+_LINGER = 2.0
+"""Seconds in which a client may read an answer that came before it had sent its whole request."""
+
+Fields = Iterable[tuple[str, str]]
+Handle = Callable[["Request"], Awaitable[None]]
+Refuse = Callable[[int, str], bytes]
+"""The JSON body of an error, for what is not even a request."""
+
+
+class Server:
+    """A factory of protocols. `idle`, `slow` and `stalled` are in seconds: between requests, for a whole head, and
+    between two pieces of a body."""
+
+    def __init__(
+        self, handle: Handle, refuse: Refuse, *, idle: float = 3600.0, slow: float = 60.0, stalled: float = 300.0
+    ) -> None:
+        self.handle = handle
+        self.refuse = refuse
+        self.retired = False
+        self.connections: set[Connection] = set()
+        self._limits = {"idle": idle, "head": slow, "body": stalled}
+        self._sweeping: asyncio.TimerHandle | None = None
+
+    def __call__(self) -> Connection:
+        return Connection(self)
+
+    def watch(self, connection: Connection) -> None:
+        self.connections.add(connection)
+        if self._sweeping is None:
+            self._sweeping = connection.loop.call_later(min(30.0, *self._limits.values()), self._sweep)
+
+    def _sweep(self) -> None:
+        self._sweeping = None
+        for connection in list(self.connections):
+            limit = self._limits.get(connection.state)
+            if limit is not None and connection.loop.time() - connection.since > limit:
+                connection.give_up()
+        for connection in self.connections:
+            self.watch(connection)
+            break
+
+    def retire(self) -> None:
+        """Close each connection as soon as it has nothing to answer."""
+        self.retired = True
+        for connection in list(self.connections):
+            if connection.request is None:
+                connection.close()
+
+    async def shutdown(self, patience: float) -> None:
+        """Let answers end for so many seconds, then cut them off."""
+        self.retire()
+        if tasks := {connection.task for connection in self.connections if connection.task}:
+            _, late = await asyncio.wait(tasks, timeout=patience)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=patience)
+        for connection in list(self.connections):
+            connection.abort()
+        await asyncio.sleep(0)
+        if self._sweeping:
+            self._sweeping.cancel()
+            self._sweeping = None
+
+
+class Request:
+    """One request, and where its answer goes. Exactly one of `reply` and `start` ... `finish` answers it."""
+
+    __slots__ = (
+        "_asked", "_body", "_broken", "_connection", "_continue", "_parts", "_pending", "_size", "_waiter",
+        "chunked", "closing", "finished", "head", "headers", "method", "path", "query_string", "started", "target",
+    )  # fmt: skip
+
+    def __init__(self, connection: Connection, head: RequestHead) -> None:
+        self._connection = connection
+        self.head = head
+        self.method = head.method
+        self.target = head.target
+        self.headers = head.headers
+        target = head.target
+        if not target.startswith("/"):
+            parts = urlsplit(target) if "://" in target else None
+            target = f"{parts.path or '/'}?{parts.query}" if parts else target
+        path, _, self.query_string = target.partition("?")
+        self.path = unquote(path) if "%" in path else path
+        self._body: Framing = framing(head.headers, head.minor) or Length(0)
+        expected = head.headers.get("Expect")
+        if expected is not None and expected.lower() != "100-continue":
+            raise BadMessage("no other expectation than 100-continue is met", 417)
+        self._continue = expected is not None and head.minor == 1
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._asked = False
+        self._broken: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._pending = b""
+        self.started = False
+        """Whether an answer has begun."""
+        self.finished = False
+        self.chunked = False
+        self.closing = not stays_open(head.headers, head.minor)
+
+    @property
+    def received(self) -> bool:
+        """Whether all of it is here."""
+        return self._body.done
+
+    def feed(self, data: bytes) -> bytes:
+        """Take in more of the body; what comes after it."""
+        part, rest = self._body.feed(data)
+        if part:
+            self._parts.append(part)
+            self._size += len(part)
+        if not self._asked and self._size > _AHEAD:
+            self._connection.hold()
+        elif self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)
+        return rest
+
+    async def read(self, limit: int) -> bytes:
+        """The body without its coding, once. `TooLarge` if it has more than `limit` bytes; `BadMessage` or `BadCoding`
+        if it cannot be read."""
+        if isinstance(self._body, Length) and self._size + self._body.left > limit:
+            raise TooLarge
+        if not self._body.done:
+            self._asked = True
+            if self._continue and not self._parts:
+                self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._connection.resume()
+            while not self._body.done:
+                if self._broken:
+                    raise self._broken
+                if self._size > limit:
+                    raise TooLarge
+                self._waiter = self._connection.loop.create_future()
+                await self._waiter
+        if self._size > limit:
+            raise TooLarge
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        coding = self.headers.get("Content-Encoding")
+        if coding is None or coding.lower() == "identity":
+            return data
+        if len(data) < _AHEAD:
+            return inflate(data, coding, limit)
+        return await asyncio.to_thread(inflate, data, coding, limit)
+
+    def reply(self, status: int, fields: Fields, body: bytes, *, close: bool = False) -> None:
+        """A whole answer, sent at once."""
+        head = self._head(status, [*fields, ("Content-Length", str(len(body)))], close)
+        self.finished = True
+        if self.method == "HEAD":
+            body = b""
+        if len(body) < _AHEAD:
+            self._connection.transport.write(head + body)
+        else:
+            self._connection.transport.write(head)
+            self._connection.transport.write(body)
+
+    def start(self, status: int, fields: Fields) -> None:
+        """Begin a streamed answer. Its head goes with the first bytes, or by itself when there are none yet."""
+        self.chunked = self.head.minor == 1
+        more = [("Transfer-Encoding", "chunked")] if self.chunked else []
+        self._pending = self._head(status, [*fields, *more], close=not self.chunked)
+        self._connection.loop.call_soon(self._flush)
+
+    async def write(self, data: bytes) -> None:
+        """More of a streamed answer; waits while the client reads slower than we write."""
+        if data and self.method != "HEAD":
+            framed = b"%b%x\r\n%b\r\n" % (self._pending, len(data), data) if self.chunked else self._pending + data
+            self._pending = b""
+            self._connection.transport.write(framed)
+        await self._connection.drain()
+
+    async def finish(self) -> None:
+        """The end of a streamed answer."""
+        self.finished = True
+        end = b"0\r\n\r\n" if self.chunked and self.method != "HEAD" else b""
+        self._connection.transport.write(self._pending + end)
+        self._pending = b""
+        await self._connection.drain()
+
+    def _flush(self) -> None:
+        if self._pending:
+            pending, self._pending = self._pending, b""
+            self._connection.transport.write(pending)
+
+    def _head(self, status: int, fields: list[tuple[str, str]], close: bool) -> bytes:
+        self._connection.check()
+        self.closing = self.closing or close or not self._body.done or self._connection.server.retired
+        fields.append(("Date", _date()))
+        if self.closing:
+            fields.append(("Connection", "close"))
+        head = render(status_line(status), fields)
+        self.started = True
+        return head
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more of the body comes: that is what `read` raises."""
+        self._broken = error
+        if self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.loop = asyncio.get_running_loop()
+        self.request: Request | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.state = "idle"
+        self.since = 0.0
+        self._rest = b""
+        self._lost = self._held = self._lingering = self._full = False
+        self._drained: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+        self.since = self.loop.time()
+        self.server.watch(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self.server.connections.discard(self)
+        gone = ConnectionResetError("the client went away")
+        if self._drained and not self._drained.done():
+            self._drained.set_exception(gone)
+            self._drained.exception()
+        if self.task:
+            self.task.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingering:
+            return
+        self._rest = self._rest + data if self._rest else data
+        try:
+            self._advance()
+        except BadMessage as error:
+            self._refuse(error)
+
+    def eof_received(self) -> bool:
+        if self.task:
+            self.abort()
+        return False
+
+    def pause_writing(self) -> None:
+        self._full = True
+
+    def resume_writing(self) -> None:
+        self._full = False
+        if self._drained and not self._drained.done():
+            self._drained.set_result(None)
+
+    def check(self) -> None:
+        if self._lost or self.transport.is_closing():
+            raise ConnectionResetError("the client went away")
+
+    async def drain(self) -> None:
+        """Wait while too much is on its way to the client."""
+        self.check()
+        while self._full:
+            if self._drained is None or self._drained.done():
+                self._drained = self.loop.create_future()
+            await asyncio.shield(self._drained)
+
+    def hold(self) -> None:
+        """Take in no more for now."""
+        if not self._held:
+            self._held = True
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._held and not self._lost:
+            self._held = False
+            self.transport.resume_reading()
+
+    def close(self) -> None:
+        self.transport.close()
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    def give_up(self) -> None:
+        """The client takes too long."""
+        if self.state == "idle":
+            self.close()
+        else:
+            self._refuse(BadMessage("the request took too long", 408))
+
+    def _advance(self) -> None:
+        """Make of what was received what can be made of it."""
+        while self._rest:
+            request = self.request
+            if request is None:
+                if not self._begin():
+                    return
+            elif not request.received:
+                self.since = self.loop.time()
+                self._rest = request.feed(self._rest)
+                if request.received:
+                    self.state = "answer"
+                    request.feed(b"")
+                elif not self._rest:
+                    return
+            else:
+                if len(self._rest) > _AHEAD:
+                    self.hold()
+                return
+
+    def _begin(self) -> bool:
+        """Start to answer a request, if its head is here."""
+        if self._rest.startswith(b"\r\n"):
+            self._rest = self._rest[2:]
+        if self.state == "idle" and self._rest:
+            self.state, self.since = "head", self.loop.time()
+        end = find_head(self._rest)
+        if not end or self.transport.is_closing():
+            return False
+        head, self._rest = self._rest[:end], self._rest[end:]
+        self.request = Request(self, parse_request(head))
+        self.state = "answer" if self.request.received else "body"
+        self.task = self.loop.create_task(self._answer(self.request))
+        return True
+
+    async def _answer(self, request: Request) -> None:
+        try:
+            await self.server.handle(request)
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        except ConnectionError:
+            pass
+        except Exception as error:
+            log.exception("a request could not be answered")
+            if not request.started:
+                body = self.server.refuse(500, f"the gateway failed: {type(error).__name__}")
+                with suppress(ConnectionError):
+                    request.reply(500, [("Content-Type", "application/json")], body, close=True)
+        self._next(request)
+
+    def _next(self, request: Request) -> None:
+        """The answer is out: be ready for another request, or close."""
+        self.task = None
+        if self._lost:
+            return
+        if not request.finished:
+            self.abort()
+        elif not request.received:
+            self._linger()
+        elif request.closing:
+            self.close()
+        else:
+            self.request = None
+            self.state, self.since = "idle", self.loop.time()
+            self.resume()
+            if self._rest:
+                self.data_received(b"")
+
+    def _refuse(self, error: BadMessage) -> None:
+        """What came cannot be understood, so nothing after it can be either."""
+        self._rest = b""
+        self.state = "answer"
+        if self.request:
+            self.hold()
+            self.request.fail(error)
+            return
+        body = self.server.refuse(error.status, str(error))
+        fields = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
+        self.transport.write(render(status_line(error.status), fields) + body)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Let the client read the answer: closing over unread bytes would take it away again."""
+        self._lingering, self._rest = True, b""
+        self.resume()
+        with suppress(OSError, RuntimeError):
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+        self.loop.call_later(_LINGER, self.close)
+
+
+_dates: tuple[int, str] = (0, "")
+
+
+def _date() -> str:
+    global _dates
+    now = int(time.time())
+    if _dates[0] != now:
+        _dates = (now, formatdate(now, usegmt=True))
+    return _dates[1]
