@@ -1,30 +1,21 @@
-"""A Dockerfile as tasks have them, built on a real Debian: apt and pip inside a sandbox with network.
-
-The base is bootstrapped once and kept under `.cache/test` (or `$PIER_TEST_CACHE`), with this machine's own package
-sources in it: what reaches packages here reaches them inside.
-"""
+"""A real Debian: Dockerfiles as tasks have them, with apt and pip inside a sandbox with network; its own users, PAM and
+sudo, as root and as a plain user with subordinate ids."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-import re
-import shutil
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from pier.idmap import IdMap
 from pier.image import Image, ImageStore, build_image
 from pier.image.importing import import_image
 from pier.sandbox import SandboxSpec
 from pier.sandbox.building import SandboxRunner, open_runner
+from tests.debian import Unavailable, debian_archive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-CACHE = Path(os.environ.get("PIER_TEST_CACHE") or Path(__file__).parents[2] / ".cache" / "test")
-COPIED = ("etc/apt/sources.list", "etc/apt/sources.list.d", "etc/apt/apt.conf.d", "etc/pip.conf", "etc/ssl/certs")
 
 DOCKERFILE = """\
 # syntax=docker/dockerfile:1
@@ -57,58 +48,10 @@ CMD ["cat", "/seen/who"]
 @pytest.fixture(scope="module")
 def debian() -> Path:
     """The tar of the base."""
-    if os.geteuid() != 0 or shutil.which("debootstrap") is None:
-        pytest.skip("a base is made by debootstrap, as root")
-    CACHE.mkdir(parents=True, exist_ok=True)
-    archive = CACHE / "debian.tar"
-    with (CACHE / "debian.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not archive.exists():
-            _bootstrap(archive)
-    return archive
-
-
-def _bootstrap(archive: Path) -> None:
-    suite = re.search(r"VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text())
-    if suite is None:
-        pytest.skip("this machine's release has no code name")
-    root = archive.with_name(f"debian-{os.getpid()}")
-    part = archive.with_suffix(".part")
     try:
-        done = subprocess.run(
-            ["debootstrap", "--variant=minbase", suite[1], str(root), _mirror()],
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        if done.returncode != 0:
-            pytest.skip(f"debootstrap failed here: {done.stdout[-300:]} {done.stderr[-300:]}")
-        for name in COPIED:
-            _copy(Path("/") / name, root / name)
-        for path in (root / "var/cache/apt/archives").glob("*.deb"):
-            path.unlink()
-        subprocess.run(["tar", "-C", str(root), "--one-file-system", "-cf", str(part), "."], check=True, timeout=600)
-        part.replace(archive)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-
-
-def _copy(source: Path, target: Path) -> None:
-    if source.is_dir():
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(source, target, symlinks=False, ignore_dangling_symlinks=True)
-    elif source.is_file():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, target)
-
-
-def _mirror() -> str:
-    """Where this machine's own packages come from."""
-    texts = [path.read_text() for path in Path("/etc/apt").rglob("*") if path.suffix in (".list", ".sources")]
-    found = re.search(r"^(?:URIs:|deb(?: \[[^]]*\])?)\s+(\S+/debian/?)(?:\s|$)", "\n".join(texts), re.MULTILINE)
-    if not found:
-        pytest.skip("this machine has no Debian packages configured")
-    return found[1]
+        return debian_archive()
+    except Unavailable as why:
+        pytest.skip(str(why))
 
 
 @pytest.fixture
@@ -152,3 +95,39 @@ async def test_apt_and_pip_install_and_stages_are_copied(debian: Path, runner: S
     assert await _print(runner, stage, "python3 /app/src/main.py; dpkg -s jq | grep ^Status") == (
         "hi\nStatus: install ok installed\n"
     )
+
+
+USERS = """\
+FROM debian-test
+ENV DEBIAN_FRONTEND=noninteractive
+RUN apt-get update && apt-get install -y --no-install-recommends sudo adduser && rm -rf /var/lib/apt/lists/*
+RUN useradd --create-home --shell /bin/bash --groups sudo agent && echo agent:pw | chpasswd \\
+    && echo 'agent ALL=(ALL) NOPASSWD: ALL' >/etc/sudoers.d/agent \\
+    && adduser --system --group --home /srv/svc svc && useradd --create-home other && echo other:secret | chpasswd
+"""
+ASKED = {
+    "id -un; groups": "agent\nagent sudo\n",
+    "sudo -n id -u; sudo -n -u svc id -un; sudo -n touch /etc/by-sudo && stat -c %U /etc/by-sudo": "0\nsvc\nroot\n",
+    "echo pw | sudo -S -k -p '' whoami": "root\n",
+    "echo secret | su other -c whoami": "other\n",
+    "echo wrong | su other -c whoami || echo refused": "refused\n",
+    "passwd -S | cut -d' ' -f1,2; sudo -n useradd new && id -u new && sudo -n userdel new": "agent P\n1002\n",
+    "cat /etc/shadow || echo hidden": "hidden\n",
+}
+
+
+@pytest.mark.plain
+async def test_users_sudo_and_pam_are_debians_own(debian: Path, runner: SandboxRunner, tmp_path: Path) -> None:
+    if IdMap.detect().mode == "single":
+        pytest.skip("with a single id there are no other users")
+    store = ImageStore()
+    await import_image(store, debian, "debian-test")
+    (tmp_path / "Dockerfile").write_text(USERS)
+    image = await build_image(store, tmp_path, runner=runner)
+    async with await runner.backend.start(SandboxSpec(image=image)) as sandbox:
+        for command, answer in ASKED.items():
+            result = await sandbox.exec(["/bin/sh", "-c", command], user="agent", timeout=120)
+            assert result.text == answer, (command, result.error_text)
+    async with await runner.backend.start(SandboxSpec(image=image, no_new_privileges=True)) as sandbox:
+        result = await sandbox.exec(["sudo", "-n", "id"], user="agent", timeout=120)
+        assert result.exit_code == 1 and "no new privileges" in result.error_text
