@@ -1,0 +1,64 @@
+"""Tasks of several services for tests, and trials of them on a real engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tarfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from pier.task import Task
+from pier.trial.services import open_services
+from pier.trial.spec import TrialServices
+from tests.busybox import busybox_image
+from tests.engine import Engine
+from tests.trial_runs import Bench, write_task
+
+IMAGE = "test/bash"
+
+TOML = """\
+schema_version = "1.4"
+[agent]
+timeout_sec = 120
+[verifier]
+timeout_sec = 120
+[environment]
+network_mode = "no-network"
+"""
+
+
+def import_bash_image(running: Engine, directory: Path) -> None:
+    """Give an engine the image `test/bash`: busybox and this machine's bash with its libraries."""
+    layer = busybox_image(directory).layers[0]
+    told = subprocess.run(["ldd", "/bin/bash"], capture_output=True, text=True, check=True).stdout
+    for path in ["/bin/bash", *(part for part in told.split() if part.startswith("/"))]:
+        target = layer / path.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            shutil.copy(Path(path).resolve(), target)
+    packed = BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.add(layer, ".")
+    running.docker("import", "--change", "ENV GREETING=hello", "-", IMAGE, stdin=packed.getvalue())
+
+
+def compose_task(root: Path, compose: str, *, toml: str = TOML, **more: str) -> Task:
+    """A task whose environment is a compose file; `{image}` in it is the tests' image."""
+    more["environment__docker-compose.yaml"] = compose.replace("{image}", IMAGE)
+    return write_task(root, toml=toml, **more)
+
+
+@asynccontextmanager
+async def docker_bench(root: Path, environ: Mapping[str, str] | None = None) -> AsyncIterator[Bench]:
+    """Trials on the engine at `$DOCKER_HOST`."""
+    async with open_services("docker", label="test") as services:
+        yield Bench(TrialServices(services.backend, services.images, environ=environ or {}), root)
+
+
+def network_log(trial: Path) -> list[dict[str, Any]]:
+    return [json.loads(row) for row in (trial / "network.jsonl").read_text().splitlines()]
