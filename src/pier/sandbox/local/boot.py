@@ -10,7 +10,6 @@ import importlib
 import sys
 import types
 
-
 _NOT_NEEDED = ("bz2", "lzma", "zlib")
 
 

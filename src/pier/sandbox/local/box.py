@@ -59,34 +59,28 @@ class Box:
         make_private(self.directory)
         if cage is not None:
             self._group = cage[0].make(self.id, cage[1], own_processes=_OWN_PROCESSES)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.channel = Channel(ours, f"the sandbox {self.id} is gone")
-        self.channel.hear(OUT_OF_MEMORY, self._on_out_of_memory)
-        try:
-            zygote = await self._zygotes.pick()
-            message = {"op": "start", "directory": str(self.directory), "plan": plan, "layers": layers}
-            ready = asyncio.ensure_future(self.channel.wait(0))
-            self._asked = asyncio.ensure_future(zygote.ask(message, [theirs.fileno()]))
-            await asyncio.sleep(0)
-        finally:
-            theirs.close()
+        message = {"op": "start", "directory": str(self.directory), "plan": plan, "layers": layers}
+        zygote = await self._zygotes.pick()
+        self._asked = asyncio.ensure_future(zygote.ask(message))
         try:
             async with asyncio.timeout(_START_SECONDS):
-                answer, fds = await asyncio.shield(self._asked)
-                self.pid, self._pidfd = answer["pid"], fds[0]
-                self.shifted = answer["shifted"]
+                self._meet(await asyncio.shield(self._asked))
+                ready = self.channel.wait(0)
                 if self._group is not None:
-                    await asyncio.to_thread(self._group.attach, self.pid)
-                self.proof = (await ready)[0]["proof"]
+                    answer, _ = await asyncio.gather(ready, asyncio.to_thread(self._group.attach, self.pid))
+                else:
+                    answer = await ready
+                self.proof = answer[0]["proof"]
         except TimeoutError:
-            message = f"the sandbox {self.id} did not start in {_START_SECONDS} s"
-            raise SandboxError(message, code="start_timeout") from None
-        finally:
-            if not ready.done():
-                ready.cancel()
-            await asyncio.wait([ready])
-            if not ready.cancelled():
-                ready.exception()
+            problem = f"the sandbox {self.id} did not start in {_START_SECONDS} s"
+            raise SandboxError(problem, code="start_timeout") from None
+
+    def _meet(self, answer: Answer) -> None:
+        """Take over the init that a zygote gave."""
+        message, (self._pidfd, control) = answer
+        self.pid, self.shifted = message["pid"], message["shifted"]
+        self.channel = Channel(socket.socket(fileno=control), f"the sandbox {self.id} is gone")
+        self.channel.hear(OUT_OF_MEMORY, self._on_out_of_memory)
 
     def _on_out_of_memory(self, message: dict[str, Any], _: list[int]) -> None:
         self._oom_kills += 1 if message else 0
@@ -128,8 +122,7 @@ class Box:
         """Kill init, and so everything inside, and wait until the kernel is done with it."""
         if self._asked is not None and self.pid == 0:
             with contextlib.suppress(SandboxError, TimeoutError):
-                answer, fds = await asyncio.wait_for(asyncio.shield(self._asked), _STOP_SECONDS)
-                self.pid, self._pidfd = answer["pid"], fds[0]
+                self._meet(await asyncio.wait_for(asyncio.shield(self._asked), _STOP_SECONDS))
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])

@@ -3,6 +3,8 @@
 It never executes a program, so its memory belongs to the namespace outside and nothing inside can trace or read it. It
 keeps its rights over the sandbox's own namespaces; workers, and so all commands, do not. When pier's end of the
 control socket closes, it ends, and the kernel ends everything inside with it.
+
+It begins without a plan, readies what all sandboxes have alike and a worker, and waits: for long, as a spare, or not.
 """
 
 from __future__ import annotations
@@ -22,45 +24,59 @@ from pier.sandbox.local import kernel, root, wire, worker
 from pier.sandbox.local.census import Census
 from pier.sandbox.local.wire import OUT_OF_MEMORY
 
+GO = b"1"
+_BLANK = {"no_new_privileges": False, "watched_memory": 0}
 _SPARE = 2
 _WATCH_MS = 100
 _PATIENCE = 5.0
 """Seconds that killing one command's tree may take before everything inside is killed instead."""
 
 
-def main(control: socket.socket, go: int, plan: dict[str, Any]) -> None:
-    """Run in the clone that a zygote made, once `go` says that its ids are mapped. Does not return."""
+def main(control: socket.socket, config: dict[str, Any]) -> None:
+    """Run in the clone that a zygote made. Packets from `control`: one that says that the ids are mapped, the plan with
+    the files that it counts on, and from then on pier's requests. Does not return."""
     try:
-        if not os.read(go, 1):
-            os._exit(1)
-        os.close(go)
-        _become_root(plan)
-        root.build(plan)
-        root.seal()
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-        proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        init = Init(control, plan, Census(proc, without=frozenset({1})))
-        wire.send(control, {"id": 0, "ready": True, "proof": plumbing.probe("none")})
-        if not plan["caged"]:
-            init.add_worker()
-        init.serve()
+        if control.recv(1) == GO:
+            _begin(control, config)
     except OSError as error:
         with contextlib.suppress(OSError):
+            wire.receive(control)
             wire.send(control, {"id": 0, "error": str(error), "errno": error.errno or 0})
     finally:
         os._exit(1)
 
 
-def _become_root(plan: dict[str, Any]) -> None:
+def _begin(control: socket.socket, config: dict[str, Any]) -> None:
+    many_ids = config["many_ids"]
+    _become_root(many_ids=many_ids)
+    texts = root.prepare(many_ids=many_ids)
+    proof = plumbing.probe("none")
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    proc = os.open("/b/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    init = Init(control, _BLANK | config, Census(proc, without=frozenset({1})))
+    init.add_worker([fd for pair in texts.values() for fd in pair])
+    received = wire.receive(control)
+    if received is None:
+        return
+    plan, (_, *trees) = received
+    try:
+        init.adopt(plan)
+        root.build(plan, texts, trees, many_ids=many_ids)
+        wire.send(control, {"id": 0, "ready": True, "proof": proof})
+    except OSError as error:
+        wire.send(control, {"id": 0, "error": str(error), "errno": error.errno or 0})
+        return
+    init.serve()
+
+
+def _become_root(*, many_ids: bool) -> None:
     kernel.set_name("pier-init")
-    if plan["many_ids"]:
+    if many_ids:
         os.setgroups([])
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     os.umask(0o022)
-    set_limits(plan["rlimits"])
-    if plan["cores"]:
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: plan["cores"]])
+    set_limits({"RLIMIT_CORE": 0})
 
 
 def set_limits(limits: dict[str, int]) -> None:
@@ -89,6 +105,17 @@ class Init:
         self.wake_in, self.wake_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake_out, warn_on_full_buffer=False)
+
+    def adopt(self, plan: dict[str, Any]) -> None:
+        """Take on what a plan limits. A worker from before that is let go if it does not have those limits."""
+        self.memory = plan["watched_memory"]
+        self.confine["no_new_privileges"] = plan["no_new_privileges"]
+        set_limits(plan["rlimits"])
+        if plan["cores"]:
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: plan["cores"]])
+        if plan["rlimits"] or plan["cores"] or plan["no_new_privileges"] or plan["caged"]:
+            for pid in list(self.workers):
+                self._lose(pid)
 
     def serve(self) -> None:
         self.poll.register(self.wake_in, select.POLLIN)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from pier.errors import SandboxError
-from pier.idmap import IdMap
 from pier.network.plumbing import RESOLV_CONF
-from pier.sandbox import seccomp
 from pier.sandbox.cgroup import Hierarchies
 from pier.sandbox.contract import Mount, SandboxSpec
 from pier.sandbox.host import HostRoot
@@ -21,10 +18,10 @@ _SLACK = 3
 
 
 def make_plan(
-    spec: SandboxSpec, ids: IdMap, host: HostRoot | None, *, enforced_by: Mapping[str, str], caged: bool
+    spec: SandboxSpec, host: HostRoot | None, *, enforced_by: Mapping[str, str], caged: bool
 ) -> dict[str, Any]:
     """The plan for `spec`. `enforced_by` says which limits are left to init; `caged` that a control group comes."""
-    rlimits: dict[str, int] = {"RLIMIT_CORE": 0}
+    rlimits: dict[str, int] = {}
     if spec.limits.open_files is not None:
         rlimits["RLIMIT_NOFILE"] = spec.limits.open_files
     if spec.limits.disk is not None:
@@ -32,7 +29,9 @@ def make_plan(
     if spec.limits.processes is not None and enforced_by.get("processes") == "rlimit":
         rlimits["RLIMIT_NPROC"] = spec.limits.processes + _SLACK
     return {
-        "binds": [{"source": source, "to": target} for source, target in (host.binds if host else ())],
+        "binds": [
+            {"source": source, "to": target, "read_only": True} for source, target in (host.binds if host else ())
+        ],
         "mounts": [_mount(mount) for mount in spec.mounts],
         "etc": {
             "resolv.conf": RESOLV_CONF,
@@ -40,11 +39,8 @@ def make_plan(
             "hostname": spec.hostname + "\n",
         },
         "hostname": spec.hostname,
-        "own_network": True,
-        "many_ids": ids.mode != "single",
         "rlimits": rlimits,
         "no_new_privileges": spec.no_new_privileges,
-        "filter": _filter(single=ids.mode == "single"),
         "shm_size": max(64 << 20, (spec.limits.memory or 0) // 2),
         "caged": caged,
         "watched_memory": (spec.limits.memory or 0) if enforced_by.get("memory") == "watched" else 0,
@@ -85,8 +81,3 @@ def _mount(mount: Mount) -> dict[str, Any]:
             )
         wanted["source"] = str(mount.source.resolve())
     return wanted
-
-
-@functools.cache
-def _filter(*, single: bool) -> str:
-    return seccomp.program(single_id=single).hex() if seccomp.supported() else ""

@@ -1,8 +1,9 @@
 """Builds a sandbox's root file system, from inside its own namespaces, and moves into it.
 
-Runs as root of the sandbox's user namespace, with the working directory at the sandbox's directory (`u` upper, `w`
-work) and a zygote's root, where `/m` is empty. Nothing here reaches the machine's own mounts: they are copies.
-Standard library only, all of it imported before the root changes.
+Runs as root of the sandbox's user namespace, in a copy of a zygote's root, where `POINTS` are empty: what all sandboxes
+have alike is put together at `/b` beforehand, the root grows at `/m`, the sandbox's directory (`u` upper, `w` work)
+comes to `/d` and layers to `/x/N`. Nothing here reaches the machine's own mounts: they are copies. Standard library
+only, all of it imported before the root changes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from pier.sandbox.local.kernel import MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY
 HOST = "/host"
 """Where a zygote's own root has the machine's."""
 
+POINTS = ("m", "d", "x", "b", "b/proc", "b/sys", "b/dev")
+"""Directories of a zygote's root that its clones mount at."""
+
 APT_OF_ONE_ID = "/m/etc/apt/apt.conf.d/99pier-one-id"
 """Tells apt not to become a user that does not exist."""
 
@@ -34,6 +38,12 @@ _MASKED = (
 _READ_ONLY = ("proc/bus", "proc/fs", "proc/irq", "proc/sys")
 _SKELETON = (("proc", 0o555), ("sys", 0o555), ("dev", 0o755), ("etc", 0o755), ("tmp", 0o1777))
 _ETC = ("resolv.conf", "hosts", "hostname")
+_LINKS = (
+    ("ptmx", "pts/ptmx"), ("fd", "/proc/self/fd"), ("core", "/proc/kcore"), ("stdin", "/proc/self/fd/0"),
+    ("stdout", "/proc/self/fd/1"), ("stderr", "/proc/self/fd/2"),
+)  # fmt: skip
+_PLAIN = MS_NOSUID | MS_NODEV | MS_NOEXEC
+_SHM = 64 << 20
 
 
 def make_skeleton(directory: str, owner: int) -> None:
@@ -50,96 +60,103 @@ def make_skeleton(directory: str, owner: int) -> None:
         os.chown(path, owner, owner)
 
 
-def build(plan: dict[str, Any]) -> None:
-    """Mount everything that `plan` asks for and make it this process's root."""
-    kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
-    _mount_overlay(plan)
-    for bound in plan["binds"]:
-        _put(bound["from"], "/m/" + bound["to"].strip("/"), recursive=True, read_only=bound.get("read_only", True))
-    for name in ("proc", "sys", "dev", "etc"):
-        _make_real("/m/" + name)
+def prepare(*, many_ids: bool) -> dict[str, tuple[int, int]]:
+    """Put together, at `/b`, what all sandboxes have alike. Gives the files of /etc that are pier's own: for each a
+    descriptor to write it by and one to attach it by. They lie in the memory of /dev."""
     _mount_proc()
-    _mount_sys(plan)
-    _mount_dev(plan)
+    kernel.mount("sysfs", "/b/sys", "sysfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    _mount_dev(many_ids)
+    _seal()
+    raise_loopback()
+    return {name: _make_text(f"/b/dev/.{name}") for name in _ETC}
+
+
+def build(plan: dict[str, Any], texts: dict[str, tuple[int, int]], trees: list[int], *, many_ids: bool) -> None:
+    """Mount everything that `plan` asks for and make it this process's root. `trees` are detached mounts that it counts
+    on: the sandbox's directory first, then layers, then what it wants mounted. They and `texts` are closed."""
+    kernel.attach(trees[0], "/d")
+    os.chdir("/d")
+    for number in range(plan["layers"]):
+        kernel.attach(trees[1 + number], f"/x/{number}")
+    lowers = ":".join(reversed(plan["lowers"]))
+    kernel.mount("overlay", "/m", "overlay", 0, f"lowerdir={lowers},upperdir=u,workdir=w,userxattr,volatile")
+    for bound in plan["binds"]:
+        _put(trees[bound["tree"]], "/m/" + bound["to"].strip("/"))
+    for name in ("proc", "sys", "dev"):
+        _make_real("/m/" + name)
+        kernel.mount("/b/" + name, "/m/" + name, "", kernel.MS_MOVE)
+    if plan["shm_size"] != _SHM:
+        kernel.mount("", "/m/dev/shm", "", kernel.MS_REMOUNT | _PLAIN, f"size={plan['shm_size']}")
+    _make_real("/m/etc")
     for name, text in plan["etc"].items():
-        _put_text(text, f"/m/etc/{name}")
-    if not plan["many_ids"] and os.path.isdir("/m/etc/apt/apt.conf.d"):
-        _put_text('APT::Sandbox::User "root";\n', APT_OF_ONE_ID)
+        _put_text(text, texts[name], f"/m/etc/{name}")
+        os.unlink(f"/m/dev/.{name}")
+    if not many_ids and os.path.isdir("/m/etc/apt/apt.conf.d"):
+        _put_text('APT::Sandbox::User "root";\n', _make_text("/m/dev/.apt"), APT_OF_ONE_ID)
+        os.unlink("/m/dev/.apt")
     for wanted in plan["mounts"]:
-        _mount_wanted(wanted)
+        _mount_wanted(wanted, trees)
     os.chdir("/m")
     kernel.pivot_root(".", ".")
     kernel.unmount(".")
     os.chdir("/")
     kernel.set_host_name(plan["hostname"])
-    raise_loopback()
-
-
-def _mount_overlay(plan: dict[str, Any]) -> None:
-    lowers = ":".join(reversed(plan["lowers"]))
-    kernel.mount("overlay", "/m", "overlay", 0, f"lowerdir={lowers},upperdir=u,workdir=w,userxattr,volatile")
+    for fd in trees:
+        os.close(fd)
 
 
 def _mount_proc() -> None:
-    kernel.mount("proc", "/m/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    try:
-        with open("/m/proc/sys/user/max_user_namespaces", "w") as stream:
-            stream.write("0")
-    except OSError:
-        pass
-
-
-def _mount_sys(plan: dict[str, Any]) -> None:
-    flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
-    if plan["own_network"]:
-        kernel.mount("sysfs", "/m/sys", "sysfs", flags)
-    else:
-        kernel.mount(f"{HOST}/sys", "/m/sys", "", kernel.MS_BIND | kernel.MS_REC)
-        kernel.mount("", "/m/sys", "", kernel.MS_BIND | kernel.MS_REMOUNT | flags)
-
-
-def _mount_dev(plan: dict[str, Any]) -> None:
-    kernel.mount("tmpfs", "/m/dev", "tmpfs", MS_NOSUID, "mode=755,size=64k")
-    for name in _DEVICES:
-        _put(f"{HOST}/dev/{name}", f"/m/dev/{name}")
-    os.mkdir("/m/dev/pts", 0o755)
-    tty = ",gid=5" if plan["many_ids"] else ""
-    kernel.mount("devpts", "/m/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, f"newinstance,ptmxmode=0666,mode=0620{tty}")
-    os.mkdir("/m/dev/shm", 0o1777)
-    size = plan["shm_size"]
-    kernel.mount("tmpfs", "/m/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"mode=1777,size={size}")
-    os.mkdir("/m/dev/mqueue", 0o1777)
-    links = {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "core": "/proc/kcore"}
-    links |= {name: f"/proc/self/fd/{number}" for number, name in enumerate(("stdin", "stdout", "stderr"))}
-    for name, target in links.items():
-        os.symlink(target, f"/m/dev/{name}")
-
-
-def seal() -> None:
-    """Hide and freeze the parts of /proc and /sys that tell of, or change, the machine. Paths are relative to /."""
-    for name in _MASKED:
+    kernel.mount("proc", "/b/proc", "proc", _PLAIN)
+    with contextlib.suppress(OSError):
+        fd = os.open("/b/proc/sys/user/max_user_namespaces", os.O_WRONLY | os.O_CLOEXEC)
         try:
-            is_directory = stat.S_ISDIR(os.stat("/" + name).st_mode)
+            os.write(fd, b"0")
+        finally:
+            os.close(fd)
+
+
+def _mount_dev(many_ids: bool) -> None:
+    kernel.mount("tmpfs", "/b/dev", "tmpfs", MS_NOSUID, "mode=755,size=64k")
+    for name in _DEVICES:
+        os.close(os.open(f"/b/dev/{name}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+        kernel.bind(f"{HOST}/dev/{name}", f"/b/dev/{name}")
+    os.mkdir("/b/dev/pts", 0o755)
+    tty = ",gid=5" if many_ids else ""
+    kernel.mount("devpts", "/b/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, f"newinstance,ptmxmode=0666,mode=0620{tty}")
+    os.mkdir("/b/dev/shm", 0o1777)
+    kernel.mount("tmpfs", "/b/dev/shm", "tmpfs", _PLAIN, f"mode=1777,size={_SHM}")
+    os.mkdir("/b/dev/mqueue", 0o1777)
+    for name, target in _LINKS:
+        os.symlink(target, f"/b/dev/{name}")
+
+
+def _seal() -> None:
+    """Hide and freeze the parts of /proc and /sys that tell of, or change, the machine."""
+    for name in _MASKED:
+        path = f"/b/{name}"
+        try:
+            is_directory = stat.S_ISDIR(os.stat(path).st_mode)
         except OSError:
             continue
         if is_directory:
-            kernel.mount("tmpfs", "/" + name, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "size=0")
+            kernel.mount("tmpfs", path, "tmpfs", MS_RDONLY | _PLAIN, "size=0")
         else:
-            kernel.bind("/dev/null", "/" + name)
+            kernel.bind(f"{HOST}/dev/null", path)
     for name in _READ_ONLY:
-        if os.path.isdir("/" + name):
-            kernel.bind("/" + name, "/" + name, read_only=True, flags=MS_NOSUID | MS_NODEV | MS_NOEXEC)
+        path = f"/b/{name}"
+        if os.path.isdir(path):
+            kernel.bind(path, path, read_only=True, flags=_PLAIN)
 
 
-def _mount_wanted(wanted: dict[str, Any]) -> None:
+def _mount_wanted(wanted: dict[str, Any], trees: list[int]) -> None:
     target = _inside(wanted["target"])
-    if wanted.get("from") is None:
+    if "tree" not in wanted:
         _make_directory(target, 0o755)
         size = f",size={wanted['size']}" if wanted.get("size") else ""
         flags = MS_NOSUID | MS_NODEV | (MS_RDONLY if wanted["read_only"] else 0)
         kernel.mount("tmpfs", target, "tmpfs", flags, f"mode=1777{size}")
         return
-    _put(wanted["from"], target, recursive=True, read_only=wanted["read_only"])
+    _put(trees[wanted["tree"]], target)
 
 
 def _inside(path: str) -> str:
@@ -165,36 +182,30 @@ def _inside(path: str) -> str:
     raise OSError(errno.ELOOP, f"too many links in {path}")
 
 
-def _put_text(text: str, target: str) -> None:
-    """Put a file of pier's own at `target`: it lies in the memory of /dev, without a name there, and is no change."""
-    unborn = "/m/dev/.pier"
-    with open(unborn, "w") as stream:
-        stream.write(text)
+def _make_text(unborn: str) -> tuple[int, int]:
+    fd = os.open(unborn, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+    return fd, kernel.open_tree(unborn)
+
+
+def _put_text(text: str, file: tuple[int, int], target: str) -> None:
+    """Put a file of pier's own at `target`. It is no change of the sandbox's, since it lies elsewhere."""
+    fd, tree = file
+    os.write(fd, text.encode())
     if os.path.islink(target):
         os.unlink(target)
-    _put(unborn, target)
-    os.unlink(unborn)
+    _put(tree, target)
+    os.close(fd)
+    os.close(tree)
 
 
-def _put(source: str, target: str, *, recursive: bool = False, read_only: bool = False) -> None:
-    """Bind `source` at `target`, which is made if it is missing."""
-    if os.path.isdir(source):
+def _put(tree: int, target: str) -> None:
+    """Attach a detached mount at `target`, which is made if it is missing."""
+    if stat.S_ISDIR(os.fstat(tree).st_mode):
         _make_directory(target, 0o755)
     elif not os.path.exists(target):
         _make_directory(os.path.dirname(target), 0o755)
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
-    kernel.mount(source, target, "", kernel.MS_BIND | (kernel.MS_REC if recursive else 0))
-    if read_only:
-        _remount_read_only(target)
-
-
-def _remount_read_only(target: str) -> None:
-    """Flags that the machine's own mount has are locked here, so they must be asked for again."""
-    at = os.statvfs(target).f_flag
-    kept = at & (MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    times = (1024 if at & os.ST_NOATIME else 0) | (2048 if at & os.ST_NODIRATIME else 0)
-    times |= 1 << 21 if at & os.ST_RELATIME else 0
-    kernel.mount("", target, "", kernel.MS_BIND | kernel.MS_REMOUNT | MS_RDONLY | kept | times)
+    kernel.attach(tree, target)
 
 
 def _make_real(path: str) -> None:

@@ -16,7 +16,7 @@ OUT_OF_MEMORY = -1
 """The number of the event that a process was killed because of the limit on memory."""
 
 _PACKET = 64 * 1024
-_FDS = 16
+_FDS = 250
 _ELSEWHERE = b"@"
 """The whole packet, when the message is in the first of its files."""
 

@@ -3,6 +3,7 @@
 It is small, has one thread, imports everything beforehand and does three things on request: start a sandbox, remove a
 directory, and end when pier does. Its own root is a private tmpfs: `/host` is the machine, `/lowers/N` are the layers
 in use (with shifted ids, when root), so that a clone of this process finds them without being able to read pier's home.
+Clones are made by `pier.sandbox.local.spares`.
 
 Run as `python -I -S -c BOOT`; descriptor 0 is its socket to pier, the configuration is its first message.
 """
@@ -20,18 +21,19 @@ import stat
 from typing import Any
 
 from pier.sandbox import tree
-from pier.sandbox.local import attendant, changes, init, kernel, wire
+from pier.sandbox.local import attendant, changes, kernel, wire
 from pier.sandbox.local.remove import remove, remove_some
-from pier.sandbox.local.root import HOST, make_skeleton
+from pier.sandbox.local.root import HOST, POINTS, make_skeleton
+from pier.sandbox.local.spares import Spare, Spares, write_maps
 
-_NAMESPACES = (
-    kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
-)  # fmt: skip
-_SAME_IDS = "0 0 65536\n"
+_SAME_IDS = {"uid_map": "0 0 65536\n", "gid_map": "0 0 65536\n"}
 _ROOTS_SECRETS = ("kmsg", "slabinfo", "kpagecount", "kpageflags", "kpagecgroup", "vmallocinfo", "pagetypeinfo")
 _LOWERS_KEPT = 128
 _REMOVED_AT_ONCE = 200
 """Of larger trees the rest is removed by a child, so that starts do not wait."""
+
+_QUIET_MS = 2
+"""How long nobody must have asked for anything before something is made ahead."""
 
 _LOOKED_AT_AT_ONCE = 200
 """In larger trees changes are looked for by a child."""
@@ -43,10 +45,12 @@ class Zygote:
     def __init__(self, sock: socket.socket, config: dict[str, Any]) -> None:
         self.sock = sock
         self.config = config
-        self.lowers: dict[tuple[str, int, int, bool], str] = {}
+        self.lowers: dict[tuple[str, int, int, bool], tuple[str, int]] = {}
         self.counter = 0
-        self.free: dict[str, list[str]] = {"lowers": [], "mounts": [], "files": []}
+        self.points = 0
+        self.free: list[str] = []
         self.shift = -1
+        self.spares = Spares(sock, config)
         self.shiftable: dict[int, bool] = {}
 
     def prepare(self) -> None:
@@ -56,7 +60,7 @@ class Zygote:
         kernel.unshare(kernel.CLONE_NEWNS)
         kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         kernel.mount("tmpfs", "/tmp", "tmpfs", 0, "mode=755")
-        for name in ("host", "m", "skeleton", *self.free):
+        for name in ("host", "skeleton", "lowers", *POINTS):
             os.mkdir(f"/tmp/{name}", 0o755)
         make_skeleton("/tmp/skeleton", self.config["root_outside"])
         kernel.pivot_root("/tmp", "/tmp/host")
@@ -74,15 +78,24 @@ class Zygote:
         poll.register(self.sock, select.POLLIN)
         poll.register(wake_in, select.POLLIN)
         while True:
-            for fd, _ in poll.poll():
+            ready = poll.poll(_QUIET_MS if self.spares.wanted else None)
+            if not ready:
+                self.spares.add()
+            for fd, _ in ready:
                 if fd == wake_in:
                     os.read(wake_in, 4096)
-                    _reap()
+                    self._reap()
                     continue
                 received = wire.receive(self.sock)
                 if received is None:
+                    self.spares.end()
                     return
                 self._answer(*received)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while pid := os.waitpid(-1, os.WNOHANG)[0]:
+                self.spares.forget(pid)
 
     def _answer(self, message: dict[str, Any], fds: list[int]) -> None:
         try:
@@ -106,37 +119,54 @@ class Zygote:
                 os.close(fd)
 
     def _start(self, message: dict[str, Any], fds: list[int]) -> None:
-        """Clone a sandbox's init. It holds a lock on its directory as long as it lives, whoever else dies."""
+        """Hand a plan to an init. It holds a lock on its directory as long as it lives, whoever else dies."""
         plan = message["plan"]
         directory = HOST + message["directory"]
         _make_directories(directory, HOST + message["layers"][-1])
         shifted = self._can_shift([message["directory"], *message["layers"]])
-        plan["lowers"] = [self._skeleton(shifted), *(self._lower(path, shifted) for path in message["layers"])]
-        attached: list[str] = []
+        lowers = [(self._skeleton(shifted), 0), *(self._lower(path, shifted) for path in message["layers"])]
         held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fds.append(held)
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fds.append(self._open_source(directory, shifted))
+        same_ids = self.shift >= 0 and not shifted
+        if same_ids:
+            plan["mounts"] = [*plan["mounts"], *_hidden_from_root()]
+        spare = self.spares.clone(_SAME_IDS) if same_ids else self.spares.take()
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            attached.append(self._attach(directory, shifted))
-            if self.shift >= 0 and not shifted:
-                plan["mounts"] = [*plan["mounts"], *_hidden_from_root()]
+            plan["lowers"] = [self._reach(spare, lower, fds) for lower in lowers]
+            plan["layers"] = len(fds) - 2
             for wanted in (*plan["mounts"], *plan["binds"]):
                 if "source" in wanted:
-                    wanted["from"] = self._attach(HOST + wanted["source"], shifted)
-                    attached.append(wanted["from"])
-            os.chdir(attached[0])
-            self._clone(message, plan, fds, shifted)
+                    wanted["tree"] = len(fds) - 1
+                    fds.append(self._open_source(HOST + wanted["source"], shifted, read_only=wanted["read_only"]))
+            wire.send(spare.control, plan, fds)
+            answer = {"id": message["id"], "pid": spare.pid, "shifted": shifted}
+            wire.send(self.sock, answer, [spare.pidfd, spare.control.fileno()])
+        except OSError:
+            os.kill(spare.pid, signal.SIGKILL)
+            raise
         finally:
-            os.close(held)
-            os.chdir("/")
-            for target in attached:
-                self._detach(target)
+            spare.close()
+
+    def _reach(self, spare: Spare, lower: tuple[str, int], fds: list[int]) -> str:
+        """Where an init finds a layer; one that was mounted after it was cloned is handed to it."""
+        target, number = lower
+        if number <= spare.layers:
+            return target
+        point = len(fds) - 2
+        fds.append(kernel.open_tree(target))
+        if point >= self.points:
+            os.mkdir(f"/x/{point}", 0o755)
+            self.points += 1
+        return f"/x/{point}"
 
     def _enter(self, message: dict[str, Any], fds: list[int]) -> None:
         """Fork a process that serves a container of somebody else's making."""
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
-            self.sock.close()
+            self.spares.close()
             attendant.main(socket.socket(fileno=fds[0]), message["pid"], message["plan"])
         pidfd = os.pidfd_open(pid)
         try:
@@ -172,34 +202,6 @@ class Zygote:
             make_skeleton("/skeleton-0", 0)
         return "/skeleton-0"
 
-    def _clone(self, message: dict[str, Any], plan: dict[str, Any], fds: list[int], shifted: bool) -> None:
-        go_in, go_out = os.pipe2(os.O_CLOEXEC)
-        network = kernel.CLONE_NEWNET if plan["own_network"] else 0
-        pid, pidfd = kernel.clone(_NAMESPACES | kernel.CLONE_NEWCGROUP | network)
-        if pid == 0:
-            signal.set_wakeup_fd(-1)
-            os.close(go_out)
-            self.sock.close()
-            init.main(socket.socket(fileno=fds[0]), go_in, plan)
-        try:
-            os.close(go_in)
-            self._write_maps(pid, shifted)
-            os.write(go_out, b"1")
-            wire.send(self.sock, {"id": message["id"], "pid": pid, "shifted": shifted}, [pidfd])
-        except OSError:
-            os.kill(pid, signal.SIGKILL)
-            raise
-        finally:
-            os.close(go_out)
-            os.close(pidfd)
-
-    def _write_maps(self, pid: int, shifted: bool) -> None:
-        """Root's sandboxes on a file system that cannot be shifted have the ids of their files inside and outside."""
-        same = self.shift >= 0 and not shifted
-        for name, rows in self.config["maps"].items():
-            with open(f"{HOST}/proc/{pid}/{name}", "w") as stream:
-                stream.write(_SAME_IDS if same else rows)
-
     def _make_user_namespace(self) -> int:
         go_in, go_out = os.pipe2(os.O_CLOEXEC)
         pid, pidfd = kernel.clone(kernel.CLONE_NEWUSER)
@@ -207,15 +209,15 @@ class Zygote:
             os.close(go_out)
             os.read(go_in, 1)
             os._exit(0)
-        self._write_maps(pid, True)
+        write_maps(pid, self.config["maps"])
         fd = os.open(f"{HOST}/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         for end in (go_in, go_out, pidfd):
             os.close(end)
         os.waitpid(pid, 0)
         return fd
 
-    def _lower(self, path: str, shifted: bool) -> str:
-        """Where the layer `path` is mounted, with shifted ids if need be."""
+    def _lower(self, path: str, shifted: bool) -> tuple[str, int]:
+        """Where the layer `path` is mounted, with shifted ids if need be, and the how manieth it was."""
         found = os.stat(HOST + path)
         key = (path, found.st_dev, found.st_ino, shifted)
         if key in self.lowers:
@@ -223,8 +225,8 @@ class Zygote:
             return self.lowers[key]
         while len(self.lowers) >= _LOWERS_KEPT:
             oldest = next(iter(self.lowers))
-            self._detach(self.lowers.pop(oldest))
-        target = self._mount_point("lowers")
+            self._detach(self.lowers.pop(oldest)[0])
+        target = self._mount_point()
         fd = kernel.open_tree(HOST + path)
         try:
             if shifted:
@@ -234,56 +236,46 @@ class Zygote:
             os.close(fd)
         if path == "/":
             target = self._stack(target)
-        self.lowers[key] = target
-        return target
+        self.spares.layers += 1
+        self.lowers[key] = target, self.spares.layers
+        return self.lowers[key]
 
     def _stack(self, lower: str) -> str:
         """`lower` as a file system of its own: directories on it could not be layers beside it otherwise."""
-        empty, target = self._mount_point("lowers"), self._mount_point("lowers")
+        empty, target = self._mount_point(), self._mount_point()
         kernel.mount("overlay", target, "overlay", kernel.MS_RDONLY, f"lowerdir={empty}:{lower},userxattr")
         return target
 
     def _forget(self, path: str) -> None:
         for key in [key for key in self.lowers if key[0] == path]:
-            self._detach(self.lowers.pop(key))
+            self._detach(self.lowers.pop(key)[0])
 
-    def _attach(self, source: str, shifted: bool) -> str:
-        """Mount `source` where a clone will find it, whoever may read the way there."""
-        is_directory = stat.S_ISDIR(os.stat(source).st_mode)
-        target = self._mount_point("mounts" if is_directory else "files")
-        fd = self._open_source(source, shifted)
-        try:
-            kernel.attach(fd, target)
-        finally:
-            os.close(fd)
-        return target
-
-    def _mount_point(self, kind: str) -> str:
+    def _mount_point(self) -> str:
         """A place to mount at. Places are used again and never removed: clones may still have something there."""
-        if self.free[kind]:
-            return self.free[kind].pop()
+        if self.free:
+            return self.free.pop()
         self.counter += 1
-        target = f"/{kind}/{self.counter}"
-        if kind == "files":
-            os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
-        else:
-            os.mkdir(target, 0o755)
+        target = f"/lowers/{self.counter}"
+        os.mkdir(target, 0o755)
         return target
 
     def _detach(self, target: str) -> None:
         kernel.unmount(target)
-        self.free[target.split("/")[1]].append(target)
+        self.free.append(target)
 
-    def _open_source(self, source: str, shifted: bool) -> int:
+    def _open_source(self, source: str, shifted: bool, *, read_only: bool = False) -> int:
         """A copy of a mount, with shifted ids where the file system can do that, else with all that is below it."""
         if shifted:
             fd = kernel.open_tree(source)
             try:
-                kernel.set_mount(fd, user_namespace=self.shift)
+                kernel.set_mount(fd, user_namespace=self.shift, read_only=read_only)
                 return fd
             except OSError:
                 os.close(fd)
-        return kernel.open_tree(source, recursive=True)
+        fd = kernel.open_tree(source, recursive=True)
+        if read_only:
+            kernel.set_mount(fd, read_only=True, recursive=True)
+        return fd
 
     def _look(self, message: dict[str, Any]) -> None:
         if message["op"] == "changes":
@@ -323,7 +315,7 @@ def look(message: dict[str, Any], most: int | None = None) -> dict[str, Any]:
 def _hidden_from_root() -> list[dict[str, Any]]:
     """What the machine's root may read of the kernel, for a sandbox whose root has the same id."""
     return [
-        {"target": f"/proc/{name}", "from": f"{HOST}/dev/null", "read_only": True}
+        {"target": f"/proc/{name}", "source": "/dev/null", "read_only": True}
         for name in _ROOTS_SECRETS
         if os.path.exists(f"{HOST}/proc/{name}")
     ]
@@ -336,12 +328,6 @@ def _make_directories(directory: str, top: str) -> None:
     like = os.stat(top)
     os.chown(f"{directory}/u", like.st_uid, like.st_gid)
     os.chmod(f"{directory}/u", stat.S_IMODE(like.st_mode))
-
-
-def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pier.errors import SandboxError
 from pier.idmap import IdMap, IdRange, mapped_argv
+from pier.sandbox import seccomp
 from pier.sandbox.local.channel import Answer, Channel
 from pier.sandbox.local.remove import remove
 
@@ -54,7 +55,14 @@ class Zygote:
         shifted = self._ids.mode == "root"
         maps = {"uid_map": id_rows(self._ids, self._ids.uids), "gid_map": id_rows(self._ids, self._ids.gids)}
         root = self._ids.uids[0].outside if shifted else 0
-        config = {"shifted": shifted, "root_outside": root, "maps": maps}
+        single = self._ids.mode == "single"
+        config = {
+            "shifted": shifted,
+            "root_outside": root,
+            "maps": maps,
+            "many_ids": not single,
+            "filter": seccomp.program(single_id=single).hex() if seccomp.supported() else "",
+        }
         try:
             await self.channel.wait(0, lambda: self.channel.send(config))
         except SandboxError as error:
