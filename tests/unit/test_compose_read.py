@@ -1,0 +1,195 @@
+"""Compose files: what is honoured, what variables see, and what is refused by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pier.errors import TaskError
+from pier.image.model import Image, ImageConfig
+from pier.sandbox.compose import Build, Compose, Health, Service, Volume, read_compose
+from pier.sandbox.docker.compose.process import command_of, image_health
+
+pytestmark = pytest.mark.plain
+
+
+def read(tmp_path: Path, text: str, **variables: str) -> Compose:
+    path = tmp_path / "docker-compose.yaml"
+    path.write_text(text)
+    return read_compose(path, variables)
+
+
+def read_main(tmp_path: Path, keys: str, rest: str = "", **variables: str) -> Service:
+    return read(tmp_path, f"services:\n  main: {{{keys}}}\n{rest}", **variables).main
+
+
+def test_all_that_a_service_can_say(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "Other").write_text("FROM scratch\n")
+    (tmp_path / "one.env").write_text("export A=1\nB=\"two words\"\nC='$A'\nD=${NAME} # note\n\nE\n")
+    text = """
+name: x
+services:
+  main:
+    build: {context: ./site, dockerfile: Other, args: [X=1, NAME], target: last}
+    command: sh -c "echo 'a b'"
+    entrypoint: []
+    env_file: [one.env, {path: missing.env, required: false}]
+    environment: {A: 2, YES: yes, DAY: 2020-01-01, PORT: 22:22, NAME: null, UNSET: null}
+    depends_on: {db: {condition: service_healthy}}
+    healthcheck: {test: [CMD, "true"], interval: 1m30s, timeout: 500ms, retries: 7, start_period: 2s}
+    volumes:
+      - data:/data:ro
+      - ./site:/site
+      - {type: tmpfs, target: /fast, tmpfs: {size: 64m}}
+      - /anonymous
+      - ${LOGS}:/logs
+    tmpfs: [/a, "/b:size=1k"]
+    working_dir: /w
+    user: 1000
+    hostname: host
+    networks: {default: {aliases: [other]}, back: }
+    container_name: named
+    deploy: {resources: {limits: {cpus: "0.5", memory: 1G, pids: 9}}}
+    extra_hosts: ["a:192.0.2.1", "b=192.0.2.2"]
+    shm_size: 1g
+    restart: on-failure:3
+    x-remark: ignored
+  db: {image: "db:${TAG:-1}", depends_on: [first], mem_limit: 10m, cpus: 2, restart: unless-stopped}
+  first: {image: first}
+  unused: {image: unused, profiles: [debug]}
+networks: {back: {internal: true}}
+volumes: {data: }
+"""
+    compose = read(tmp_path, text, NAME="value", LOGS="/.pier/verifier")
+    site = tmp_path / "site"
+    main = compose.main
+    assert main == Service(
+        name="main",
+        build=Build(site, site / "Other", {"X": "1", "NAME": "value"}, "last"),
+        command=("sh", "-c", "echo 'a b'"),
+        entrypoint=(),
+        env={
+            "A": "2",
+            "B": "two words",
+            "C": "$A",
+            "D": "value",
+            "YES": "yes",
+            "DAY": "2020-01-01",
+            "PORT": "22:22",
+            "NAME": "value",
+        },
+        depends_on={"db": "service_healthy"},
+        health=Health(("true",), 90.0, 0.5, 2.0, 5.0, 7),
+        volumes=(
+            Volume("/data", name="data", read_only=True),
+            Volume("/site", source=site),
+            Volume("/anonymous", name="/2/anonymous"),
+        ),
+        tmpfs={"/fast": 64 << 20, "/a": None, "/b": 1024},
+        workdir="/w",
+        user="1000",
+        hostname="host",
+        networks={"default": ("other", "named"), "back": ("named",)},
+        cpus=0.5,
+        memory=1 << 30,
+        processes=9,
+        shm_size=1 << 30,
+        extra_hosts={"a": "192.0.2.1", "b": "192.0.2.2"},
+        restart="on-failure",
+    )
+    db = compose.services["db"]
+    assert (db.image, db.memory, db.cpus, db.restart) == ("db:1", 10 << 20, 2.0, "always")
+    assert list(compose.services) == ["main", "db", "first"]
+    assert compose.networks == {"default": False, "back": True}
+
+
+def test_variables_see_only_what_they_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "of whoever runs pier")
+    text = (
+        "services: {main: {image: x, environment: {A: '$SECRET', B: '${SECRET:-b}', C: '${X:+c}', D: $$X, SECRET: }}}"
+    )
+    compose = read(tmp_path, text, X="1")
+    assert compose.main.env == {"A": "", "B": "b", "C": "c", "D": "$X"}
+    assert compose.notes == ("docker-compose.yaml: the variable SECRET is not set, so it is empty",)
+    with pytest.raises(TaskError, match=r"main\.image: the variable X is not set: needed"):
+        read(tmp_path, "services: {main: {image: '${X:?needed}'}}", X="")
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ("privileged: true", r"services\.main\.privileged: is not supported"),
+        ("cap_add: [NET_ADMIN]", r"services\.main\.cap_add: is not supported"),
+        ("network_mode: host", r"services\.main\.network_mode: is not supported"),
+        ("pid: host", r"services\.main\.pid: is not supported"),
+        ("devices: [/dev/kvm]", r"services\.main\.devices: is not supported"),
+        ("build: {context: ., ssh: [default]}", r"services\.main\.build\.ssh: is not supported"),
+        ("volumes: ['/var/run/docker.sock:/s']", "is a path of the machine, which no task may mount"),
+        ("volumes: ['~/x:/s']", "is a path of the machine"),
+        ("volumes: ['../tests:/s']", "leads out of"),
+        ("volumes: ['./missing:/s']", "does not exist"),
+        ("volumes: ['data:/s']", "there is no volume 'data'"),
+        ("volumes: ['data:relative']", "is not an absolute path"),
+        ("build: ..", "leads out of"),
+        ("env_file: ../../etc/passwd", "leads out of"),
+        ("extra_hosts: ['h:host-gateway']", "this machine is out of reach"),
+        ("depends_on: [nobody]", "there is no service 'nobody'"),
+        ("depends_on: {main: {condition: sometimes}}", "'sometimes' is not one of"),
+        ("depends_on: [main]", "in a ring: main"),
+        ("networks: [nowhere]", "there is no network 'nowhere'"),
+        ("healthcheck: {interval: 1s}", "healthcheck.test: is missing"),
+        ("healthcheck: {test: x, interval: soon}", "'soon' is no time such as"),
+        ("mem_limit: much", "'much' is no size such as"),
+        ("deploy: {replicas: 2}", "only one replica"),
+        ("restart: sometimes", "'sometimes' is not one of"),
+    ],
+)
+def test_what_is_refused_is_named(tmp_path: Path, keys: str, told: str) -> None:
+    with pytest.raises(TaskError, match=told) as caught:
+        read_main(tmp_path, f"image: x, {keys}")
+    assert str(tmp_path / "docker-compose.yaml") in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("services: {other: {image: x}}", "there is no service 'main'"),
+        ("services: {main: {image: x}, side: {}}", "services.side: neither image nor build"),
+        ("services: {main: {image: x}}\nconfigs: {}", "configs: is not supported"),
+        ("services: {main: {image: x}}\ninclude: [x]", "include: is not supported"),
+        ("services: {main: {image: x}}\nvolumes: {v: {external: true}}", "volumes.v.external: is not supported"),
+        ("services: {main: {image: x}}\nnetworks: {n: {driver: macvlan}}", "'macvlan' is not supported"),
+        ("services: [", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(TaskError, match=told):
+        read(tmp_path, text)
+
+
+def test_ports_are_not_published(tmp_path: Path) -> None:
+    compose = read(tmp_path, "services: {main: {image: x, ports: ['80:80']}}")
+    assert compose.notes == ("docker-compose.yaml: services.main.ports: not published on this machine",)
+
+
+def test_commands_are_made_as_engines_make_them() -> None:
+    image = Image("x", "x", config=ImageConfig(entrypoint=("entry",), cmd=("default",)))
+    assert command_of(Service("side"), image) == ("entry", "default")
+    assert command_of(Service("side", command=("own",)), image) == ("entry", "own")
+    assert command_of(Service("side", entrypoint=("e",)), image) == ("e",)
+    assert command_of(Service("side", entrypoint=(), command=("own",)), image) == ("own",)
+    with pytest.raises(TaskError, match="has no command"):
+        command_of(Service("side"), Image("x", "x"))
+    assert command_of(Service("main"), image) == ()
+    for idle in (("sleep", "infinity"), ("sh", "-c", "sleep infinity"), ("tail", "-f", "/dev/null")):
+        assert command_of(Service("main", command=idle, entrypoint=()), image) == ()
+    assert command_of(Service("main", command=("serve",)), image) == ("entry", "serve")
+
+
+def test_an_images_own_health_check_counts() -> None:
+    own = {"Test": ["CMD-SHELL", "test -e /x"], "Interval": 2_000_000_000, "Retries": 9}
+    found = image_health(Image("x", "x", config=ImageConfig(healthcheck=own)))
+    assert found == Health(("/bin/sh", "-c", "test -e /x"), interval=2.0, retries=9)
+    assert image_health(Image("x", "x", config=ImageConfig(healthcheck={"Test": ["NONE"]}))) is None
