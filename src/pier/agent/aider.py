@@ -35,7 +35,7 @@ class Aider(PackedAgent):
 
     name = "aider"
     dialect = "chat"
-    direct_hosts = ("api.openai.com",)
+    takes_mcp = False
     pack = PackSpec("pypi", "aider-chat", "0.86.2", pythons=("3.12", "3.11"))
     options = (*(row.option for row in FLAGS), "edit_format", "stream", "model")
 

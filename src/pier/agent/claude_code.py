@@ -34,6 +34,7 @@ class ClaudeCode(PackedAgent):
 
     name = "claude-code"
     dialect = "anthropic"
+    direct = True
     direct_hosts = ("api.anthropic.com",)
     pack = PackSpec(
         "npm", "@anthropic-ai/claude-code", "2.1.325", program="@anthropic-ai/claude-code-linux-{arch}/claude"

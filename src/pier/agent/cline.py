@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
 from pier.agent.options import Flag, flags
-from pier.agent.packed import PackedAgent, mcp_servers, model_of
+from pier.agent.packed import PackedAgent, mcp_servers, model_of, shared_skills
 
 HOME = f"{AGENT_LOGS}/cline"
 PROVIDER = "openai-compatible"
@@ -43,6 +44,13 @@ class Cline(PackedAgent):
             providers = {"version": 1, "lastUsedProvider": PROVIDER, "modes": {}, "providers": {PROVIDER: entry}}
             files.append(AgentFile(f"{HOME}/data/settings/providers.json", json.dumps(providers).encode()))
         if run.mcp_servers:
-            servers = json.dumps({"mcpServers": mcp_servers(run)}).encode()
+            servers = json.dumps({"mcpServers": {name: _mcp(row) for name, row in mcp_servers(run).items()}}).encode()
             files.append(AgentFile(f"{HOME}/data/settings/cline_mcp_settings.json", servers))
         return Launch([*argv, run.instruction], {"CLINE_DIR": HOME}, tuple(files))
+
+    def skills_into(self, run: AgentRun) -> str | None:
+        return shared_skills(run)
+
+
+def _mcp(server: dict[str, Any]) -> dict[str, Any]:
+    return {**server, "type": "streamableHttp"} if server["type"] == "http" else server

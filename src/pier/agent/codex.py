@@ -19,6 +19,7 @@ class Codex(PackedAgent):
     name = "codex"
     dialect = "responses"
     logs = ((".codex/sessions", "sessions"),)
+    direct = True
     direct_hosts = ("api.openai.com", "chatgpt.com")
     pack = PackSpec("npm", "@openai/codex", "0.166.0", program="@openai/codex-linux-{arch}/vendor/*/bin/codex")
     options = (

@@ -30,6 +30,7 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 class CommandAgent(Agent):
     name = "command"
     options = ("command", "script", "mount")
+    direct = True
 
     def mounts(self, options: Mapping[str, Any]) -> tuple[Mount, ...]:
         if not (mount := options.get("mount")):

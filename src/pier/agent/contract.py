@@ -106,6 +106,8 @@ class Agent(ABC):
 
     name: ClassVar[str]
     pack: ClassVar[PackSpec | None] = None
+    version: str | None = None
+    """Its version if it comes in no pack; None for agents of pier's own."""
     dialect: ClassVar[str | None] = None
     """The wire dialect it speaks (`chat`, `responses`, `anthropic`, `gemini`); None for agents without a model."""
     hosts: ClassVar[tuple[str, ...]] = ()
@@ -114,6 +116,8 @@ class Agent(ABC):
     """The names of the options it takes; others are refused by name."""
     outside: ClassVar[bool] = False
     """Whether it calls its model from outside the sandbox."""
+    direct: ClassVar[bool] = False
+    """Whether it may call its provider itself: it knows where that is, and pier reads the log that it keeps."""
     exit_code_counts: ClassVar[bool] = True
     """Whether an exit code other than 0 is the agent's failure; the trial is graded either way."""
     soft_stop: ClassVar[int] = signal.SIGTERM

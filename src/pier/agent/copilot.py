@@ -17,7 +17,6 @@ class Copilot(PackedAgent):
 
     name = "copilot"
     dialect = "chat"
-    direct_hosts = ("api.githubcopilot.com", "api.github.com")
     pack = PackSpec("npm", "@github/copilot", "1.0.102", program="@github/copilot-linux-{arch}/copilot")
     options = ("reasoning_effort", "dialect", "disable_web_search", "model")
 

@@ -19,6 +19,7 @@ class GeminiCli(PackedAgent):
 
     name = "gemini-cli"
     dialect = "gemini"
+    direct = True
     direct_hosts = ("*.googleapis.com",)
     pack = PackSpec("npm", "@google/gemini-cli", "0.61.0")
     options = ("reasoning_effort", "max_turns", "settings", "disallowed_tools", "disable_web_search", "model")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun, Launch, PackSpec
 from pier.agent.options import EFFORTS, choice
-from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, model_of
+from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, model_of, shared_skills
 
 HOME = f"{AGENT_LOGS}/goose"
 
@@ -14,6 +14,7 @@ class Goose(PackedAgent):
 
     name = "goose"
     dialect = "chat"
+    direct = True
     direct_hosts = ("api.openai.com",)
     pack = PackSpec(
         "npm", "@aaif/goose-binary-linux-{arch}", "1.52.0", program="@aaif/goose-binary-linux-{arch}/bin/goose"
@@ -22,6 +23,7 @@ class Goose(PackedAgent):
 
     def launch(self, run: AgentRun) -> Launch:
         argv = [f"{PACK_PATH}/bin/goose", "run", "--no-profile", "--with-builtin", "developer"]
+        argv += ["--with-builtin", "skills"] if run.skills_dir else []
         argv += ["--output-format", "stream-json"]
         for server in run.mcp_servers:
             if server.command:
@@ -55,3 +57,6 @@ class Goose(PackedAgent):
             if run.options.get(option) is not None:
                 env[f"GOOSE_{option.upper()}"] = str(run.options[option])
         return env
+
+    def skills_into(self, run: AgentRun) -> str | None:
+        return shared_skills(run)

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -37,7 +38,16 @@ def is_harbor_agent(kind: Any) -> bool:
 def adapt(kind: type) -> type[Agent]:
     """The class of a Harbor agent as one of pier's."""
     name: Any = getattr(kind, "name")  # noqa: B009 - a class of another package, known by its shape only
-    return type(kind.__name__, (HarborAgent,), {"name": name(), "kind": kind, "options": option_names(kind)})
+    parts = {"name": name(), "kind": kind, "options": option_names(kind), "version": version_of(kind)}
+    return type(kind.__name__, (HarborAgent,), parts)
+
+
+def version_of(kind: type) -> str | None:
+    """The version of the package that a class comes from; None if it comes from none."""
+    try:
+        return metadata.version(kind.__module__.partition(".")[0])
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def option_names(kind: type) -> tuple[str, ...]:
@@ -58,7 +68,9 @@ def _parameters(kind: type) -> dict[str, None]:
 class HarborAgent(Agent):
     """The adapter; `adapt` fills in the class that it drives."""
 
-    kind: ClassVar[type]
+    kind: type
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Options that are set unless the user sets them."""
     dialect = "chat"
     outside = True
 
@@ -102,7 +114,8 @@ class HarborAgent(Agent):
             given["api_base"] = f"{run.outside.url}/v1"
             given["api_key"] = run.outside.key
             given["llm_call_kwargs"] = {"api_key": run.outside.key}
-        return merged({name: value for name, value in given.items() if name in accepted}, run.options)
+        taken = {name: value for name, value in {**given, **self.defaults}.items() if name in accepted}
+        return merged(taken, run.options)
 
 
 def _variables(endpoint: Endpoint | None) -> dict[str, str]:

@@ -23,7 +23,6 @@ class Kimi(PackedAgent):
 
     name = "kimi"
     dialect = "chat"
-    direct_hosts = ("api.moonshot.ai",)
     pack = PackSpec("npm", "@moonshot-ai/kimi-code", "2.1.0")
     options = ("reasoning_effort", "dialect", "model")
 

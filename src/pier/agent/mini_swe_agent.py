@@ -18,6 +18,8 @@ class MiniSweAgent(PackedAgent):
 
     name = "mini-swe-agent"
     dialect = "chat"
+    takes_mcp = False
+    direct = True
     direct_hosts = ("api.openai.com", "api.anthropic.com", "openrouter.ai", "*.googleapis.com")
     pack = PackSpec("pypi", "mini-swe-agent", "2.4.6", extras=("mcp",))
     options = (

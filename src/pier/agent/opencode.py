@@ -24,6 +24,7 @@ class OpenCode(PackedAgent):
 
     name = "opencode"
     dialect = "chat"
+    direct = True
     direct_hosts = ("api.openai.com", "api.anthropic.com", "openrouter.ai", "*.googleapis.com")
     pack = PackSpec("npm", "opencode-ai", "1.18.33", program="opencode-linux-{arch}/bin/opencode")
     options = ("opencode_config", "variant", "dialect", "disable_web_search", "model")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
-from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, mcp_servers, model_of
+from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, mcp_servers, model_of, shared_skills
 
 HOME = f"{AGENT_LOGS}/openhands"
 
@@ -15,6 +15,7 @@ class OpenHands(PackedAgent):
 
     name = "openhands"
     dialect = "chat"
+    direct = True
     direct_hosts = ("api.openai.com",)
     pack = PackSpec("pypi", "openhands", "1.16.0", pythons=("3.12", "3.13"))
     options = ("max_iterations", "reasoning_effort", "model")
@@ -46,3 +47,6 @@ class OpenHands(PackedAgent):
         if run.mcp_servers:
             files = (AgentFile(f"{HOME}/mcp.json", json.dumps({"mcpServers": mcp_servers(run)}).encode()),)
         return Launch(argv, env, files)
+
+    def skills_into(self, run: AgentRun) -> str | None:
+        return shared_skills(run)

@@ -33,6 +33,9 @@ class PackedAgent(Agent):
     """Session logs that no variable moves to `AGENT_LOGS`: a directory below the home directory, and the one below
     the logs where its contents are put."""
 
+    takes_mcp: ClassVar[bool] = True
+    """Whether `launch` tells it of MCP servers."""
+
     direct_hosts: ClassVar[tuple[str, ...]] = ()
     """Where its model is when no gateway stands before it and its configuration names no other place."""
 
@@ -47,13 +50,22 @@ class PackedAgent(Agent):
     async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
         launch = self.launch(run)
         await place(sandbox, launch.files, (run.home, AGENT_LOGS))
-        target = self.skills_into(run)
-        if run.skills_dir and target:
-            await sandbox.put_tar(sandbox.get_tar(run.skills_dir), target)
+        await self._give_tools(sandbox, run)
         try:
             return await self._execute(sandbox, run, launch, on_output)
         finally:
             await self._keep_logs(sandbox, run)
+
+    async def _give_tools(self, sandbox: Sandbox, run: AgentRun) -> None:
+        """Put the skills where it looks for them; what it has no notion of is told."""
+        target = self.skills_into(run)
+        if run.skills_dir and target:
+            await sandbox.put_tar(sandbox.get_tar(run.skills_dir), target)
+        elif run.skills_dir:
+            run.warn(f"{self.name} knows no skills, so those in {run.skills_dir} are not offered to it")
+        if run.mcp_servers and not self.takes_mcp:
+            names = ", ".join(server.name for server in run.mcp_servers)
+            run.warn(f"{self.name} knows no MCP, so these servers are not offered to it: {names}")
 
     async def _execute(self, sandbox: Sandbox, run: AgentRun, launch: Launch, on_output: OnOutput | None) -> Result:
         env = {"HOME": run.home, "PATH": _path(sandbox, run), **run.limits(), **launch.env, **run.env}
@@ -80,6 +92,11 @@ class PackedAgent(Agent):
 def model_of(run: AgentRun, default: str = "") -> str:
     """The model's name as the agent should ask for it: the gateway's, or the option `model` without a gateway."""
     return run.endpoint.model if run.endpoint else str(run.options.get("model") or default)
+
+
+def shared_skills(run: AgentRun) -> str:
+    """The directory of a home where several agents look for skills."""
+    return f"{run.home.rstrip('/')}/.agents/skills"
 
 
 def bare(model: str) -> str:

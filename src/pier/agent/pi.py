@@ -26,6 +26,7 @@ class Pi(PackedAgent):
 
     name = "pi"
     dialect = "chat"
+    takes_mcp = False
     pack = PackSpec("npm", "@earendil-works/pi-coding-agent", "0.87.1")
     options = ("thinking", "dialect", "model")
 

@@ -18,6 +18,7 @@ class QwenCode(PackedAgent):
 
     name = "qwen-code"
     dialect = "chat"
+    direct = True
     direct_hosts = ("api.openai.com",)
     pack = PackSpec("npm", "@qwen-code/qwen-code", "0.24.4")
     options = ("max_turns", "settings", "disallowed_tools", "model")

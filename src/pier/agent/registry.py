@@ -29,6 +29,7 @@ AGENTS: dict[str, str] = {
     "cline": "pier.agent.cline:Cline",
     "aider": "pier.agent.aider:Aider",
     "openhands": "pier.agent.openhands:OpenHands",
+    "terminus-2": "pier.agent.terminus_2:Terminus2",
 }
 """The built-in agents as `module:Class`."""
 

@@ -108,6 +108,7 @@ OPTIONS: list[Decorator] = [
     _option("--agent-import-path", metavar="MODULE:CLASS", hidden=True),
     _many("-m", "--model", metavar="MODEL", help="The model, e.g. openai/gpt-5, script:FILE, replay:FILE. Repeatable."),
     _switch("--direct", "Let the agent call its provider itself, with keys of --ae: no recording, no budgets."),
+    _switch("--install-in-sandbox", "Install the agent in each sandbox with the image's npm or pip instead of a pack."),
     _many("--ak", "--agent-kwarg", "agent_kwarg", metavar="K=V", help="An option of the agent."),
     _many("--ae", "--agent-env", "agent_env", metavar="K=V", help="A variable for the agent; ${NAME} is filled late."),
     _option("--effort", help="The reasoning effort, for agents that take one."),

@@ -33,7 +33,7 @@ class BudgetConfig(_Part):
 
 class AgentConfig(_Part):
     """One agent with its model and options. Each agent of a job runs on each of its tasks. With `direct` no gateway
-    stands before its model."""
+    stands before its model; with `install_in_sandbox` it is not mounted in a pack."""
 
     name: str | None = None
     import_path: str | None = None
@@ -46,6 +46,7 @@ class AgentConfig(_Part):
     extra_allowed_hosts: list[str] = Field(default_factory=list)
     mcp_servers: list[dict[str, Any]] = Field(default_factory=list)
     direct: bool = False
+    install_in_sandbox: bool = False
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
 
     @model_validator(mode="after")

@@ -99,7 +99,7 @@ def _apply_agents(merged: dict[str, Any], flags: Flags) -> None:
         agents = [{**agents[0], "model_name": model} for model in models]
     options = pairs("--ak", flags.get("agent_kwarg") or (), typed=True)
     if flags.get("effort"):
-        options["effort"] = flags["effort"]
+        options["reasoning_effort"] = flags["effort"]
     limits = {
         "turns": flags.get("max_turns"),
         "total_tokens": flags.get("max_tokens"),
@@ -112,8 +112,9 @@ def _apply_agents(merged: dict[str, Any], flags: Flags) -> None:
         _add(agent, "kwargs", options)
         _add(agent, "env", variables)
         _add(agent, "budget", budget)
-        if flags.get("direct") is not None:
-            agent["direct"] = flags["direct"]
+        for switch in ("direct", "install_in_sandbox"):
+            if flags.get(switch) is not None:
+                agent[switch] = flags[switch]
         for key, rows in (("extra_allowed_hosts", flags.get("allow_agent_host") or ()), ("mcp_servers", servers)):
             if rows:
                 agent[key] = [*agent.get(key, []), *rows]

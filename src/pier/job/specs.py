@@ -22,7 +22,7 @@ from pier.task import Task, load_task
 from pier.task.config import Artifact, McpServerTable
 from pier.task.git import check_out
 from pier.task.model import Origin
-from pier.trial.agents import make_agent
+from pier.trial.agents import check_choice, make_agent
 from pier.trial.environment import agent_room
 from pier.trial.images import ImageWish
 from pier.trial.redact import Redactor
@@ -138,6 +138,7 @@ def _agent(agent: AgentConfig, env: Mapping[str, str]) -> AgentChoice:
         model=model,
         options=options,
         direct=agent.direct,
+        install=agent.install_in_sandbox,
         env=agent.env,
         timeout=agent.override_timeout_sec,
         setup_timeout=agent.override_setup_timeout_sec,
@@ -152,6 +153,7 @@ def _check_agent(choice: AgentChoice, *, job_budget: bool) -> None:
     """Refuse an agent that does not exist, options that it does not take, a missing model, and limits that cannot be
     held, before anything runs."""
     agent = make_agent(choice)
+    check_choice(agent, choice)
     if agent.dialect is not None and choice.model is None and not choice.direct:
         raise UsageError(f"the agent {choice.name} needs a model", hint="add -m MODEL", code="no-model")
     if choice.direct and (choice.budget or job_budget):

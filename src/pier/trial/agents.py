@@ -37,6 +37,23 @@ def make_agent(choice: AgentChoice) -> Agent:
     return kind()
 
 
+def check_choice(agent: Agent, choice: AgentChoice) -> None:
+    """Refuse ways of running an agent that it does not have."""
+    if choice.direct and not agent.direct:
+        raise UsageError(
+            f"the agent {agent.name} cannot be run with --direct: "
+            + ("it calls no model" if agent.dialect is None else "it keeps no log of its own that pier reads"),
+            hint="leave out --direct; the gateway takes -m PROVIDER/MODEL and your key",
+            code="no-direct",
+        )
+    if choice.install and agent.pack is None:
+        raise UsageError(
+            f"the agent {agent.name} comes from no registry, so there is nothing to install",
+            hint="leave out --install-in-sandbox",
+            code="no-install",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Brought:
     """An agent that is ready to be mounted, and its version; pier's own agents have pier's."""
@@ -50,6 +67,8 @@ async def bring_agent(agent: Agent, choice: AgentChoice) -> Brought:
     mounts = agent.mounts(choice.options)
     if agent.pack is None:
         return Brought(mounts, agent.version or __version__)
+    if choice.install:
+        return Brought(mounts, agent.pack.version or "latest")
     from pier.agent.pack.store import ensure_pack
 
     pack = await ensure_pack(agent.pack)

@@ -70,15 +70,18 @@ def _rule(host: str) -> str:
     return normalise_host(host)
 
 
-def check_network(plan: NetworkPlan, capabilities: Capabilities, backend: str) -> None:
-    """Refuse a plan that the backend cannot enforce."""
+def check_network(
+    plan: NetworkPlan, capabilities: Capabilities, backend: str, also: tuple[NetworkPolicy, ...] = ()
+) -> None:
+    """Refuse a plan that the backend cannot enforce; `also` are policies of phases before the first step."""
     wanted = {plan.baseline.mode} | {policy.mode for step in plan.steps for policy in (step.agent, step.verifier)}
+    wanted |= {policy.mode for policy in also}
     if missing := wanted - capabilities.networks:
         have = ", ".join(sorted(capabilities.networks)) or "none at all"
         raise PolicyError(
             f"the backend {backend!r} cannot enforce the network mode {min(missing)!r} here; it can: {have}",
             hint="pier doctor",
         )
-    switches = {p for s in plan.steps for p in ((s.agent, s.verifier) if s.shared else (s.agent,))} - {plan.baseline}
-    if switches and not capabilities.switch_network:
+    phases = {p for s in plan.steps for p in ((s.agent, s.verifier) if s.shared else (s.agent,))}
+    if {*phases, *also} - {plan.baseline} and not capabilities.switch_network:
         raise PolicyError(f"the backend {backend!r} cannot change the network between phases, which this task asks for")

@@ -16,11 +16,13 @@ from typing import TypeVar
 
 from pier import __version__
 from pier.agent.contract import Agent
+from pier.agent.install import install
 from pier.errors import AgentError, SandboxError
 from pier.image.model import Image
-from pier.network.policy import NetworkPolicy
+from pier.network.policy import PUBLIC, NetworkPolicy
 from pier.sandbox.compose import Composition
 from pier.sandbox.contract import Mount, Sandbox
+from pier.task import resolve_env
 from pier.trial.agents import Brought, bring_agent, make_agent
 from pier.trial.clock import Clock, limit, now
 from pier.trial.compose import SERVICES, ServiceLogs, service_images
@@ -133,6 +135,8 @@ class _Trial:
                 plan.baseline,
                 GradingPlace(self.spec, self.record, self.environ, self._start_another),
             )
+            if self.spec.agent.install:
+                await self._install(stage)
             await self._run_steps(stage, plan)
 
     async def _prepare(self) -> tuple[Agent, NetworkPlan, Room]:
@@ -148,7 +152,7 @@ class _Trial:
             hosts=spec.sandbox.hosts,
             agent_hosts=(*reach, *spec.agent.hosts),
         )
-        check_network(plan, capabilities, backend.name)
+        check_network(plan, capabilities, backend.name, also=(PUBLIC,) if spec.agent.install else ())
         for key in spec.task.unknown:
             self.record.warn(f"task.toml: {key}")
         if spec.keep_sandbox:
@@ -158,8 +162,12 @@ class _Trial:
             self.record.warn(note)
         return agent, plan, room
 
+    @property
+    def _setup_seconds(self) -> float:
+        return (self.spec.agent.setup_timeout or _SETUP_SECONDS) * self.spec.multipliers.of("agent_setup")
+
     async def _set_up(self, agent: Agent) -> Brought:
-        seconds = (self.spec.agent.setup_timeout or _SETUP_SECONDS) * self.spec.multipliers.of("agent_setup")
+        seconds = self._setup_seconds
         async with limit(seconds, lambda: _setup_too_long(agent, seconds)):
             return await bring_agent(agent, self.spec.agent)
 
@@ -168,6 +176,17 @@ class _Trial:
             return None
         keep = self.logs.of("" if name == self.spec.name else name)
         return Composition(room.compose, await service_images(room.compose, room.wish, self.services.images), keep)
+
+    async def _install(self, stage: Stage) -> None:
+        """Install the agent in the sandbox, with the network open while that lasts."""
+        assert stage.agent.pack is not None
+        env = resolve_env(self.spec.agent.env, where="the agent's variables", environ=self.environ)
+        baseline, told = stage.network, self.spec.directory / "agent" / "install.txt"
+        with self.clock.phase("setup"), self.record.output(told) as output:
+            await stage.switch_network(PUBLIC)
+            stage.agent_version = await install(stage.sandbox, stage.agent.pack, env, self._setup_seconds, output)
+            await stage.switch_network(baseline)
+        self.result.agent_info = self._agent_info(stage.agent, stage.agent_version)
 
     async def _get_image(self, room: Room) -> Image:
         image = await self.services.images.get(room.wish)

@@ -38,6 +38,8 @@ class AgentChoice:
     mcp_servers: tuple[McpServerTable, ...] = ()
     direct: bool = False
     """The agent calls its provider itself: nothing is recorded on the wire, and no budget can be held."""
+    install: bool = False
+    """The agent is installed in the sandbox, with the network open while that lasts, instead of mounted in a pack."""
     budget: Mapping[str, Any] = field(default_factory=dict)
     """Limits of the model session, by the names of the fields of `pier.gateway.Budget`."""
 
