@@ -81,7 +81,7 @@ def _is_torn(fd: int) -> bool:
 
 
 def is_whole(line: bytes) -> bool:
-    """Whether a line of a journal is all there: it ends, or lacks only its newline. No part of an object is an object."""
+    """Whether a line of a journal is all there: it ends, or lacks only its newline. A part of an object is none."""
     if line.endswith(b"\n"):
         return True
     try:

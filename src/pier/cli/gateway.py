@@ -186,3 +186,67 @@ def _whole(call: Call) -> dict[str, Any]:
         ],
         "edits": [dict(edit) for edit in call.edits],
     }
+
+
+@gateway.command()
+@click.argument("places", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), help="File to write: .jsonl, or .parquet (needs pyarrow)."
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["pier", "verl", "prime-rl", "slime", "skyrl", "trl", "harbor", "art", "sft"]),
+    default="pier",
+    show_default=True,
+    help="Whose words the rows are in; sft and art do without token ids.",
+)
+@click.option(
+    "--kind",
+    "kinds",
+    multiple=True,
+    type=click.Choice(["main", "sub_agent", "side", "foreign"]),
+    default=("main", "sub_agent"),
+    show_default=True,
+    help="Which calls make samples; can be given several times.",
+)
+@click.option("--trainable", is_flag=True, help="Only samples with a reward that the agent earned.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def samples(
+    places: tuple[Path, ...], out: Path | None, form: str, kinds: tuple[str, ...], trainable: bool, as_json: bool
+) -> None:
+    """Turn the recordings of trials and jobs into training samples: exact token ids, loss mask, log-probs, reward.
+
+    Without --out the samples are only listed. Nothing is tokenised anew: calls whose server gave no token ids make
+    samples without them (serve with token ids: `tokens = true` in providers.toml, or `pier gateway serve --tokens`).
+    """
+    from contextlib import nullcontext
+
+    from pier.gateway.samples_export import export, sink_for
+
+    with sink_for(out) if out else nullcontext() as sink:
+        report = export(places, sink, form=form, kinds=kinds, trainable_only=trainable)
+    if out is not None and report.samples and not report.written:
+        click.echo(f"nothing to write: no sample has token ids, which rows of {form} need", err=True)
+    if as_json:
+        click.echo(json.dumps({**report.as_dict(), "file": str(out) if out else None}, indent=2))
+        return
+    if out is None:
+        click.echo("\n".join(_samples_table(report.rows)))
+    for name, value in report.as_dict().items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {number}" for key, number in value.items()) or "none"
+        click.echo(f"{name.replace('_', ' '):27} {'unknown' if value is None else value}")
+    if out is not None:
+        click.echo(f"{'file':27} {out}")
+
+
+def _samples_table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [f"{'SAMPLE':40} {'KIND':10} {'CALLS':>6} {'IDS':>8} {'TRAINED':>8} {'REWARD':>7}  NOTES"]
+    for row in rows:
+        cells = ["-" if row[name] is None else f"{row[name]:g}" for name in ("ids", "trained", "reward")]
+        notes = ", ".join([*((row["split"],) if row["split"] else ()), *row["flags"]])
+        lines.append(
+            f"{row['id']:40} {row['kind']:10} {row['calls']:>6} {cells[0]:>8} {cells[1]:>8} {cells[2]:>7}  {notes}"
+        )
+    return [*lines, ""]

@@ -213,6 +213,8 @@ class Tokens:
     prompt_ids: tuple[int, ...] | None = None
     completion_ids: tuple[int, ...] | None = None
     logprobs: tuple[float, ...] | None = None
+    weights: str | None = None
+    """The version of the weights that sampled them, where the upstream tells it."""
 
 
 @dataclass(frozen=True, slots=True)

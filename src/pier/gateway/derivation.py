@@ -20,9 +20,11 @@ from pier.gateway.derivation_steps import Priced, Steps, tool_definitions
 from pier.gateway.dialect import DIALECTS, BadRequest, BadResponse, recognise
 from pier.gateway.lineage import Lineage, Node, Thread, settle
 from pier.gateway.recording import Answer, Call, Reader, find
-from pier.gateway.turns import TurnBuilder
+from pier.gateway.turns import TurnBuilder, joined
 from pier.trajectory import model as atif
 from pier.trajectory import write as atif_file
+
+_TOKEN_LISTS = ("prompt_ids", "completion_ids", "logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +179,10 @@ def turn_of(call: Call, request: Request) -> Turn | None:
         return None
     served = call.upstream.model if call.upstream else None
     source = None
-    if call.upstream and call.upstream.dialect != call.dialect:
+    if call.upstream and call.delivered:
         source = _parse_answer(call.upstream.answer, call.upstream.dialect)
     usage = call.usage or (source or turn).usage
-    tokens = turn.tokens or (source.tokens if source else None) or _noted_tokens(call)
+    tokens = (source.tokens if source else None) or turn.tokens or _noted_tokens(call)
     native = source.native_stop if source else turn.native_stop
     named = (source.model if source else turn.model if call.upstream else None) or served or request.model
     return replace(turn, usage=usage, tokens=tokens, model=named, native_stop=native)
@@ -200,11 +202,13 @@ def _parse_answer(answer: Answer | None, dialect: str) -> Turn | None:
 
 
 def _noted_tokens(call: Call) -> Tokens | None:
+    """What a policy told of its tokens, which may have come in pieces."""
+    pieces: list[Tokens] = []
     for note in call.notes:
-        if isinstance(note.get("tokens"), dict):
-            found = {name: tuple(value) for name, value in note["tokens"].items() if value is not None}
-            return Tokens(**found)
-    return None
+        if isinstance(told := note.get("tokens"), dict):
+            lists = [tuple(told[name]) if told.get(name) is not None else None for name in _TOKEN_LISTS]
+            pieces.append(Tokens(*lists, weights=told.get("weights")))
+    return joined(pieces)
 
 
 def _end_of(call: Call) -> float | None:

@@ -31,14 +31,15 @@ _ENOUGH = 40
 
 @dataclass(eq=False, slots=True)
 class Thread:
-    """Calls that continue one another, oldest first. `root` began it."""
+    """Calls that continue one another, oldest first."""
 
     nodes: list[Node]
     kind: Kind = "main"
 
     @property
     def root(self) -> Node:
-        return self.nodes[0]
+        """The call that began it; not one that was asked again."""
+        return next((node for node in self.nodes if node.kind != "retry"), self.nodes[0])
 
     @property
     def offers_tools(self) -> bool:

@@ -48,9 +48,8 @@ class Node:
         """What the call adds to what its parent and the parent's answer said."""
         if self.parent is None:
             return self.request.messages
-        shared = len(self.parent.keys) + 1
-        if len(self.keys) >= shared and self._begins_like(self.parent):
-            return self.request.messages[shared:]
+        if self.begins_like(self.parent):
+            return self.request.messages[len(self.parent.keys) + 1 :]
         known = set(self.parent.keys)
         return tuple(
             message
@@ -58,8 +57,11 @@ class Node:
             if key not in known and message.role != "assistant"
         )
 
-    def _begins_like(self, parent: Node) -> bool:
+    def begins_like(self, parent: Node) -> bool:
+        """Whether this call's history is another one's, and an answer to it."""
         place = len(parent.keys)
+        if len(self.keys) <= place:
+            return False
         return self.chain[place] == parent.chain[-1] or self.id_chain[place] == parent.id_chain[-1]
 
 

@@ -78,7 +78,7 @@ class TurnBuilder:
             model=self._start.model,
             native_stop=end.native_stop,
             stop_sequence=end.stop_sequence,
-            tokens=_joined(self._tokens),
+            tokens=joined(self._tokens),
         )
 
 
@@ -94,7 +94,8 @@ def _grown(part: Part, text: str, signature: str | None) -> Part:
             return part
 
 
-def _joined(pieces: list[Tokens]) -> Tokens | None:
+def joined(pieces: list[Tokens]) -> Tokens | None:
+    """Tokens as they streamed, in one."""
     if not pieces:
         return None
     prompt = next((piece.prompt_ids for piece in pieces if piece.prompt_ids is not None), None)
@@ -102,7 +103,8 @@ def _joined(pieces: list[Tokens]) -> Tokens | None:
     logprobs = [value for piece in pieces for value in piece.logprobs or ()]
     has_ids = any(piece.completion_ids is not None for piece in pieces)
     has_logprobs = any(piece.logprobs is not None for piece in pieces)
-    return Tokens(prompt, tuple(ids) if has_ids else None, tuple(logprobs) if has_logprobs else None)
+    weights = next((piece.weights for piece in reversed(pieces) if piece.weights is not None), None)
+    return Tokens(prompt, tuple(ids) if has_ids else None, tuple(logprobs) if has_logprobs else None, weights)
 
 
 def stream_turn(turn: Turn, chunk: int = 64) -> Iterator[Delta]:

@@ -78,17 +78,36 @@ def chat_usage(usage: Usage) -> dict[str, Any] | None:
 
 
 def parse_tokens(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Tokens | None:
-    """Token ids (vLLM's `return_token_ids`) and log-probs, of an answer or of one chunk."""
+    """Token ids and log-probs, of an answer or of one chunk: as vLLM gives them (`return_token_ids`, or log-probs whose
+    tokens read `token_id:N`), and the version of the weights as SGLang gives it (`meta_info`)."""
     prompt = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
-    ids = choice.get("token_ids")
     content = (choice.get("logprobs") or {}).get("content")
-    if prompt is None and ids is None and content is None:
+    ids = choice.get("token_ids")
+    if ids is None and content:
+        ids = _ids_in(content)
+    weights = _weights(body, choice)
+    if prompt is None and ids is None and content is None and weights is None:
         return None
     return Tokens(
         prompt_ids=tuple(prompt) if prompt is not None else None,
         completion_ids=tuple(ids) if ids is not None else None,
         logprobs=tuple(float(item["logprob"]) for item in content) if content is not None else None,
+        weights=weights,
     )
+
+
+def _ids_in(content: list[Mapping[str, Any]]) -> list[int] | None:
+    """The ids that stand in the entries of log-probs; None unless all of them have one."""
+    found = [entry.get("token_id", str(entry.get("token", "")).removeprefix("token_id:")) for entry in content]
+    named = all("token_id" in entry or str(entry.get("token", "")).startswith("token_id:") for entry in content)
+    return [int(each) for each in found] if named else None
+
+
+def _weights(body: Mapping[str, Any], choice: Mapping[str, Any]) -> str | None:
+    for place in (body, choice, body.get("meta_info"), choice.get("meta_info"), body.get("metadata")):
+        if isinstance(place, Mapping) and place.get("weight_version") is not None:
+            return str(place["weight_version"])
+    return None
 
 
 def without_tokens(body: Mapping[str, Any]) -> dict[str, Any]:
