@@ -1,8 +1,10 @@
 """Writes what passes through a session, as it passes: the write side of `pier.gateway.recording`.
 
-Nothing is handed to the agent that is not in the file already, so killing the gateway at any instant loses no turn
-that the agent has seen. With `durable="power"` the end of a call is also on disk before its last event is delivered.
-What comes again in the next request (messages, tools, a long system prompt) is stored once and referred to.
+A request is in the file while its upstream works on it, and all of the call before the agent gets the last of its
+answer: killing the gateway at any instant loses no turn that the agent has. What is streamed meanwhile follows within a
+twentieth of a second. All of it is on disk within a second, and with `durable="power"` the end of a call is so before
+its last event is delivered. What comes again in the next request (messages, tools, a long system prompt) is stored
+once and referred to.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import sha256
+from json.encoder import c_make_encoder, encode_basestring  # pyright: ignore[reportAttributeAccessIssue]
 from pathlib import Path
 from typing import Any, Literal
 
 from pier.files import Journal
 from pier.gateway.body import Body, Span
 from pier.gateway.canonical import Usage
+from pier.gateway.flushing import Flusher
 from pier.gateway.redact import redacted
 
 FORMAT = 1
@@ -27,24 +31,34 @@ Side = Literal["upstream", "delivered", "added"]
 """From the model's side; to the agent, where that differs; to the agent, after what the model's side gave."""
 Outcome = Literal["ok", "error", "cancelled", "refused"]
 
-_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, check_circular=False).encode
+_encoder = c_make_encoder(None, None, encode_basestring, None, ":", ",", False, False, True)
+"""What `json.dumps` makes anew for each value, which takes longer than to encode a line."""
 _STORE_APART = 256
 """A top-level field of at least this many characters is stored once and referred to."""
 
 
 class Recorder:
-    """The recording of one session. Without a path it keeps nothing."""
+    """The recording of one session. Without a path it keeps nothing; without a flusher it holds nothing back."""
 
-    def __init__(self, path: Path | None, info: Mapping[str, Any], *, durable: Durable = "kill") -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        info: Mapping[str, Any],
+        *,
+        durable: Durable = "kill",
+        flusher: Flusher | None = None,
+    ) -> None:
         self._journal = Journal(path) if path else None
         self._info = info
         self._durable = durable
+        self._flusher = flusher
+        self._failure: OSError | None = None
         self._calls = 0
         self._open = 0
         self._start_over()
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.write_lines([])
+            self._write_waiting()
             self.rest()
 
     def _start_over(self) -> None:
@@ -59,6 +73,11 @@ class Recorder:
     @property
     def on(self) -> bool:
         return self._journal is not None
+
+    @property
+    def holds(self) -> bool:
+        """Whether lines of a running call may wait."""
+        return self._flusher is not None
 
     def call(self, facts: Mapping[str, Any], body: Body | bytes) -> CallRecord:
         """A call begins. `facts` are its dialect, operation, method, path, headers, model and so on.
@@ -75,21 +94,49 @@ class Recorder:
 
     def write_lines(self, lines: list[bytes], *, later: bool = False) -> None:
         """Add lines; `later` lets them wait for the next ones, so that they go in one write."""
+        if self._journal is None:
+            return
+        if self._failure:
+            failure, self._failure = self._failure, None
+            raise failure
         self._waiting += lines
-        if self._journal and not later:
-            lines, self._waiting = self._waiting, []
+        if not later:
+            self._write_waiting()
+        elif self._flusher:
+            self._flusher.flush_soon(self)
+
+    def _write_waiting(self) -> None:
+        lines, self._waiting = self._waiting, []
+        if self._journal and lines:
             try:
                 self._journal.append_lines(b"".join(lines))
             except OSError:
                 self._start_over()
                 raise
 
+    def flush(self) -> None:
+        """Write what waits. If that fails, so does the call that adds the next line."""
+        try:
+            self._write_waiting()
+        except OSError as error:
+            self._failure = error
+
+    def sync(self) -> None:
+        if self._journal:
+            self._journal.sync()
+
     async def commit(self) -> None:
         """Wait until what was written survives what it should survive. To be called at the end of each call."""
         self._open -= 1
-        if self._journal and self._durable == "power":
+        if self._journal is None:
+            return
+        if self._durable == "power":
             await asyncio.to_thread(self._journal.sync)
-        self.rest()
+            self.rest()
+        elif self._flusher:
+            self._flusher.sync_soon(self)
+        else:
+            self.rest()
 
     def rest(self) -> None:
         """Hold no file open while no call runs, so that thousands of sessions may wait."""
@@ -99,7 +146,10 @@ class Recorder:
     def close(self, reason: str) -> None:
         self.write({"t": "close", "at": _now(), "reason": reason})
         self._open = 0
-        self.rest()
+        if self._flusher and self._journal:
+            self._flusher.sync_soon(self)
+        else:
+            self.rest()
 
     def pieces(self, body: Body | bytes) -> tuple[list[bytes], list[Any]]:
         """The lines that define what is new in a body, and the body in terms of what is defined."""
@@ -126,12 +176,12 @@ class Recorder:
         """Where the elements at these spans are. Those that the last call had already are known by one hash."""
         start, end = spans[0][0], spans[-1][1]
         last, blobs = self._last.get(name, (b"", []))
-        digest, middle = blake2b(digest_size=16), start
+        digest, middle = sha256(), start
         if blobs and len(blobs) <= len(spans):
             middle = spans[len(blobs) - 1][1]
             digest.update(text[start:middle].encode())
         if digest.digest() != last:
-            digest, middle, blobs = blake2b(digest_size=16), start, []
+            digest, middle, blobs = sha256(), start, []
         blobs = [*blobs, *(self._blob(text[a:b], lines) for a, b in spans[len(blobs) :])]
         digest.update(text[middle:end].encode())
         self._last[name] = (digest.digest(), blobs)
@@ -139,7 +189,7 @@ class Recorder:
 
     def _blob(self, text: str, lines: list[bytes]) -> int:
         data = text.encode()
-        digest = blake2b(data, digest_size=16).digest()
+        digest = sha256(data).digest()
         number = self._blobs.get(digest)
         if number is None:
             number = self._blobs[digest] = len(self._blobs) + 1
@@ -180,7 +230,7 @@ class CallRecord:
             self._write("edits", {"edits": edits}, later=True)
 
     def attempt(self, facts: Mapping[str, Any], body: Body | bytes | None) -> None:
-        """The request goes to an upstream, with this body (None: as the agent sent it)."""
+        """The request goes to an upstream, with this body (None: as the agent sent it). Written while that works."""
         if self.recorder.on:
             lines = self._first_lines()
             more, pieces = self.recorder.pieces(body) if body is not None else ([], None)
@@ -195,10 +245,11 @@ class CallRecord:
         fields = {"side": side, "status": status, "headers": redacted(headers), "streamed": streamed}
         self._write("status", fields, later=True)
 
-    def chunk(self, side: Side, data: bytes, *, whole: bool = False) -> None:
-        """Bytes of an answer, before they go on. A `whole` answer is written with the end of its call."""
+    def chunk(self, side: Side, data: bytes) -> None:
+        """Bytes of an answer, before they go on."""
         if self.recorder.on:
-            self._write("chunk", {"side": side, "text": data.decode(errors="surrogateescape")}, later=whole)
+            text = data.decode(errors="surrogateescape")
+            self._write("chunk", {"side": side, "text": text}, later=self.recorder.holds)
 
     def end(self, outcome: Outcome, status: int, *, error: str | None = None, usage: Usage | None = None) -> None:
         known = ((name, getattr(usage, name)) for name in Usage.__dataclass_fields__) if usage else ()
@@ -207,7 +258,7 @@ class CallRecord:
 
     def note(self, **facts: Any) -> None:
         """Anything else worth keeping, e.g. the tokens of a policy's answer."""
-        self._write("note", facts)
+        self._write("note", facts, later=self.recorder.holds)
 
     def _write(self, kind: str, fields: Mapping[str, Any], *, later: bool = False) -> None:
         if self.recorder.on:
@@ -232,7 +283,7 @@ def _separator(text: str, spans: tuple[Span, ...]) -> str | None:
 
 def _line(value: Mapping[str, Any]) -> bytes:
     try:
-        return _encode(value).encode() + b"\n"
+        return "".join((*_encoder(value, 0), "\n")).encode()
     except UnicodeEncodeError:
         return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 

@@ -74,7 +74,7 @@ def counting_path(dialect: DialectName, model: str) -> str:
 async def _whole(x: Exchange, answer: AnyAnswer, extras: Extras, scrub: Scrubber) -> None:
     raw = scrub(await read_answer(answer))
     x.record.status("upstream", answer.status, answer.headers, False)
-    x.record.chunk("upstream", raw, whole=True)
+    x.record.chunk("upstream", raw)
     try:
         value = json.loads(raw)
     except ValueError:
@@ -87,7 +87,7 @@ async def _whole(x: Exchange, answer: AnyAnswer, extras: Extras, scrub: Scrubber
     if extras:
         raw = dump(extras.strip(value))
         x.record.status("delivered", answer.status, answer.headers, False)
-        x.record.chunk("delivered", raw, whole=True)
+        x.record.chunk("delivered", raw)
     return await x.reply(raw, answer.headers)
 
 
@@ -145,7 +145,7 @@ async def _stream_whole(x: Exchange, answer: AnyAnswer, scrub: Scrubber) -> None
     """The upstream did not stream. What it gave instead is streamed from here, if it is an answer at all."""
     raw = scrub(await read_answer(answer))
     x.record.status("upstream", answer.status, answer.headers, False)
-    x.record.chunk("upstream", raw, whole=True)
+    x.record.chunk("upstream", raw)
     dialect = x.caller.dialect
     try:
         turn = dialect.parse_response(json.loads(raw))

@@ -18,6 +18,7 @@ from pier.gateway.caller import Caller
 from pier.gateway.cost import is_priced
 from pier.gateway.dialect import DIALECTS
 from pier.gateway.exchange import CallerGone
+from pier.gateway.flushing import Flusher
 from pier.gateway.http.server import Request, Server
 from pier.gateway.limiter import Retry
 from pier.gateway.providers import Directory, Provider, with_tokens
@@ -42,6 +43,7 @@ class Gateway:
     ) -> None:
         self.keep_alive = keep_alive
         self.upstreams = Upstreams(retry, silence)
+        self.flusher = Flusher()
         self._directory = providers
         self._sessions: dict[bytes, Session] = {}
         self._servers: dict[str | None, Server] = {}
@@ -63,6 +65,7 @@ class Gateway:
             await server.shutdown(1)
         self._servers.clear()
         await self.upstreams.close()
+        await self.flusher.close()
 
     @property
     def directory(self) -> Directory:

@@ -77,7 +77,7 @@ class Session:
         self._others: dict[str, Answerer] = {}
         self._calls: set[asyncio.Task[Any]] = set()
         info = {"id": self.id, "model": terms.model, "labels": dict(terms.labels), "closed_book": terms.closed_book}
-        self.recorder = Recorder(terms.recording, info, durable=terms.durable)
+        self.recorder = Recorder(terms.recording, info, durable=terms.durable, flusher=gateway.flusher)
 
     def __repr__(self) -> str:
         return f"Session({self.id}, model={self.terms.model!r}, turns={self.meter.turns})"

@@ -66,12 +66,14 @@ class Upstreams:
     retry: Retry = field(default_factory=Retry)
     silence: float = 900.0
     """After so many seconds without a byte an upstream is given up."""
+    _may_be_proxied: bool = False
     _direct: Client | None = None
     _proxied: ProxiedClient | None = None
     _limiters: dict[tuple[str, str | None], Limiter] = field(default_factory=dict)
 
     def open(self) -> None:
         self._direct = Client(self.silence)
+        self._may_be_proxied = any(name.lower().endswith("_proxy") for name in os.environ)
 
     async def close(self) -> None:
         for client in (self._direct, self._proxied):
@@ -81,7 +83,7 @@ class Upstreams:
 
     def _client(self, address: str) -> Client | ProxiedClient:
         assert self._direct is not None, "the gateway is not open"
-        if not _names_a_proxy():
+        if not self._may_be_proxied:
             return self._direct
         from pier.gateway.http.proxied import ProxiedClient, is_proxied
 
@@ -199,7 +201,3 @@ def _unreachable(error: Exception, provider: Provider) -> UpstreamFailed:
         return UpstreamFailed(504, f"{provider.name} did not answer in time", "timeout")
     words = str(error) or type(error).__name__
     return UpstreamFailed(502, f"{provider.name} cannot be reached: {words}", "server")
-
-
-def _names_a_proxy() -> bool:
-    return any(name.lower().endswith("_proxy") for name in os.environ)
