@@ -152,6 +152,15 @@ def test_none_has_no_way_out_at_all(none: World) -> None:
     assert [row for row in none.seen if "93.184.216.34" not in row and "93.184.216.35" not in row] == []
 
 
+def test_without_a_network_attempts_are_counted(none: World) -> None:
+    rows = [row for row in none.decisions if row["kind"] == "ip"]
+    assert {(row["name"], row["reason"], row["allowed"]) for row in rows} == {("anywhere", "no route", False)}
+    routeless = [
+        out for name, out in none.attempts.items() if out == "ENETUNREACH" and name not in ("icmp", "raw packet")
+    ]
+    assert sum(row["count"] for row in rows) >= len(routeless) > 20
+
+
 def test_public_reaches_the_world_but_not_this_machine_or_metadata(public: World) -> None:
     assert "hello from 93.184.216.36" in public.attempts["tcp 93.184.216.36:80"]
     assert "hello from 2001:470::34" in public.attempts["tcp6 2001:470::34"]

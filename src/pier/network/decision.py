@@ -25,11 +25,15 @@ class Decision:
     received: int = 0
     service: str = ""
     """Which service of the trial tried, in a task of several; empty for the one that the agent works in."""
+    count: int = 1
+    """How many attempts this is about."""
     time: float = field(default_factory=time.time)
 
     def line(self) -> dict[str, Any]:
         """The decision as it is written down: without what is empty."""
-        return {name: value for name, value in asdict(self).items() if value not in ("", 0) or name == "allowed"}
+        usual = {"count": 1}
+        rows = asdict(self).items()
+        return {name: value for name, value in rows if value not in ("", 0, usual.get(name)) or name == "allowed"}
 
 
 OnDecision = Callable[[Decision], None]
@@ -55,6 +59,6 @@ class Ledger:
             self.allowed += 1
         elif len(self.refused) < LIMIT:
             port = f":{decision.port}" if decision.port else ""
-            self.refused[f"{decision.kind} {decision.name}{port}"] += 1
+            self.refused[f"{decision.kind} {decision.name}{port}"] += decision.count
         if self._on_decision is not None and self._count <= LIMIT:
             self._on_decision(decision)

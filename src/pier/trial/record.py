@@ -74,7 +74,7 @@ class TrialRecord:
             return
         if not decision.allowed:
             port = f":{decision.port}" if decision.port else ""
-            self.refused[f"{decision.kind} {decision.name}{port}"] += 1
+            self.refused[f"{decision.kind} {decision.name}{port}"] += decision.count
         try:
             self._network.append(self.redactor.value(decision.line()))
         except OSError as error:

@@ -16,14 +16,14 @@ class Census:
     root; with `namespace` only processes of that pid namespace (an inode) count."""
 
     def __init__(self, proc: int, *, without: frozenset[int], namespace: int | None = None) -> None:
-        self._proc = proc
+        self.proc = proc
         self._without = without
         self._namespace = namespace
 
     def take(self) -> dict[int, int]:
         """All processes with their parents."""
         found: dict[int, int] = {}
-        for name in os.listdir(self._proc):
+        for name in os.listdir(self.proc):
             if not name.isdigit() or int(name) in self._without or not self._is_here(name):
                 continue
             fields = self._fields(int(name))
@@ -45,7 +45,7 @@ class Census:
         if self._namespace is None:
             return True
         try:
-            return os.stat(f"{name}/ns/pid", dir_fd=self._proc).st_ino == self._namespace
+            return os.stat(f"{name}/ns/pid", dir_fd=self.proc).st_ino == self._namespace
         except OSError:
             return False
 
@@ -54,7 +54,7 @@ class Census:
 
     def _read(self, path: str) -> bytes:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._proc)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.proc)
         except OSError:
             return b""
         try:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pier.network import plumbing
+from pier.network import counting, plumbing
 from pier.sandbox.local import kernel, root, wire, worker
 from pier.sandbox.local.census import Census
 from pier.sandbox.local.wire import OUT_OF_MEMORY
@@ -173,6 +173,8 @@ class Init:
                 self._listen(message)
             elif message["op"] == "network":
                 self._change_network(message)
+            elif message["op"] == "unrouted":
+                wire.send(self.control, {"id": message["id"], "count": counting.unrouted(self.census.proc)})
         except OSError as error:
             wire.send(self.control, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
         finally:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import socket
 from typing import Any
 
 from pier.errors import PolicyError, SandboxError
+from pier.network import counting
 from pier.network.decision import Decision, OnDecision
 from pier.network.gatekeeper import Gatekeeper
 from pier.network.policy import NetworkMode, NetworkPolicy
@@ -13,6 +16,7 @@ from pier.network.rules import Rules
 from pier.sandbox.local.channel import Channel
 
 _NETFILTER = 12
+_COUNT_SECONDS = 5.0
 _EVERYTHING = [["0.0.0.0", 0], ["::", 0]]
 
 
@@ -31,6 +35,7 @@ class Network:
     def __init__(self, policy: NetworkPolicy, on_decision: OnDecision | None) -> None:
         self.policy = policy
         self._gatekeeper = Gatekeeper(policy, on_decision)
+        self._counted = counting.PROBED
 
     @property
     def refused(self) -> dict[str, int]:
@@ -49,6 +54,7 @@ class Network:
         """Put a policy in force in the sandbox behind `channel`, and prove it. Connections that were open are closed.
         When it cannot be enforced the sandbox has no network, and this raises `PolicyError`."""
         prefixes = _prefixes(policy)
+        await self.settle(channel)
         await self._gatekeeper.close()
         self._gatekeeper.set_policy(policy)
         self.policy = policy
@@ -66,6 +72,23 @@ class Network:
                 f"the network policy {policy.mode!r} cannot be enforced: {error}", hint="pier doctor"
             ) from error
         self._note(message["proof"])
+        if policy.mode == "none":
+            self._counted = await self._count(channel)
+
+    async def settle(self, channel: Channel) -> None:
+        """Note what was tried without a network since the last time: the kernel refused it, and counted."""
+        if self.policy.mode != "none" or channel.closed:
+            return
+        with contextlib.suppress(SandboxError, TimeoutError):
+            async with asyncio.timeout(_COUNT_SECONDS):
+                found = await self._count(channel)
+            if found > self._counted:
+                tried = found - self._counted
+                self._gatekeeper.ledger.note(Decision("ip", "anywhere", False, reason="no route", count=tried))
+            self._counted = max(found, self._counted)
+
+    async def _count(self, channel: Channel) -> int:
+        return (await channel.ask({"op": "unrouted"}))[0]["count"]
 
     def _note(self, proof: dict[str, str]) -> None:
         told = ", ".join(f"{name}: {value}" for name, value in proof.items())

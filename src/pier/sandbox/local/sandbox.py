@@ -267,6 +267,7 @@ class LocalSandbox(Sandbox):
     async def snapshot(self) -> Image:
         async with self._lock:
             self._discard_processes()
+            await self.network.settle(self.box.channel)
             image = await self._home.snapshot(self)
             await self.network.enforce(self.box.channel, self.network.policy)
             for listener in self._listeners:
@@ -282,6 +283,7 @@ class LocalSandbox(Sandbox):
         async with self._lock:
             for listener in self._listeners:
                 await listener.close()
+            await self.network.settle(self.box.channel)
             await self.network.close()
             await self._home.end(self)
             self._discard_processes()
