@@ -44,8 +44,8 @@ class Registry:
 
 
 @contextmanager
-def serve() -> Iterator[Registry]:
-    """Serve packages until the block ends."""
+def serve(address: str = "127.0.0.1", port: int = 0, name: str = "") -> Iterator[Registry]:
+    """Serve packages until the block ends; `name` is how others reach the address."""
     registry = Registry()
 
     class Answer(BaseHTTPRequestHandler):
@@ -70,9 +70,9 @@ def serve() -> Iterator[Registry]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    server = ThreadingHTTPServer((address, port), Answer)
     server.daemon_threads = True
-    registry.url = f"http://127.0.0.1:{server.server_address[1]}"
+    registry.url = f"http://{name or address}:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

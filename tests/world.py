@@ -11,6 +11,7 @@ Works as root and as a plain user, who is root in a user namespace of this world
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import select
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -43,18 +45,24 @@ NAMES = {
 CERTIFICATE: list[str] = []
 """The file with the key and certificate of the world's TLS servers, if there is a program to make one."""
 
+SERVERS = "PIER_WORLD_SERVERS"
 PORTS = (80, 443, 8443, 25, 22, 9418)
+DATAGRAM_PORT = 4433
 _NEW_NETWORK, _NEW_MOUNTS, _NEW_USERS = 0x40000000, 0x00020000, 0x10000000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def in_world(script: str, directory: Path, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run `script` (the source of a Python program) in a world of its own."""
+def in_world(
+    script: str, directory: Path, *arguments: str, timeout: float = 240, servers: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run `script` (the source of a Python program) in a world of its own. `servers` is `module:function`; the function
+    starts more servers on the fake internet, on ports of its own and in threads, and adds their names to `NAMES`."""
     program = directory / "script.py"
     program.write_text(script)
     command = [sys.executable, "-m", "tests.world", str(program), *arguments]
     root = Path(__file__).resolve().parent.parent
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=timeout)
+    environ = {**os.environ, SERVERS: servers}
+    return subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=timeout)
 
 
 class Traffic:
@@ -127,6 +135,8 @@ def _run() -> None:
             ours.close()
             _be_the_internet(theirs, here)
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     theirs.close()
@@ -175,6 +185,11 @@ def _be_the_internet(control: socket.socket, machine: int) -> None:
             server.bind(("" if family == socket.AF_INET else "::", port))
             server.listen(64)
             threading.Thread(target=_serve, args=(server, port), daemon=True).start()
+    if where := os.environ.get(SERVERS):
+        module, _, function = where.partition(":")
+        getattr(importlib.import_module(module), function)(NAMES)
+    for family in (socket.AF_INET, socket.AF_INET6):
+        threading.Thread(target=_echo_datagrams, args=(family,), daemon=True).start()
     control.send(b"ready")
     while True:
         for sock in select.select([control, watch, resolver], [], [])[0]:
@@ -230,9 +245,30 @@ def _resolve(query: bytes) -> bytes:
     if address and (":" in address) == (kind == 28) and kind in (1, 28):
         packed = socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET, address)
         records = struct.pack(">HHHIH", 0xC00C, kind, 1, 60, len(packed)) + packed
+    if kind == 16 and address:
+        text = b"v=world"
+        records = struct.pack(">HHHIHB", 0xC00C, kind, 1, 60, len(text) + 1, len(text)) + text
     flags = 0x8180 | (0 if address else 3)
     header = query[:2] + struct.pack(">HHHHH", flags, 1, 1 if records else 0, 0, 0)
     return header + query[12 : at + 5] + records
+
+
+def _echo_datagrams(family: int) -> None:
+    """Whoever sends a datagram is told how long it was and at which address it arrived, from that address."""
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        level, option = (socket.IPPROTO_IP, 8) if family == socket.AF_INET else (socket.IPPROTO_IPV6, 49)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.setsockopt(socket.IPPROTO_IPV6, 78, 1)
+        sock.setsockopt(level, option, 1)
+        sock.bind(("" if family == socket.AF_INET else "::", DATAGRAM_PORT))
+        while True:
+            data, extra, _, peer = sock.recvmsg(1 << 16, 256)
+            info = extra[0][2]
+            where, back = (info[8:12], bytes(4) + info[8:12] + bytes(4)) if len(info) == 12 else (info[:16], info)
+            told = f"heard {len(data)} at {socket.inet_ntop(family, where)}\n".encode()
+            kind = 8 if family == socket.AF_INET else socket.IPV6_PKTINFO
+            sock.sendmsg([told + data[:1000]], [(level, kind, back)], 0, peer)
 
 
 def _serve(server: socket.socket, port: int) -> None:

@@ -19,6 +19,7 @@ def test_endpoints_of_every_kind_of_configuration_are_found() -> None:
         "ANTHROPIC_BASE_URL": "https://d.example.org/x",
         "OPENAI_HOST": "e.example.org",
         "NOTE": "https://f.example.org",
+        "PIP_TRUSTED_HOST": "g.example.org",
     }
     expected = ("a.example.org", "b.example.org:8443", "c.example.org", "d.example.org", "e.example.org")
     assert hosts_in(options, env) == expected

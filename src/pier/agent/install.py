@@ -15,6 +15,7 @@ from pier.agent.contract import PACK_PATH, PackSpec
 from pier.errors import AgentError
 from pier.sandbox.contract import OnOutput, Sandbox
 
+VERSION = f"{PACK_PATH}/version.json"
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 
 _NPM = """\
@@ -28,15 +29,17 @@ mkdir -p bin
 
 _PYPI = """\
 command -v python3 >/dev/null || {{ echo "the image has no python3" >&2; exit 127; }}
-python3 -m venv {root}/python
-{root}/python/bin/python3 -m pip install --quiet --disable-pip-version-check --prefer-binary {what}
+python3 -m venv {root}/python >/dev/null 2>&1 || python3 -m venv --clear --without-pip {root}/python
+pip="{root}/python/bin/python3 -m pip"
+$pip --version >/dev/null 2>&1 || pip="python3 -m pip --python {root}/python/bin/python3"
+$pip install --quiet --disable-pip-version-check --prefer-binary {what}
 """
 
 _NPM_ARCH = 'case "$(uname -m)" in aarch64) arch=arm64;; *) arch=x64;; esac'
 
 
 def script_of(spec: PackSpec) -> str:
-    """The shell script that installs what `spec` names; the last line that it prints tells the version, as JSON."""
+    """The shell script that installs what `spec` names, and writes its version into `VERSION`."""
     head = f"set -e\n{_NPM_ARCH}\nmkdir -p {PACK_PATH}\n"
     tail = f"[ ! -e {_CERTIFICATES} ] || ln -sf {_CERTIFICATES} {PACK_PATH}/ca.pem\n"
     pinned = spec.version not in (None, "latest")
@@ -44,12 +47,12 @@ def script_of(spec: PackSpec) -> str:
         what = _quoted(f"{spec.package}@{spec.version or 'latest'}")
         links = _link(spec.program) if spec.program else 'ln -sf "$(command -v node)" bin/node'
         body = _NPM.format(root=PACK_PATH, what=what, links=links)
-        tail += f'printf "\\n"; tr -d "\\n" < {PACK_PATH}/node_modules/{_quoted(spec.package)}/package.json\n'
+        tail += f"cp {PACK_PATH}/node_modules/{_quoted(spec.package)}/package.json {VERSION}\n"
     else:
         wanted = f"{spec.package}=={spec.version}" if pinned else spec.package
         body = _PYPI.format(root=PACK_PATH, what=shlex.join((wanted, *spec.extras)))
         say = f"import importlib.metadata as m, json; print(json.dumps({{'version': m.version({spec.package!r})}}))"
-        tail += f"{PACK_PATH}/python/bin/python3 -c {shlex.quote(say)}\n"
+        tail += f"{PACK_PATH}/python/bin/python3 -c {shlex.quote(say)} > {VERSION}\n"
     return head + body + tail
 
 
@@ -85,8 +88,4 @@ async def install(
             blame="infra",
             hint="leave out --install-in-sandbox, or use an image with what the agent's installer needs",
         )
-    try:
-        return str(json.loads(done.text.strip().splitlines()[-1])["version"])
-    except (IndexError, ValueError, KeyError) as error:
-        message = f"installing {spec.package} in the sandbox told no version: {done.text[-300:]}"
-        raise AgentError(message, code="agent_install", blame="infra") from error
+    return str(json.loads(await sandbox.read_file(VERSION))["version"])

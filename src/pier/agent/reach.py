@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 KEYS = ("api", "api_base", "api_url", "base_url", "baseurl", "openai_base_url", "url", "httpurl")
 _SETTING = re.compile(r"""(?m)["']?\b(\w+)["']?\s*[:=]\s*["']?(https?://[^\s"',}\]]+)""")
-_VARIABLE = re.compile(r"(BASE_URL|API_BASE|API_URL|ENDPOINT|_HOST)$")
+_VARIABLE = re.compile(r"(BASE_URL|API_BASE|API_URL|ENDPOINT|(?<!TRUSTED)_HOST)$")
 _HERE = ("127.0.0.1", "localhost", "::1")
 
 
