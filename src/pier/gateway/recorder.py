@@ -33,6 +33,7 @@ Outcome = Literal["ok", "error", "cancelled", "refused"]
 
 _encoder = c_make_encoder(None, None, encode_basestring, None, ":", ",", False, False, True)
 """What `json.dumps` makes anew for each value, which takes longer than to encode a line."""
+_COUNTS = tuple(Usage.__dataclass_fields__)
 _STORE_APART = 256
 """A top-level field of at least this many characters is stored once and referred to."""
 
@@ -86,7 +87,7 @@ class Recorder:
         """
         self._calls += 1
         self._open += 1
-        return CallRecord(self, self._calls, (_now(), facts, body) if self.on else None)
+        return CallRecord(self, self._calls, (time.time(), facts, body) if self.on else None)
 
     def write(self, value: Mapping[str, Any]) -> None:
         if self._journal:
@@ -234,7 +235,7 @@ class CallRecord:
         if self.recorder.on:
             lines = self._first_lines()
             more, pieces = self.recorder.pieces(body) if body is not None else ([], None)
-            line = _line({"t": "attempt", "c": self.number, "at": _now(), **facts, "body": pieces})
+            line = _line_of("attempt", self.number, time.time(), {**facts, "body": pieces})
             self.recorder.write_lines([*lines, *more, line])
 
     def failed(self, error: str, wait: float | None) -> None:
@@ -252,7 +253,7 @@ class CallRecord:
             self._write("chunk", {"side": side, "text": text}, later=self.recorder.holds)
 
     def end(self, outcome: Outcome, status: int, *, error: str | None = None, usage: Usage | None = None) -> None:
-        known = ((name, getattr(usage, name)) for name in Usage.__dataclass_fields__) if usage else ()
+        known = ((name, getattr(usage, name)) for name in _COUNTS) if usage else ()
         counts = {name: value for name, value in known if value is not None} or None
         self._write("end", {"outcome": outcome, "status": status, "error": error, "usage": counts})
 
@@ -262,15 +263,16 @@ class CallRecord:
 
     def _write(self, kind: str, fields: Mapping[str, Any], *, later: bool = False) -> None:
         if self.recorder.on:
-            line = _line({"t": kind, "c": self.number, "at": _now(), **fields})
-            self.recorder.write_lines([*self._first_lines(), line], later=later)
+            line = _line_of(kind, self.number, time.time(), fields)
+            lines = [line] if self._unwritten is None else [*self._first_lines(), line]
+            self.recorder.write_lines(lines, later=later)
 
     def _first_lines(self) -> list[bytes]:
         if self._unwritten is None:
             return []
         (at, facts, body), self._unwritten = self._unwritten, None
         lines, pieces = self.recorder.pieces(body)
-        return [*lines, _line({"t": "call", "c": self.number, "at": at, **facts, "body": pieces})]
+        return [*lines, _line_of("call", self.number, at, {**facts, "body": pieces})]
 
 
 def _separator(text: str, spans: tuple[Span, ...]) -> str | None:
@@ -286,6 +288,14 @@ def _line(value: Mapping[str, Any]) -> bytes:
         return "".join((*_encoder(value, 0), "\n")).encode()
     except UnicodeEncodeError:
         return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def _line_of(kind: str, number: int, at: float, fields: Mapping[str, Any]) -> bytes:
+    """A line of a call; `fields` has at least one."""
+    try:
+        return f'{{"t":"{kind}","c":{number},"at":{at:.5f},{"".join(_encoder(fields, 0))[1:]}\n'.encode()
+    except UnicodeEncodeError:
+        return _line({"t": kind, "c": number, "at": round(at, 5), **fields})
 
 
 def _now() -> float:

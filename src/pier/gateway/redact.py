@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 SECRET_HEADERS = frozenset(
     {
@@ -30,6 +31,7 @@ def redacted(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: REDACTED if name in SECRET_HEADERS else value for name, value in lowered}
 
 
+@lru_cache(512)
 def redacted_path(path: str) -> str:
     return _KEY_IN_QUERY.sub(rf"\g<1>{REDACTED}", path)
 

@@ -92,7 +92,10 @@ class Watch:
             return
         read = {"anthropic": read_anthropic, "gemini": read_gemini}.get(self._dialect, read_openai)
         new = read(raw)
-        old = self.usage or Usage()
+        old = self.usage
+        if old is None:
+            self.usage = new
+            return
         known = {name: value for name in Usage.__dataclass_fields__ if (value := getattr(new, name)) is not None}
         self.usage = Usage(**{**{name: getattr(old, name) for name in Usage.__dataclass_fields__}, **known})
 

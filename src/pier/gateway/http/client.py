@@ -196,7 +196,8 @@ class Sent(asyncio.Protocol):
         self._busy = True
         self._head = self._body = self._error = None
         self._heard = self._loop.time()
-        self._timer = self._loop.call_later(silence, self._listen, silence)
+        if self._timer is None:
+            self._timer = self._loop.call_later(silence, self._listen, silence)
         if len(data) < _AHEAD:
             self.transport.write(head + data)
         else:
@@ -240,9 +241,6 @@ class Sent(asyncio.Protocol):
         return self.take()
 
     def release(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-            self._timer = None
         whole = self._body is not None and self._body.done and not self._parts and not self._rest
         reusable = whole and self._head is not None and stays_open(self._head.headers, self._head.minor)
         if self._lost or not reusable or self.transport.get_write_buffer_size():
@@ -253,9 +251,6 @@ class Sent(asyncio.Protocol):
             self._client.keep(self, self._key)
 
     def abort(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-            self._timer = None
         if not self._lost:
             self.transport.abort()
 
@@ -289,6 +284,9 @@ class Sent(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
         self._client.opened.discard(self)
         if isinstance(self._body, UntilClose) and exc is None and self._error is None:
             self._body = Length(0)
@@ -327,7 +325,9 @@ class Sent(asyncio.Protocol):
     def _listen(self, silence: float) -> None:
         """Give up a provider that says nothing, unless it is we who do not listen."""
         quiet = 0.0 if self._held else self._loop.time() - self._heard
-        if quiet < silence:
+        if not self._busy:
+            self._timer = None
+        elif quiet < silence:
             self._timer = self._loop.call_later(max(silence - quiet, 0.001), self._listen, silence)
         else:
             self._timer = None
