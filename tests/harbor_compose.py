@@ -11,23 +11,22 @@ a container that is taken down has ten seconds to end by itself.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 MAIN = "main"
 SIDE = "harbor-docker-egress-control-sidecar"
 DOCKER, NETWORK, STOP = "HARBOR_COMPOSE_DOCKER", "HARBOR_COMPOSE_NETWORK", "HARBOR_COMPOSE_STOP_SECONDS"
-"""The real client; the network of trials that ask for a public one; how long a container may take to end."""
+PACKAGES = "HARBOR_COMPOSE_PACKAGES"
+"""The real client; the network of trials that ask for a public one; how long a container may take to end; where the
+package is that reads YAML, which only some calls need."""
 
 _VARIABLE = re.compile(r"\$(?:\$|\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\}|(?P<bare>[A-Za-z_]\w*))")
 
@@ -39,13 +38,16 @@ def install(directory: Path) -> dict[str, str]:
         raise FileNotFoundError("the docker client is not installed")
     directory.mkdir(parents=True, exist_ok=True)
     program = directory / "docker"
-    ours = shlex.join([sys.executable, "-I", str(Path(__file__).resolve())])
+    ours = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).resolve())])
     program.write_text(
         f'#!/bin/sh\ncase "$1" in\ncompose | buildx | container) exec {ours} "$@" ;;\nesac\n'
         f'exec {shlex.quote(real)} "$@"\n'
     )
     program.chmod(0o755)
-    return {"PATH": f"{directory}:{os.environ['PATH']}", DOCKER: real}
+    import yaml
+
+    packages = str(Path(yaml.__file__).parents[1])
+    return {"PATH": f"{directory}:{os.environ['PATH']}", DOCKER: real, PACKAGES: packages}
 
 
 def install_if_missing(directory: Path) -> dict[str, str]:
@@ -54,12 +56,19 @@ def install_if_missing(directory: Path) -> dict[str, str]:
     return {} if found.returncode == 0 else install(directory)
 
 
-@dataclass
 class Project:
-    """What the compose files say of one trial."""
+    """One trial: its name and, read when they are needed, what its compose files say."""
 
-    name: str
-    services: dict[str, dict[str, Any]] = field(default_factory=dict)
+    def __init__(self, name: str, files: list[str]) -> None:
+        self.name = name
+        self._files = files
+        self._services: dict[str, dict[str, Any]] | None = None
+
+    @property
+    def services(self) -> dict[str, dict[str, Any]]:
+        if self._services is None:
+            self._services = merged(self._files)
+        return self._services
 
     @property
     def main(self) -> dict[str, Any]:
@@ -70,8 +79,12 @@ class Project:
         return f"{self.name}-{MAIN}-1"
 
     @property
+    def built_image(self) -> str:
+        return f"{self.name}-{MAIN}"
+
+    @property
     def image(self) -> str:
-        return self.main.get("image") or f"{self.name}-{MAIN}"
+        return self.main.get("image") or self.built_image
 
 
 def main(arguments: list[str]) -> int:
@@ -123,11 +136,12 @@ def parse(arguments: list[str]) -> tuple[Project, str, list[str]]:
             files.append(value)
         elif option == "--project-name":
             name = value
-    return Project(name, merged(files)), left[0], left[1:]
+    return Project(name, files), left[0], left[1:]
 
 
 def merged(files: list[str]) -> dict[str, dict[str, Any]]:
     """The services of all files: later ones win, and lists and tables grow."""
+    sys.path.append(os.environ[PACKAGES])
     import yaml
 
     services: dict[str, dict[str, Any]] = {}
@@ -207,17 +221,16 @@ def end(project: Project, *, remove: bool, with_image: bool) -> int:
     if not remove:
         return stopped
     docker("rm", "--force", "--volumes", project.container, quiet=True)
-    if with_image and "build" in project.main:
-        docker("rmi", project.image, quiet=True)
+    if with_image:
+        docker("rmi", project.built_image, quiet=True)
     return 0
 
 
 def make_empty_image(arguments: list[str]) -> int:
     """An image without content under the name that Harbor's side container would have."""
     name = next(part for part in ",".join(arguments).split(",") if part.startswith("name=")).removeprefix("name=")
-    empty = io.BytesIO()
-    tarfile.open(fileobj=empty, mode="w").close()
-    return subprocess.run([os.environ[DOCKER], "import", "-", name], input=empty.getvalue(), check=False).returncode
+    nothing = bytes(1024)
+    return subprocess.run([os.environ[DOCKER], "import", "-", name], input=nothing, check=False).returncode
 
 
 def docker(*arguments: str, quiet: bool = False) -> int:
