@@ -19,6 +19,7 @@ from typing import Any
 from pier.network import dns, plumbing
 from pier.network.addresses import Synthetic, objection
 from pier.network.attempts import read_attempt
+from pier.network.datagrams import Datagrams, Refused
 from pier.network.decision import Decision, Ledger, OnDecision
 from pier.network.outside import NoSuchName, Outside, Streams, Unreachable
 from pier.network.policy import NetworkPolicy
@@ -34,10 +35,6 @@ _NEVER_NAMES = ("invalid", "localhost", "arpa")
 """Last labels that no resolver outside is asked for."""
 
 
-class Refused(Exception):
-    """What was asked for is not allowed; the text says why."""
-
-
 class Gatekeeper:
     """One sandbox's way out. `serve` takes the sockets that `plumbing.connect` made; `close` ends everything."""
 
@@ -48,7 +45,9 @@ class Gatekeeper:
         self._outside = outside or Outside()
         self._synthetic = Synthetic()
         self._sockets: list[socket.socket] = []
+        self._watches: list[socket.socket] = []
         self._servers: list[asyncio.Server] = []
+        self._datagrams = Datagrams(self._datagram_target, self._told, self.ledger.note)
         self._tasks: set[asyncio.Task[None]] = set()
         self.set_policy(policy)
 
@@ -60,13 +59,17 @@ class Gatekeeper:
     async def serve(self, fds: list[int]) -> None:
         """Serve the descriptors of `plumbing.connect`, which are the gatekeeper's from now on."""
         sockets = [socket.socket(fileno=fd) for fd in fds]
-        loop = asyncio.get_running_loop()
-        for sock in (sockets[1], *sockets[4:5]):
+        taps = [sock for sock in sockets if sock.family == socket.AF_PACKET]
+        served = [sock for sock in sockets if sock not in taps]
+        self._watches = taps[:1]
+        self._datagrams = Datagrams(self._datagram_target, self._told, self.ledger.note)
+        takers = [(sock, self._take_queries) for sock in served[1::2]]
+        takers += [(sock, self._take_attempts) for sock in taps[:1]]
+        takers += [(sock, self._datagrams.take) for sock in taps[1:]]
+        for sock, take in takers:
             self._sockets.append(sock)
-            loop.add_reader(sock, self._take_queries, sock)
-        self._sockets.append(sockets[2])
-        loop.add_reader(sockets[2], self._take_attempts, sockets[2])
-        for sock in (sockets[0], *sockets[3:4]):
+            asyncio.get_running_loop().add_reader(sock, take, sock)
+        for sock in served[::2]:
             self._servers.append(await asyncio.start_server(self._take_connection, sock=sock, limit=1 << 18))
 
     @contextmanager
@@ -76,9 +79,8 @@ class Gatekeeper:
         try:
             yield
         finally:
-            for sock in self._sockets:
-                if sock.family == socket.AF_PACKET:
-                    self._take_attempts(sock)
+            for sock in self._watches:
+                self._take_attempts(sock)
             self.ledger.muted = False
 
     async def close(self) -> None:
@@ -89,7 +91,8 @@ class Gatekeeper:
             sock.close()
         for server in self._servers:
             server.close()
-        self._sockets, self._servers = [], []
+        self._sockets, self._servers, self._watches = [], [], []
+        await self._datagrams.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -128,6 +131,8 @@ class Gatekeeper:
         if name is None or not self._may_look_up(name):
             self.ledger.note(Decision("dns", question.name[:255], False, reason="not allowed"))
             return dns.answer(question, dns.NO_SUCH_NAME)
+        if self._mode == "public" and question.kind not in (dns.A, dns.AAAA):
+            return await self._answer_other(question, data, name)
         try:
             await self._outside.resolve(name)
         except NoSuchName:
@@ -140,6 +145,16 @@ class Gatekeeper:
         self.ledger.note(Decision("dns", name, True, address=str(four)))
         wanted = {dns.A: [four], dns.AAAA: [six] if self._has_six else []}
         return dns.answer(question, dns.OK, wanted.get(question.kind, []))
+
+    async def _answer_other(self, question: dns.Question, data: bytes, name: str) -> bytes:
+        """What this machine's own name servers say to a question that is not about addresses."""
+        try:
+            reply = await self._outside.ask(data)
+        except Unreachable as error:
+            self.ledger.note(Decision("dns", name, True, reason=str(error)))
+            return dns.answer(question, dns.SERVER_FAILURE)
+        self.ledger.note(Decision("dns", name, True))
+        return reply
 
     @property
     def _has_six(self) -> bool:
@@ -180,7 +195,7 @@ class Gatekeeper:
         name = reason = ""
         try:
             address, port = _destination(writer)
-            name = self._synthetic.name(address) or str(address)
+            name = self._told(address)
             if address in _GATEWAYS and port == 53:
                 await self._serve_names(client)
                 return
@@ -225,6 +240,19 @@ class Gatekeeper:
             await relay(client, server, watch, transfer)
         finally:
             server[1].close()
+
+    def _told(self, address: Address) -> str:
+        return self._synthetic.name(address) or str(address)
+
+    async def _datagram_target(self, address: Address, port: int) -> Address:
+        """Where a datagram to an address really goes: under the same rules as a connection."""
+        name = self._synthetic.name(address)
+        if name is None:
+            return self._literal(address, port)[0]
+        if not self._may_reach(name, port):
+            raise Refused("not allowed")
+        usable = self._usable(await self._resolve(name), port)
+        return next((one for one in usable if one.version == address.version), usable[0])
 
     def _may_reach(self, name: str, port: int) -> bool:
         return self._mode == "public" or (self._mode == "allowlist" and self._rules.allows_name(name, port))
@@ -271,7 +299,9 @@ class Gatekeeper:
 
     def _is_served(self, address: Address, kind: str, port: int) -> bool:
         """Whether the attempt reaches the gatekeeper itself, which then says what became of it."""
-        local = address in _GATEWAYS or self._synthetic.holds(address) or self._mode == "public"
+        if self._mode == "public":
+            return kind != "ip"
+        local = address in _GATEWAYS or self._synthetic.holds(address)
         if kind == "tcp":
             return local or self._rules.allows_address(address, None)
         return (kind == "icmp" and local) or (kind == "udp" and port == 53 and local)

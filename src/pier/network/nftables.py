@@ -3,6 +3,7 @@
 In the gateway namespace a packet's destination is *local* exactly if the policy lets the gatekeeper see it:
 
     tcp to a local address      goes to the gatekeeper's one listener, whatever the port
+    udp, echo requests to one   are the gatekeeper's to answer, if the network is public
     tcp to any other            is answered with a reset
     all else to any other       is answered with an ICMP "administratively prohibited"
 
@@ -27,8 +28,9 @@ _EQUAL, _UNEQUAL = 0, 1
 _ROUTE_LOCAL = 2
 
 
-def divert(port: int) -> None:
-    """Put the rules into the current network namespace; `port` is the gatekeeper's listener."""
+def divert(port: int, *, datagrams: bool) -> None:
+    """Put the rules into the current network namespace; `port` is the gatekeeper's listener. With `datagrams` the
+    gatekeeper reads UDP and echo requests as packets, so the kernel must not answer them itself."""
     is_tcp = [_meta(16), _compare(_EQUAL, bytes([socket.IPPROTO_TCP]))]
     is_local = [_destination_kind(), _compare(_EQUAL, struct.pack("I", _ROUTE_LOCAL))]
     is_foreign = [_destination_kind(), _compare(_UNEQUAL, struct.pack("I", _ROUTE_LOCAL))]
@@ -37,6 +39,10 @@ def divert(port: int) -> None:
         (_NEW_CHAIN, _CREATE, _chain(b"divert\0", b"nat\0", -100)),
         (_NEW_CHAIN, _CREATE, _chain(b"refuse\0", b"filter\0", 0)),
         (_NEW_RULE, _CREATE | _APPEND, _rule(b"divert\0", *is_tcp, *is_local, *_redirect(port))),
+        *(
+            (_NEW_RULE, _CREATE | _APPEND, _rule(b"refuse\0", *is_local, *kind, _drop()))
+            for kind in (_DATAGRAMS if datagrams else ())
+        ),
         (_NEW_RULE, _CREATE | _APPEND, _rule(b"refuse\0", *is_tcp, *is_foreign, _reject(1, 0))),
         (_NEW_RULE, _CREATE | _APPEND, _rule(b"refuse\0", *_unicast_only(), *is_foreign, _reject(2, 3))),
     ]
@@ -80,6 +86,15 @@ def _compare(operation: int, value: bytes) -> bytes:
     return _expression(b"cmp\0", _number(1, 1), _number(2, operation), nested(3, attribute(1, value)))
 
 
+def _transport(offset: int, size: int) -> bytes:
+    """Bytes of the header that comes after IP's."""
+    return _expression(b"payload\0", _number(1, 1), _number(2, 2), _number(3, offset), _number(4, size))
+
+
+def _drop() -> bytes:
+    return _expression(b"immediate\0", _number(1, 0), nested(2, nested(2, _number(1, 0))))
+
+
 def _destination_kind() -> bytes:
     return _expression(b"fib\0", _number(1, 1), _number(2, 3), _number(3, 2))
 
@@ -91,3 +106,11 @@ def _redirect(port: int) -> list[bytes]:
 
 def _reject(kind: int, code: int) -> bytes:
     return _expression(b"reject\0", _number(1, kind), attribute(2, bytes([code])))
+
+
+_DATAGRAMS = (
+    [_meta(16), _compare(_EQUAL, bytes([socket.IPPROTO_UDP])), _transport(2, 2), _compare(_UNEQUAL, b"\0\x35")],
+    [_meta(16), _compare(_EQUAL, bytes([socket.IPPROTO_ICMP])), _transport(0, 1), _compare(_EQUAL, b"\x08")],
+    [_meta(16), _compare(_EQUAL, bytes([socket.IPPROTO_ICMPV6])), _transport(0, 1), _compare(_EQUAL, b"\x80")],
+)
+"""UDP but for lookups, and echo requests of both versions."""

@@ -18,7 +18,7 @@ import struct
 import time
 from collections.abc import Sequence
 
-from pier.network import nftables, rtnetlink
+from pier.network import nftables, offloads, rtnetlink
 from pier.network.rtnetlink import LOCAL, LOCAL_TABLE, Netlink
 
 LINK = "eth0"
@@ -43,7 +43,8 @@ def connect(prefixes: Sequence[tuple[str, int]]) -> list[int]:
     that the gatekeeper serves, beside the synthetic ones.
 
     Answers descriptors: a TCP listener and a resolver's UDP socket for IPv4, a packet socket that sees what is
-    attempted, and the first two once more for IPv6 where the kernel has it.
+    attempted, and the first two once more for IPv6 where the kernel has it. If all addresses are served, there is one
+    more packet socket, by which datagrams and echo requests come and go.
     """
     inside = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -65,15 +66,16 @@ def _make_gateway(sandbox: Netlink, inside: int, prefixes: Sequence[tuple[str, i
         here, there = rtnetlink.link_index("gateway"), _index_in(inside)
         gateway.set_up(here)
         gateway.add_address(here, GATEWAY, LENGTH)
+        is_public = ("0.0.0.0", 0) in [tuple(prefix) for prefix in prefixes]
         _address_sandbox(sandbox, there)
         six = _has_six(gateway, sandbox, here, there)
         _serve_prefixes(gateway, here, prefixes, six)
     listener = _listener(socket.AF_INET, 0)
-    nftables.divert(listener.getsockname()[1])
-    sockets = [listener, resolver(socket.AF_INET), _watch()]
+    nftables.divert(listener.getsockname()[1], datagrams=is_public)
+    sockets = [listener, resolver(socket.AF_INET), _tap(_ATTEMPTS)]
     if six:
         sockets += [_listener(socket.AF_INET6, listener.getsockname()[1]), resolver(socket.AF_INET6)]
-    return sockets
+    return [*sockets, _tap(_DATAGRAMS)] if is_public else sockets
 
 
 def disconnect() -> None:
@@ -83,11 +85,12 @@ def disconnect() -> None:
 
 
 def _index_in(namespace: int) -> int:
-    """The number of the sandbox's end, which only a process in its namespace can look up."""
+    """The number of the sandbox's end, which only a process in its namespace can look up and adjust."""
     here = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         enter(namespace)
         try:
+            offloads.cut_datagrams(LINK)
             return rtnetlink.link_index(LINK)
         finally:
             enter(here)
@@ -154,19 +157,19 @@ def resolver(family: int) -> socket.socket:
     return sock
 
 
-def _watch() -> socket.socket:
-    """A socket that sees each packet that opens something: the first of a TCP connection, UDP, echo requests, and
-    protocols without a name."""
+def _tap(rows: Sequence[tuple[str, int, int, str, str]]) -> socket.socket:
+    """A socket that sees those packets from the sandbox that a filter keeps."""
     sock = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK, 0)
-    code = _assemble(_ATTEMPTS)
+    code = _assemble(rows)
     buffer = ctypes.create_string_buffer(code, len(code))
-    sock.setsockopt(socket.SOL_SOCKET, 26, struct.pack("HxxxxxxP", len(_ATTEMPTS), ctypes.addressof(buffer)))
+    sock.setsockopt(socket.SOL_SOCKET, 26, struct.pack("HxxxxxxP", len(rows), ctypes.addressof(buffer)))
     sock.setsockopt(263, 23, 1)
     sock.bind(("gateway", 3))
     return sock
 
 
 _BYTE, _BYTE_AT_X, _HEADER_TO_X, _AND, _EQUAL, _RETURN = 0x30, 0x50, 0xB1, 0x54, 0x15, 0x06
+_HALF, _HALF_AT_X = 0x28, 0x48
 _ATTEMPTS: list[tuple[str, int, int, str, str]] = [
     ("", _BYTE, 0, "", ""), ("", _AND, 0xF0, "", ""), ("", _EQUAL, 0x40, "four", ""), ("", _EQUAL, 0x60, "six", "drop"),
     ("four", _BYTE, 9, "", ""), ("", _EQUAL, 2, "drop", ""), ("", _EQUAL, 6, "", "keep"),
@@ -177,7 +180,21 @@ _ATTEMPTS: list[tuple[str, int, int, str, str]] = [
     ("echo", _BYTE, 40, "", ""), ("", _EQUAL, 128, "keep", "drop"),
     ("keep", _RETURN, 128, "", ""), ("drop", _RETURN, 0, "", ""),
 ]  # fmt: skip
-"""Label, operation, value, where to go if equal and if not; nothing is the next line."""
+"""What opens something: the first packet of a TCP connection, UDP, echo requests, and protocols without a name. A row
+is a label, an operation, a value, and where to go if equal and if not; nothing is the next line."""
+
+_DATAGRAMS: list[tuple[str, int, int, str, str]] = [
+    ("", _BYTE, 0, "", ""), ("", _AND, 0xF0, "", ""), ("", _EQUAL, 0x40, "four", ""), ("", _EQUAL, 0x60, "six", "drop"),
+    ("four", _HEADER_TO_X, 0, "", ""), ("", _BYTE, 9, "", ""),
+    ("", _EQUAL, 1, "echo", ""), ("", _EQUAL, 17, "", "drop"),
+    ("", _HALF_AT_X, 2, "", ""), ("", _EQUAL, 53, "drop", "keep"),
+    ("echo", _BYTE_AT_X, 0, "", ""), ("", _EQUAL, 8, "keep", "drop"),
+    ("six", _BYTE, 6, "", ""), ("", _EQUAL, 58, "echo6", ""), ("", _EQUAL, 17, "", "drop"),
+    ("", _HALF, 42, "", ""), ("", _EQUAL, 53, "drop", "keep"),
+    ("echo6", _BYTE, 40, "", ""), ("", _EQUAL, 128, "keep", "drop"),
+    ("keep", _RETURN, 1 << 16, "", ""), ("drop", _RETURN, 0, "", ""),
+]  # fmt: skip
+"""UDP but for lookups, which go to a socket of their own, and echo requests."""
 
 
 def _assemble(rows: Sequence[tuple[str, int, int, str, str]]) -> bytes:
