@@ -6,30 +6,37 @@ reader of a `Journal` treats a torn last line as work still owed, never as a cra
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import itertools
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_numbers = itertools.count()
+
 
 def write(path: Path, data: bytes | str, *, mode: int = 0o644, durable: bool = True) -> None:
     """Replace `path` by `data`, all of it or not at all. `durable` waits until the data is on disk."""
-    content = data.encode() if isinstance(data, str) else data
-    fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    content = memoryview(data.encode() if isinstance(data, str) else data)
+    name = f"{path.parent}/.{path.name}.{os.getpid()}-{next(_numbers)}-{os.urandom(3).hex()}.tmp"
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        with os.fdopen(fd, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fchmod(stream.fileno(), mode)
+        try:
+            while content:
+                content = content[os.write(fd, content) :]
+            os.fchmod(fd, mode)
             if durable:
-                os.fsync(stream.fileno())
-        Path(name).replace(path)
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(name, path)  # noqa: PTH104 - several times in every trial
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)  # noqa: PTH108
         raise
 
 

@@ -5,11 +5,10 @@ How the solution's script ends is not judged, the tests do that; its exit code i
 
 from __future__ import annotations
 
-import os
-
 from pier.agent.contract import AGENT_LOGS, Agent, AgentRun, Launch
 from pier.errors import TaskError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
+from pier.sandbox.parcel import deliver
 
 SOLUTION_PATH = "/solution"
 SCRIPT = "solve.sh"
@@ -30,10 +29,7 @@ class OracleAgent(Agent):
     async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
         launch = self.launch(run)
         assert run.solution is not None
-        await sandbox.upload(run.solution, SOLUTION_PATH, owner=run.user)
-        if not os.access(run.solution / SCRIPT, os.X_OK):
-            script = (run.solution / SCRIPT).read_bytes()
-            await sandbox.write_file(f"{SOLUTION_PATH}/{SCRIPT}", script, mode=0o755, owner=run.user)
+        await deliver(sandbox, run.solution, SOLUTION_PATH, program=SCRIPT, owner=run.user)
         result = await sandbox.exec(
             list(launch.argv),
             cwd=run.workdir,

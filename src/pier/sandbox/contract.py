@@ -261,6 +261,14 @@ class Sandbox(ABC):
         """Unpack a tar stream below the directory `target` (made if missing) with its owners, modes and links. An
         entry that would land outside `target` is a `SandboxError` with code `unsafe_archive`."""
 
+    async def put_packed(self, archive: bytes, target: str) -> None:
+        """`put_tar` of an archive that is in memory."""
+
+        async def once() -> AsyncIterator[bytes]:
+            yield archive
+
+        await self.put_tar(once(), target)
+
     @abstractmethod
     def get_tar(self, source: str) -> AsyncIterator[bytes]:
         """The directory or file `source` as a tar stream with owners, modes and links."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from pier.agent.oracle import OracleAgent
 from pier.agent.registry import check_options, find_agent
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import AgentError, JobError, PierError, ProviderError, UsageError
-from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
+from pier.sandbox.contract import Change, Mount, OnOutput, Result, Sandbox
 from pier.task import Step, Task
 from pier.trial.model import AgentResult
 from pier.trial.spec import AgentChoice, TrialServices, TrialSpec
@@ -132,12 +132,29 @@ def user_text(user: str | int | None) -> str | None:
     return None if user is None else str(user)
 
 
-async def home_of(sandbox: Sandbox, user: str | None) -> str:
-    """The home directory of a user of the sandbox, as its own passwd file says."""
+_PASSWD = "/etc/passwd"
+_known_homes: dict[tuple[str, str], str] = {}
+"""By image and user, where the image's own passwd file still stood."""
+
+
+async def home_of(sandbox: Sandbox, user: str | None, changes: Iterable[Change] | None) -> str:
+    """The home directory of a user of the sandbox, as its own passwd file says. `changes` are what differs from the
+    image, so that an image is asked once."""
     wanted = user or sandbox.spec.user or sandbox.spec.image.config.user or "root"
     name = wanted.partition(":")[0]
+    untouched = changes is not None and all(change.path != _PASSWD for change in changes)
+    key = (sandbox.spec.image.digest, name) if untouched else None
+    if key in _known_homes:
+        return _known_homes[key]
+    home = await _read_home(sandbox, name)
+    if key is not None:
+        _known_homes[key] = home
+    return home
+
+
+async def _read_home(sandbox: Sandbox, name: str) -> str:
     try:
-        rows = (await sandbox.read_file("/etc/passwd")).decode(errors="replace").splitlines()
+        rows = (await sandbox.read_file(_PASSWD)).decode(errors="replace").splitlines()
     except FileNotFoundError:
         rows = []
     for row in rows:
@@ -263,6 +280,10 @@ def usage_of(session: Session | None) -> AgentResult:
         known |= {"n_input_tokens": meter.input_tokens, "n_output_tokens": meter.output_tokens}
         known["cost_usd"] = meter.cost_usd or None
     metadata: dict[str, Any] = {"model_calls": dict(session.tally.ends)}
+    if session.tally.retries:
+        metadata["model_retries"] = session.tally.retries
+    if session.tally.waited:
+        metadata["model_wait_seconds"] = round(session.tally.waited, 3)
     if session.ended:
         metadata["ended"] = session.ended
     return AgentResult(**known, metadata=metadata)

@@ -9,7 +9,7 @@ import asyncio
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -26,6 +26,7 @@ LOGS_LIMIT = 512 * 1024 * 1024
 """How many bytes of logs are taken out of a sandbox at once."""
 
 Status = Literal["ok", "failed", "empty", "skipped"]
+Look = Callable[[Path, list[str]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +139,18 @@ async def hand_over(sandbox: Sandbox, collected: Iterable[Collected], directory:
         await sandbox.upload(directory / row.place, row.source)
 
 
-async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRecord) -> None:
+async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRecord, look: Look | None = None) -> None:
     """Take a directory of logs out into `target`, beside what is there already, which stays. Logs that cannot be taken
-    are a warning: what the agent or the tests did to that place is not the trial's failure."""
+    are a warning: what the agent or the tests did to that place is not the trial's failure. `look` sees the directory
+    as it came, before secrets are taken out of it, and what was left out."""
     target.mkdir(parents=True, exist_ok=True)
     incoming = _unused(target)
     try:
-        await sandbox.download(source, incoming, max_bytes=LOGS_LIMIT, keep_empty=False)
+        left_out = await sandbox.download(source, incoming, max_bytes=LOGS_LIMIT, keep_empty=False)
         if not os.path.lexists(incoming):
             return
+        if look is not None and incoming.is_dir() and not incoming.is_symlink():
+            look(incoming, left_out)
         if record.redactor.longest:
             await asyncio.to_thread(record.redactor.tree, incoming)
         if not incoming.is_dir() or incoming.is_symlink():

@@ -19,7 +19,7 @@ from pier.trial.model import Integrity, IntegrityNote
 from pier.trial.record import TrialRecord
 from pier.trial.redact import Redactor
 from pier.trial.spec import TrialSpec
-from pier.verifier import Grading, Note, Rewards, grade, secure
+from pier.verifier import Grading, Note, RewardFiles, Rewards, grade, secure
 from pier.verifier.folders import VERIFIER_LOGS
 
 STDOUT = "test-stdout.txt"
@@ -132,15 +132,37 @@ async def _grade(
         user=user_text(table.user),
         seconds=seconds,
     )
-    logs = directory / "verifier"
+    logs = _Logs(sandbox, directory / "verifier", record)
     try:
         async with limit(None if seconds is None else seconds + _GRACE, lambda: _too_long(seconds)):
-            with record.output(logs / STDOUT) as output:
-                found = await grade(sandbox, grading, output)
+            with record.output(logs.target / STDOUT) as output:
+                found = await grade(sandbox, grading, output, logs.take)
     finally:
-        await take_logs(sandbox, VERIFIER_LOGS, logs, record)
+        if not logs.taken:
+            await logs.take()
     graded.rewards = found.rewards
     graded.notes += found.notes
+
+
+class _Logs:
+    """The verifier's logs, taken out once; the reward files are among them."""
+
+    def __init__(self, sandbox: Sandbox, target: Path, record: TrialRecord) -> None:
+        self.target = target
+        self.taken = False
+        self._sandbox = sandbox
+        self._record = record
+        self._found: RewardFiles | None = None
+
+    async def take(self) -> RewardFiles | None:
+        """Take the logs out; the reward files, if they came whole and as what they should be."""
+        self.taken = True
+        await take_logs(self._sandbox, VERIFIER_LOGS, self.target, self._record, self._look)
+        return self._found
+
+    def _look(self, incoming: Path, left_out: list[str]) -> None:
+        if not any("reward." in name for name in left_out):
+            self._found = RewardFiles.in_copy(incoming)
 
 
 def _too_long(seconds: float | None) -> VerifierError:

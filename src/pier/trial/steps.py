@@ -74,7 +74,7 @@ async def run_step(stage: Stage, index: int, network: StepNetwork, directory: Pa
     with captured() as failure:
         await _prepare(stage, step, index)
         before = await stage.sandbox.changes()
-        await _run_agent(stage, step, outcome, network.agent, directory / "agent")
+        await _run_agent(stage, step, outcome, network.agent, directory / "agent", before)
         await stage.switch_network(baseline)
         with stage.clock.phase("collect"):
             collected = await _collect(stage, step, directory)
@@ -115,12 +115,19 @@ async def _run_setup(stage: Stage, step: Step, user: str | None) -> None:
         raise TaskError(f"step {step.name!r}: setup.sh {how}: {result.error_text[-500:]}", code="step_setup")
 
 
-async def _run_agent(stage: Stage, step: Step, outcome: StepOutcome, policy: NetworkPolicy, logs: Path) -> None:
+async def _run_agent(
+    stage: Stage,
+    step: Step,
+    outcome: StepOutcome,
+    policy: NetworkPolicy,
+    logs: Path,
+    before: list[Change] | None,
+) -> None:
     spec, agent, sandbox, environ = stage.spec, stage.agent, stage.sandbox, stage.environ
     with stage.clock.phase("setup") as outcome.agent_setup:
         env = resolve_env(spec.agent.env, where="the agent's variables", environ=environ)
         solution = resolve_env(spec.task.config.solution.env, where="solution.env", environ=environ)
-        home = await home_of(sandbox, user_text(step.agent.user))
+        home = await home_of(sandbox, user_text(step.agent.user), before)
         run = describe_run(spec, step, agent, workdir=stage.workdir, home=home, env=env, solution_env=solution)
         await stage.switch_network(policy)
     told = Told(agent.name, stage.agent_version, spec.agent.model, spec.name)

@@ -2,13 +2,14 @@
 
 from pier.verifier.grade import Grade, Grading, grade
 from pier.verifier.notes import Note
-from pier.verifier.reward import Rewards, parse_json, parse_text, read_verdict
+from pier.verifier.reward import RewardFiles, Rewards, parse_json, parse_text, read_verdict
 from pier.verifier.secure import Secured, secure
 
 __all__ = [
     "Grade",
     "Grading",
     "Note",
+    "RewardFiles",
     "Rewards",
     "Secured",
     "grade",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import tarfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from pier.sandbox.contract import Sandbox
@@ -18,7 +18,7 @@ TESTS = "/tests"
 
 async def make_folders(sandbox: Sandbox, folders: Mapping[str, int]) -> None:
     """Make directories (absolute paths) with their modes, owned by root. Parents that are missing are made too."""
-    await sandbox.put_tar(_once(_pack(tuple(folders.items()))), "/")
+    await sandbox.put_packed(_pack(tuple(folders.items())), "/")
 
 
 @functools.lru_cache(maxsize=64)
@@ -30,7 +30,3 @@ def _pack(folders: tuple[tuple[str, int], ...]) -> bytes:
             entry.type, entry.mode = tarfile.DIRTYPE, mode
             archive.addfile(entry)
     return buffer.getvalue()
-
-
-async def _once(data: bytes) -> AsyncIterator[bytes]:
-    yield data

@@ -6,18 +6,20 @@ never through a file of the sandbox. Before the reward is read, everything that 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pier.errors import SandboxError, TaskError, VerifierError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
+from pier.sandbox.parcel import deliver
 from pier.verifier.folders import TESTS, VERIFIER_LOGS
 from pier.verifier.notes import Note
 from pier.verifier.reward import REWARD_LIMIT, RewardFiles, Rewards, read_verdict
 
 _OUTPUT_KEPT = 64 * 1024
+
+TakeRewards = Callable[[], Awaitable[RewardFiles | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,11 @@ class Grade:
     notes: tuple[Note, ...] = ()
 
 
-async def grade(sandbox: Sandbox, grading: Grading, on_output: OnOutput | None = None) -> Grade:
+async def grade(
+    sandbox: Sandbox, grading: Grading, on_output: OnOutput | None = None, take: TakeRewards | None = None
+) -> Grade:
     """Upload the tests, run them, read the verdict. The sandbox must be secured or fresh. `VerifierError` if there is
-    no usable verdict."""
+    no usable verdict. `take` may have the reward files already, from logs that are taken out anyway."""
     argv = await _prepare(sandbox, grading)
     result = await sandbox.exec(
         argv,
@@ -56,7 +60,9 @@ async def grade(sandbox: Sandbox, grading: Grading, on_output: OnOutput | None =
     if result.timed_out:
         raise VerifierError(f"the verifier took longer than {grading.seconds:g} s", code="verifier_timeout")
     notes = [Note("processes", f"still running when the tests had ended: {left}", stopped=True)] if left else []
-    files = RewardFiles(await _read(sandbox, "reward.json"), await _read(sandbox, "reward.txt"))
+    files = await take() if take is not None else None
+    if files is None:
+        files = RewardFiles(await _read(sandbox, "reward.json"), await _read(sandbox, "reward.txt"))
     try:
         verdict = read_verdict(files)
     except VerifierError as error:
@@ -75,14 +81,14 @@ async def _prepare(sandbox: Sandbox, grading: Grading) -> list[str]:
             raise TaskError(f"the verifier's image brings no {path}: {error}", code="no_tests") from error
         await sandbox.write_file(path, script, mode=0o755)
     else:
-        for directory in grading.tests:
-            await sandbox.upload(directory, TESTS, owner=grading.user)
-        found = next((file for tests in grading.tests[::-1] if (file := tests / grading.script).is_file()), None)
-        if found is None:
+        holders = [tests for tests in grading.tests if (tests / grading.script).is_file()]
+        if not holders:
             raise TaskError(f"the task brings no tests/{grading.script}", code="no_tests")
-        script = found.read_bytes()
-        if not os.access(found, os.X_OK):
-            await sandbox.write_file(path, script, mode=0o755, owner=grading.user)
+        for tests in grading.tests:
+            program = grading.script if tests == holders[-1] else None
+            await deliver(sandbox, tests, TESTS, program=program, owner=grading.user)
+        with (holders[-1] / grading.script).open("rb") as stream:
+            script = stream.read(2)
     return [path] if script.startswith(b"#!") else ["/bin/bash", path]
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pier.errors import VerifierError
@@ -26,6 +29,22 @@ class RewardFiles:
 
     json: bytes | None = None
     text: bytes | None = None
+
+    @classmethod
+    def in_copy(cls, directory: Path) -> RewardFiles | None:
+        """The files in a copy of the verifier's directory; None if one of them is no plain file of a fair size, or
+        neither is there."""
+        found: list[bytes | None] = []
+        for name in ("reward.json", "reward.txt"):
+            try:
+                status = os.lstat(f"{directory}/{name}")
+            except FileNotFoundError:
+                found.append(None)
+                continue
+            if not stat.S_ISREG(status.st_mode) or status.st_size > REWARD_LIMIT:
+                return None
+            found.append((directory / name).read_bytes())
+        return cls(*found) if any(content is not None for content in found) else None
 
 
 @dataclass(frozen=True, slots=True)
