@@ -7,7 +7,6 @@ that crosses the line is the last one.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pier.gateway.canonical import Usage
+from pier.gateway.clock import CLOCK, pause
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class Turn:
     def add(self, usage: Usage | None, cost: float | None) -> None:
         for meter in self._meters:
             meter.add(usage, cost)
+        if clock := CLOCK.get():
+            clock.cost_usd = cost
 
 
 class Meter:
@@ -112,7 +114,7 @@ class Meter:
             if len(self._recent) < limit:
                 self._recent.append(now)
                 return
-            await asyncio.sleep(60 - (now - self._recent[0]))
+            await pause(60 - (now - self._recent[0]))
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from pier.gateway.exchange import CallerGone
 from pier.gateway.flushing import Flusher
 from pier.gateway.http.server import Request, Server
 from pier.gateway.limiter import Retry
+from pier.gateway.metrics import Metrics
 from pier.gateway.providers import Directory, Provider, with_tokens
 from pier.gateway.recorder import Durable
 from pier.gateway.session import Session, Terms
@@ -47,6 +48,8 @@ class Gateway:
         self._directory = providers
         self._sessions: dict[bytes, Session] = {}
         self._servers: dict[str | None, Server] = {}
+        self.metrics = Metrics()
+        self.metrics.gauge("pier_gateway_open_sessions", "Sessions with a living key.", lambda: len(self._sessions))
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Gateway:

@@ -27,6 +27,7 @@ from pier.gateway.dialect import BadRequest
 from pier.gateway.exchange import CallerGone, Exchange
 from pier.gateway.http.coding import BadCoding, TooLarge
 from pier.gateway.http.message import BadMessage
+from pier.gateway.metrics import Measured
 from pier.gateway.recorder import Durable, Outcome, Recorder
 from pier.gateway.tally import Tally
 from pier.gateway.translate import Memory
@@ -123,7 +124,8 @@ class Session:
         assert task is not None
         self._calls.add(task)
         try:
-            return await self._serve(caller)
+            with Measured(self._gateway.metrics, self.tally):
+                return await self._serve(caller)
         finally:
             self._calls.discard(task)
 
@@ -186,7 +188,8 @@ class Session:
             meter.start()
         asked = caller.route.model or str(body.value.get("model") or self.model)
         stream = caller.route.stream if caller.route.stream is not None else bool(body.value.get("stream"))
-        record = self.recorder.call({**caller.facts(), "model": asked, "stream": stream}, body)
+        facts = {**caller.facts(), "model": asked, "stream": stream}
+        record = self._gateway.metrics.measured(self.recorder.call(facts, body), facts)
         refusal = self._refusal()
         with reserved(() if refusal else self._meters) as turn:
             gateway = self._gateway
@@ -222,6 +225,8 @@ class Session:
 
     async def _within_time(self, x: Exchange, asked: str) -> None:
         left = min((left for meter in self._meters if (left := meter.seconds_left) is not None), default=None)
+        if left is None:
+            return await self._answerer(asked).answer(x)
         clock = asyncio.timeout(left)
         try:
             async with clock:

@@ -21,6 +21,10 @@ class Tally:
     ends: Counter[End] = field(default_factory=Counter)
     last: End | None = None
     last_status: int | None = None
+    retries: int = 0
+    """Further attempts after passing faults, which the agent never saw."""
+    waited: float = 0.0
+    """Seconds in which calls stood still for rate limits and before such attempts."""
 
     @property
     def met_fault(self) -> bool:

@@ -1,0 +1,272 @@
+"""What a gateway does, in numbers: calls, tokens, money, latencies, waits, faults; as Prometheus text or as JSON.
+
+Numbers hold no text of any call and no key; the labels are dialects, served models, providers and outcomes, so there
+are few of them. `MeasuredRecord` takes the moments of a call from the same lines that go into its recording.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from pier.gateway.body import Body
+from pier.gateway.canonical import Usage
+from pier.gateway.clock import CLOCK, Clock
+from pier.gateway.recorder import CallRecord, Outcome, Side
+from pier.gateway.tally import Tally, end_of
+
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_MOST_LABELS = 200
+"""Names of models come from agents when no model is set; past so many they are counted together."""
+Labels = tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Counter:
+    """A number that only grows, for each combination of labels."""
+
+    name: str
+    help: str
+    labels: Labels = ()
+    values: dict[Labels, float] = field(default_factory=dict)
+
+    def add(self, amount: float = 1, *labels: str) -> None:
+        place = labels if labels in self.values or len(self.values) < _MOST_LABELS else ("other",) * len(labels)
+        self.values[place] = self.values.get(place, 0) + amount
+
+    def text(self) -> Iterable[str]:
+        yield from _head(self.name, "counter", self.help)
+        for labels, value in self.values.items() or (((), 0),) if not self.labels else self.values.items():
+            yield f"{self.name}{_labels(self.labels, labels)} {_number(value)}"
+
+    def snapshot(self) -> Any:
+        if not self.labels:
+            return self.values.get((), 0)
+        return [{**dict(zip(self.labels, labels, strict=True)), "value": v} for labels, v in self.values.items()]
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Seconds, by how many stayed below which bound."""
+
+    name: str
+    help: str
+    counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
+    total: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(SECONDS, seconds)] += 1
+        self.total += seconds
+
+    def text(self) -> Iterable[str]:
+        yield from _head(self.name, "histogram", self.help)
+        below = list(accumulate(self.counts))
+        for bound, count in zip((*map(_number, SECONDS), "+Inf"), below, strict=True):
+            yield f'{self.name}_bucket{{le="{bound}"}} {count}'
+        yield f"{self.name}_sum {_number(self.total)}"
+        yield f"{self.name}_count {below[-1]}"
+
+    def quantile(self, share: float) -> float | None:
+        """The bound below which that share of all values stayed; None without values."""
+        below = list(accumulate(self.counts))
+        if not below[-1]:
+            return None
+        place = next(i for i, count in enumerate(below) if count >= share * below[-1])
+        return SECONDS[place] if place < len(SECONDS) else float("inf")
+
+    def snapshot(self) -> Any:
+        count = sum(self.counts)
+        mean = self.total / count if count else None
+        return {"count": count, "sum": round(self.total, 6), "mean": mean, "p50": self._at(0.5), "p99": self._at(0.99)}
+
+    def _at(self, share: float) -> float | None:
+        found = self.quantile(share)
+        return SECONDS[-1] if found == float("inf") else found
+
+
+@dataclass(slots=True)
+class Gauge:
+    """A number that is asked for when somebody looks."""
+
+    name: str
+    help: str
+    read: Callable[[], float]
+
+    def text(self) -> Iterable[str]:
+        yield from _head(self.name, "gauge", self.help)
+        yield f"{self.name} {_number(self.read())}"
+
+    def snapshot(self) -> Any:
+        return self.read()
+
+
+class Metrics:
+    """The numbers of one gateway."""
+
+    def __init__(self) -> None:
+        by = ("dialect", "model", "provider")
+        self.calls = Counter("pier_gateway_calls_total", "Generations by how they ended.", (*by, "end", "status"))
+        self.tokens = Counter("pier_gateway_tokens_total", "Tokens as providers counted them.", (*by, "kind"))
+        self.cost = Counter("pier_gateway_cost_usd_total", "Money, where it is known.", by)
+        self.unpriced = Counter("pier_gateway_unpriced_calls_total", "Answered calls whose cost nobody knows.", by)
+        self.attempts = Counter("pier_gateway_upstream_attempts_total", "Requests to providers.", ("provider",))
+        self.retries = Counter("pier_gateway_upstream_retries_total", "Attempts after a passing fault.", ("provider",))
+        self.waits = Counter("pier_gateway_limit_waits_total", "Waits for rate limits and before retries.")
+        self.waited = Counter("pier_gateway_limit_wait_seconds_total", "Seconds spent in those waits.")
+        self.edits = Counter("pier_gateway_edits_total", "Changes that policy made in requests.")
+        self.gaps = Counter("pier_gateway_recording_gaps_total", "Calls that failed since they could not be recorded.")
+        self.seconds = Histogram("pier_gateway_call_seconds", "From a request's arrival to its end.")
+        self.before = Histogram("pier_gateway_before_upstream_seconds", "From arrival to the upstream, without waits.")
+        self.first = Histogram("pier_gateway_upstream_first_byte_seconds", "Until a provider began to answer.")
+        self.added = Histogram("pier_gateway_added_seconds", "What the gateway itself added to a call.")
+        self.recording = Histogram("pier_gateway_recording_seconds", "Until the end of a call was in its recording.")
+        self.lag = Histogram("pier_gateway_event_loop_lag_seconds", "How late the event loop was.")
+        self.open_calls = self.open_streams = 0
+        self._gauges = [
+            Gauge("pier_gateway_open_calls", "Calls under way.", lambda: self.open_calls),
+            Gauge("pier_gateway_open_streams", "Streamed calls under way.", lambda: self.open_streams),
+        ]
+
+    def gauge(self, name: str, help: str, read: Callable[[], float]) -> None:
+        self._gauges.append(Gauge(name, help, read))
+
+    def measured(self, record: CallRecord, facts: Mapping[str, Any]) -> CallRecord:
+        """The same record, counted as it goes."""
+        return MeasuredRecord(record.recorder, record.number, record._unwritten, self, facts)
+
+    def text(self) -> str:
+        """All of it as Prometheus reads it."""
+        return "\n".join(line for part in self._parts() for line in part.text()) + "\n"
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of it as JSON, without the common prefix of the names."""
+        return {part.name.removeprefix("pier_gateway_"): part.snapshot() for part in self._parts()}
+
+    def _parts(self) -> list[Counter | Histogram | Gauge]:
+        return [part for part in vars(self).values() if isinstance(part, Counter | Histogram)] + self._gauges
+
+
+class Measured:
+    """The time in which one request is served; whatever is counted of it is found through `CLOCK`."""
+
+    __slots__ = ("_clock", "_metrics", "_tally", "_token")
+
+    def __init__(self, metrics: Metrics, tally: Tally) -> None:
+        self._metrics = metrics
+        self._tally = tally
+        self._clock = Clock()
+
+    def __enter__(self) -> None:
+        self._token = CLOCK.set(self._clock)
+        self._metrics.open_calls += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        CLOCK.reset(self._token)
+        self._metrics.open_calls -= 1
+        self._metrics.open_streams -= self._clock.streams
+        self._tally.retries += self._clock.retries
+        self._tally.waited += self._clock.waited
+        if isinstance(error, OSError) and not isinstance(error, ConnectionError):
+            self._metrics.gaps.add()
+
+
+@dataclass(slots=True)
+class MeasuredRecord(CallRecord):
+    """One generation, measured."""
+
+    metrics: Metrics = field(default_factory=Metrics)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    clock: Clock = field(default_factory=lambda: CLOCK.get() or Clock())
+    provider: str = ""
+    model: str = ""
+    sent: float = 0.0
+    answered: float = 0.0
+    elsewhere: float = 0.0
+    """Time that upstreams took before they failed."""
+    over: bool = False
+
+    def __post_init__(self) -> None:
+        if self.facts.get("stream") and not self.clock.streams:
+            self.clock.streams = True
+            self.metrics.open_streams += 1
+
+    def edited(self, edits: list[Mapping[str, Any]]) -> None:
+        self.metrics.edits.add(len(edits))
+        CallRecord.edited(self, edits)
+
+    def attempt(self, facts: Mapping[str, Any], body: Body | bytes | None) -> None:
+        now, clock = time.monotonic(), self.clock
+        if not self.sent:
+            self.metrics.before.observe(max(0.0, now - clock.began - clock.waited))
+        else:
+            clock.retries += 1
+            self.metrics.retries.add(1, facts["provider"])
+        self.provider, self.model, self.sent = facts["provider"], facts.get("model") or "", now
+        self.metrics.attempts.add(1, self.provider)
+        CallRecord.attempt(self, facts, body)
+
+    def failed(self, error: str, wait: float | None) -> None:
+        self.elsewhere += time.monotonic() - self.sent
+        self.answered = 0.0
+        CallRecord.failed(self, error, wait)
+
+    def status(self, side: Side, status: int, headers: Mapping[str, str], streamed: bool) -> None:
+        if side == "upstream":
+            self.answered = time.monotonic()
+            self.metrics.first.observe(self.answered - self.sent)
+        CallRecord.status(self, side, status, headers, streamed)
+
+    def chunk(self, side: Side, data: bytes) -> None:
+        if side == "upstream":
+            self.answered = time.monotonic()
+        CallRecord.chunk(self, side, data)
+
+    def end(self, outcome: Outcome, status: int, *, error: str | None = None, usage: Usage | None = None) -> None:
+        began = time.monotonic()
+        CallRecord.end(self, outcome, status, error=error, usage=usage)
+        now = time.monotonic()
+        self.metrics.recording.observe(now - began)
+        if not self.over:
+            self.over = True
+            self._count(outcome, status, usage, now)
+
+    def _count(self, outcome: Outcome, status: int, usage: Usage | None, now: float) -> None:
+        metrics, clock = self.metrics, self.clock
+        by = (str(self.facts.get("dialect") or ""), self.model or str(self.facts.get("model") or ""), self.provider)
+        metrics.calls.add(1, *by, end_of(outcome, status), str(status))
+        metrics.seconds.observe(now - clock.began)
+        if self.sent and self.answered:
+            upstream = self.elsewhere + self.answered - self.sent
+            metrics.added.observe(max(0.0, now - clock.began - upstream - clock.waited))
+        if clock.waits:
+            metrics.waits.add(clock.waits)
+            metrics.waited.add(clock.waited)
+        if clock.cost_usd is not None:
+            metrics.cost.add(clock.cost_usd, *by)
+        elif outcome == "ok":
+            metrics.unpriced.add(1, *by)
+        for name in ("input_tokens", "output_tokens", "cached_tokens", "cache_write_tokens", "reasoning_tokens"):
+            if usage and (count := getattr(usage, name)):
+                metrics.tokens.add(count, *by, name.removesuffix("_tokens"))
+
+
+def _head(name: str, kind: str, words: str) -> tuple[str, str]:
+    return f"# HELP {name} {words}", f"# TYPE {name} {kind}"
+
+
+def _labels(names: Labels, values: Labels) -> str:
+    pairs = [f'{name}="{_escaped(value)}"' for name, value in zip(names, values, strict=True)]
+    return "{" + ",".join(pairs) + "}" if pairs else ""
+
+
+def _escaped(value: str) -> str:
+    text = value.encode(errors="replace").decode()
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(float(value))

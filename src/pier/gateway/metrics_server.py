@@ -1,0 +1,73 @@
+"""Serves a gateway's numbers at an address of their own, which is none that any session is served at.
+
+`GET /metrics` is Prometheus text, `GET /metrics.json` the same as JSON. There are no other routes, and nothing can be
+changed here. A unix socket is for its owner only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from pier.errors import UsageError
+from pier.gateway.http.server import Handle, Request, Server
+from pier.gateway.metrics import Metrics
+
+_SAMPLE = 0.25
+"""Seconds between two looks at how late the event loop is."""
+
+
+@asynccontextmanager
+async def metrics_served(metrics: Metrics, address: str) -> AsyncIterator[str]:
+    """Serve at `address`, HOST:PORT or the path of a unix socket, while the context lasts; gives where that is."""
+    server = Server(_answers(metrics), lambda status, message: json.dumps({"error": message}).encode())
+    listening, where = await _listen(server, address)
+    sampling = asyncio.create_task(_sample_lag(metrics))
+    try:
+        yield where
+    finally:
+        sampling.cancel()
+        listening.close()
+        await server.shutdown(1)
+        if "/" in address:
+            Path(address).unlink(missing_ok=True)
+        await asyncio.wait({sampling})
+
+
+async def _listen(server: Server, address: str) -> tuple[asyncio.Server, str]:
+    loop = asyncio.get_running_loop()
+    if "/" in address:
+        listening = await loop.create_unix_server(server, address)
+        Path(address).chmod(0o600)
+        return listening, address
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(f"{address!r} is no address for metrics", hint="give HOST:PORT, or the path of a unix socket")
+    listening = await loop.create_server(server, host.strip("[]"), int(port))
+    return listening, f"http://{host}:{listening.sockets[0].getsockname()[1]}/metrics"
+
+
+def _answers(metrics: Metrics) -> Handle:
+    async def answer(request: Request) -> None:
+        if request.method not in ("GET", "HEAD"):
+            return request.reply(405, [("Allow", "GET, HEAD")], b"")
+        if request.path == "/metrics":
+            kind = "text/plain; version=0.0.4; charset=utf-8"
+            return request.reply(200, [("Content-Type", kind)], metrics.text().encode())
+        if request.path == "/metrics.json":
+            body = json.dumps(metrics.snapshot(), indent=2).encode()
+            return request.reply(200, [("Content-Type", "application/json")], body)
+        return request.reply(404, [("Content-Type", "application/json")], b'{"error": "look at /metrics"}')
+
+    return answer
+
+
+async def _sample_lag(metrics: Metrics) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + _SAMPLE
+        await asyncio.sleep(_SAMPLE)
+        metrics.lag.observe(max(0.0, loop.time() - due))
