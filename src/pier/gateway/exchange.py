@@ -7,8 +7,7 @@ sees its last event; a failure reaches the agent in its own dialect; a stream th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -139,17 +138,9 @@ class Exchange:
         await self.end("ok")
         return await self.caller.reply(200, body, headers)
 
-    @asynccontextmanager
-    async def kept_alive(self) -> AsyncIterator[None]:
+    def kept_alive(self) -> _Beat:
         """While this runs, a streamed answer is never quiet for longer than the interval."""
-        if not self.stream:
-            yield
-            return
-        beat = _Beat(self, self._keep_alive)
-        try:
-            yield
-        finally:
-            await beat.stop()
+        return _Beat(self, self._keep_alive if self.stream else None)
 
     async def show_life(self) -> None:
         await self.start()
@@ -164,32 +155,42 @@ class Exchange:
 
 
 class _Beat:
-    """A timer that costs nothing until a stream is really quiet."""
+    """A timer that costs nothing until a stream is really quiet; without an interval it does nothing."""
 
-    def __init__(self, exchange: Exchange, interval: float) -> None:
+    def __init__(self, exchange: Exchange, interval: float | None) -> None:
         self._exchange = exchange
         self._interval = interval
-        self._loop = asyncio.get_running_loop()
-        exchange._last_write = self._loop.time()
         self._task: asyncio.Task[None] | None = None
-        self._timer = self._loop.call_later(interval, self._tick)
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> None:
+        if self._interval is not None:
+            self._loop = asyncio.get_running_loop()
+            self._exchange._last_write = self._loop.time()
+            self._wait(self._interval)
+
+    def _wait(self, seconds: float) -> None:
+        self._timer = self._loop.call_later(seconds, self._tick)
 
     def _tick(self) -> None:
+        assert self._interval is not None
         quiet = self._loop.time() - self._exchange._last_write
         if quiet < self._interval:
-            self._timer = self._loop.call_later(self._interval - quiet, self._tick)
+            self._wait(self._interval - quiet)
         elif self._task is None or self._task.done():
             self._task = self._loop.create_task(self._beat())
-            self._timer = self._loop.call_later(self._interval, self._tick)
+            self._wait(self._interval)
 
     async def _beat(self) -> None:
         try:
             await self._exchange.show_life()
         except CallerGone:
-            self._timer.cancel()
+            if self._timer:
+                self._timer.cancel()
 
-    async def stop(self) -> None:
-        self._timer.cancel()
+    async def __aexit__(self, *_: object) -> None:
+        if self._timer:
+            self._timer.cancel()
         if self._task and not self._task.done():
             self._task.cancel()
             await asyncio.wait({self._task})
