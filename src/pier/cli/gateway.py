@@ -31,6 +31,7 @@ def gateway() -> None:
 @click.option("--max-cost", type=float, help="End after so many US dollars.")
 @click.option("--max-seconds", type=float, help="End so many seconds after the first call.")
 @click.option("--rpm", type=int, help="Let so many requests pass in a minute.")
+@click.option("--metrics", help="Serve numbers for Prometheus at HOST:PORT, or at the path of a unix socket.")
 def serve(**options: Any) -> None:
     """Serve one session until interrupted, and print what to export for each agent."""
     import asyncio
@@ -51,14 +52,17 @@ async def _serve(
     recording: Path | None,
     tokens: bool,
     closed_book: bool,
+    metrics: str | None,
     **limits: Any,
 ) -> None:
     import asyncio
     import signal
+    from contextlib import AsyncExitStack
 
     from pier.gateway import Gateway
+    from pier.gateway.metrics_server import metrics_served
 
-    async with Gateway() as running:
+    async with Gateway() as running, AsyncExitStack() as stack:
         session = running.session(
             model,
             upstream=upstream,
@@ -71,6 +75,9 @@ async def _serve(
         url = await running.serve(host, port)
         if unix:
             await running.serve_unix(unix)
+        if metrics:
+            where = await stack.enter_async_context(metrics_served(running.metrics, metrics))
+            click.echo(f"# numbers at {where}", err=True)
         click.echo("\n".join(variables(url, session.key, session.model)))
         click.echo(f"# serving {model or 'every model by its name'} at {url}", err=True)
         stopped = asyncio.Event()
@@ -107,6 +114,18 @@ def variables(url: str, key: str, model: str) -> list[str]:
         "# Codex: codex exec -c model_provider=pier -c 'model_providers.pier="
         f'{{name="pier",base_url="{url}/v1",env_key="OPENAI_API_KEY",wire_api="responses"}}\' -m {model}',
     ]
+
+
+@gateway.command()
+@click.argument("address")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def metrics(address: str, as_json: bool) -> None:
+    """Print the numbers of a gateway that serves them: at HOST:PORT, or at the path of a unix socket."""
+    import asyncio
+
+    from pier.gateway.metrics_server import fetch
+
+    click.echo(asyncio.run(fetch(address, "/metrics.json" if as_json else "/metrics")), nl=False)
 
 
 @gateway.command()

@@ -50,6 +50,25 @@ async def _listen(server: Server, address: str) -> tuple[asyncio.Server, str]:
     return listening, f"http://{host}:{listening.sockets[0].getsockname()[1]}/metrics"
 
 
+async def fetch(address: str, path: str) -> str:
+    """What a gateway at `address` tells at `path`; `UsageError` if nobody answers there."""
+    try:
+        host, _, port = address.removeprefix("http://").partition("/")[0].rpartition(":")
+        opening = asyncio.open_unix_connection(address) if "/" in address and "://" not in address else None
+        reader, writer = await (opening or asyncio.open_connection(host.strip("[]"), int(port)))
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: pier\r\nConnection: close\r\n\r\n".encode())
+        data = await asyncio.wait_for(reader.read(-1), 30)
+        writer.close()
+    except (OSError, ValueError, TimeoutError) as error:
+        raise UsageError(
+            f"no gateway tells its numbers at {address}: {error}", hint="pier gateway serve --metrics HOST:PORT"
+        ) from None
+    head, _, body = data.partition(b"\r\n\r\n")
+    if b" 200 " not in head.partition(b"\r\n")[0]:
+        raise UsageError(f"{address} is not where a gateway tells its numbers", hint="pier gateway serve --metrics")
+    return body.decode().rstrip("\n") + "\n"
+
+
 def _answers(metrics: Metrics) -> Handle:
     async def answer(request: Request) -> None:
         if request.method not in ("GET", "HEAD"):
