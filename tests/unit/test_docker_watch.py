@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pier.sandbox.docker import box
-from pier.sandbox.docker.box import ContainerBox
+from pier.sandbox.docker import group
+from pier.sandbox.docker.group import until_frozen
 from pier.sandbox.local.channel import Channel
 
 pytestmark = pytest.mark.plain
@@ -20,16 +20,12 @@ class Looks:
     def __init__(self, frozen: list[bool], channel: Channel) -> None:
         self.frozen = frozen
         self.channel = channel
-        self.thawed = False
 
     def is_frozen(self) -> bool:
         if not self.frozen:
             self.channel.close("the test is over")
             return False
         return self.frozen.pop(0)
-
-    def thaw(self) -> None:
-        self.thawed = True
 
 
 @pytest.mark.parametrize(
@@ -39,13 +35,10 @@ class Looks:
 async def test_only_a_long_pause_is_given_up(
     looks: list[bool], given_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(box, "_WATCH_SECONDS", 0)
+    monkeypatch.setattr(group, "_WATCH_SECONDS", 0)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    nothing: Any = None
-    container = ContainerBox(nothing, nothing, nothing, "")
-    container.channel = Channel(ours, "gone")
-    group: Any = Looks(looks, container.channel)
-    await container._watch(group)
+    channel = Channel(ours, "gone")
+    watched: Any = Looks(looks, channel)
+    assert await until_frozen(watched, channel) == given_up
+    channel.close()
     theirs.close()
-    assert group.thawed == given_up
-    assert ("paused" in str(container.channel.lost())) == given_up

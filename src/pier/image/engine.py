@@ -1,11 +1,9 @@
-"""Takes images from a Docker engine, over its socket."""
+"""Takes images from a Docker engine, wherever it is."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from urllib.parse import quote
 
 import aiohttp
@@ -13,18 +11,12 @@ import aiohttp
 from pier.errors import ImageError
 from pier.image.importing import import_image
 from pier.image.model import Image
+from pier.image.reach import SshConnector, engine_address, open_connector, shown
 from pier.image.store import ImageStore
 
 _CHUNK = 1 << 20
 
-
-def engine_address() -> str:
-    """Where an engine is expected: `$DOCKER_HOST`, else the usual sockets; empty if there is none."""
-    if address := os.environ.get("DOCKER_HOST"):
-        return address
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    places = [Path("/var/run/docker.sock"), *([Path(runtime) / "docker.sock"] if runtime else [])]
-    return next((f"unix://{place}" for place in places if place.is_socket()), "")
+__all__ = ["engine_address", "take_from_engine"]
 
 
 async def take_from_engine(store: ImageStore, name: str, reference: str | None = None) -> Image | None:
@@ -46,22 +38,18 @@ async def take_from_engine(store: ImageStore, name: str, reference: str | None =
                 with archive.open("wb") as sink:
                     async for chunk in answer.content.iter_chunked(_CHUNK):
                         sink.write(chunk)
-                return await import_image(store, archive, reference or name, origin="docker", told=f"{address} {name}")
+                return await import_image(
+                    store, archive, reference or name, origin="docker", told=f"{shown(address)} {name}"
+                )
     except (aiohttp.ClientError, TimeoutError, PermissionError) as error:
-        raise ImageError(f"the Docker engine at {address} does not answer: {error}", code="no_engine") from error
+        raise ImageError(f"the Docker engine at {shown(address)} does not answer: {error}", code="no_engine") from error
 
 
 @asynccontextmanager
 async def _session(address: str) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
-    timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=600)
-    kind, _, rest = address.partition("://")
-    if kind == "unix":
-        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(rest), timeout=timeout) as session:
-            yield session, "http://docker"
-    elif kind in ("tcp", "http", "https"):
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            yield session, f"{'http' if kind == 'tcp' else kind}://{rest}"
-    else:
-        raise ImageError(
-            f"DOCKER_HOST={address} is not supported: only unix:// and tcp:// are", code="no_engine", blame="user"
-        )
+    timeout = aiohttp.ClientTimeout(total=None, connect=60, sock_read=600)
+    connector, base = open_connector(address)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        yield session, base
+    if isinstance(connector, SshConnector):
+        await connector.ended()

@@ -12,6 +12,7 @@ from typing import Any
 
 from pier.errors import PolicyError, SandboxError
 from pier.image.model import Image
+from pier.lease import Held
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.contract import Backend, Capabilities, Limits, Result, Sandbox, SandboxSpec
 
@@ -27,6 +28,12 @@ class Bench:
     image: Image
     capabilities: Capabilities
     scratch: Path
+    held_before: tuple[Held, ...] = ()
+
+    def held(self) -> list[Held]:
+        """What the backend has written down since the check began."""
+        found = [held for held in self.backend.lease.held() if held.kind in self.backend.kinds]
+        return [held for held in found if held not in self.held_before]
 
     @asynccontextmanager
     async def sandbox(self, **spec: Any) -> AsyncIterator[Sandbox]:
@@ -76,7 +83,8 @@ def offered(needs: str, capabilities: Capabilities) -> bool:
 
 async def verify(check: Check, backend: Backend, image: Image, scratch: Path) -> bool:
     """Run one check; AssertionError if the promise is broken. False: the capability is lacking, and was refused."""
-    bench = Bench(backend, image, await backend.capabilities(), scratch)
+    capabilities = await backend.capabilities()
+    bench = Bench(backend, image, capabilities, scratch, tuple(backend.lease.held()))
     async with asyncio.timeout(PATIENCE * 2):
         if offered(check.needs, bench.capabilities):
             await check.body(bench)

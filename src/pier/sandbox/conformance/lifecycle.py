@@ -135,15 +135,15 @@ async def cancelled_start(bench: Bench) -> None:
         await asyncio.wait([task])
         if not task.cancelled():
             await task.result().stop()
-    assert [held for held in bench.backend.lease.held() if held.kind in bench.backend.kinds] == []
+    assert bench.held() == []
 
 
 @check("a sandbox is written down while it lives and struck out after")
 async def written_down(bench: Bench) -> None:
     async with bench.sandbox() as sandbox:
-        assert [held for held in bench.backend.lease.held() if held.kind in bench.backend.kinds]
+        assert bench.held()
         await sandbox.stop()
-    assert [held for held in bench.backend.lease.held() if held.kind in bench.backend.kinds] == []
+    assert bench.held() == []
 
 
 @check("a snapshot holds what was written, and the sandbox goes on", needs="snapshot")
@@ -193,4 +193,4 @@ async def refused_before_start(bench: Bench) -> None:
     if not bench.capabilities.gpus:
         await refuses(bench.backend.start(SandboxSpec(bench.image, gpus=1)), SandboxError)
     await refuses(bench.backend.start(SandboxSpec(bench.image, limits=Limits(memory=-1))), SandboxError)
-    assert [held for held in bench.backend.lease.held() if held.kind in bench.backend.kinds] == []
+    assert bench.held() == []

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from pathlib import Path
 
+from pier.sandbox.local.channel import Channel
+
 _ROOT = Path("/sys/fs/cgroup")
+_WATCH_SECONDS = 1.0
+_FROZEN_LOOKS = 5
+"""A container that was seen frozen that many times in a row is given up. Engines freeze one for a moment for their own
+purposes, such as a commit."""
 
 
 class ContainerGroup:
@@ -41,3 +48,13 @@ class ContainerGroup:
         """Let the processes run on; the older interface does not deliver even SIGKILL before that."""
         with contextlib.suppress(OSError):
             self._freezer.write_text("THAWED" if self._freezer.name == "freezer.state" else "0")
+
+
+async def until_frozen(group: ContainerGroup, channel: Channel) -> bool:
+    """Watch a container: True once somebody has frozen it, False when its channel is closed. What is frozen answers
+    nothing, so that everybody who asks would wait for as long as somebody else likes."""
+    looks = 0
+    while not channel.closed and looks < _FROZEN_LOOKS:
+        await asyncio.sleep(_WATCH_SECONDS)
+        looks = looks + 1 if group.is_frozen() else 0
+    return looks == _FROZEN_LOOKS

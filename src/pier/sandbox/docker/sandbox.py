@@ -2,17 +2,80 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from typing import Any, cast
 
-from pier.sandbox.contract import SandboxSpec
+from pier.errors import SandboxError
+from pier.sandbox.contract import ProtocolFactory, SandboxSpec
 from pier.sandbox.docker.box import ContainerBox
-from pier.sandbox.local.sandbox import Home, LocalSandbox
+from pier.sandbox.docker.far_channel import FarChannel
+from pier.sandbox.local.channel import close_all
+from pier.sandbox.local.sandbox import Home, LocalListener, LocalSandbox
 
 
 class DockerSandbox(LocalSandbox):
-    """A container that pier entered."""
+    """A container that was entered."""
 
     box: ContainerBox
 
     def __init__(self, spec: SandboxSpec, box: ContainerBox, home: Home) -> None:
         super().__init__(spec, cast(Any, box), home)
+        self.network = box.entered.network(spec.network, spec.on_decision)
+
+    async def listen(self, port: int, factory: ProtocolFactory, *, host: str = "127.0.0.1") -> LocalListener:
+        channel = self.box.channel
+        if not isinstance(channel, FarChannel):
+            return await super().listen(port, factory, host=host)
+        listener = FarListener(host, port, factory, channel)
+        await listener.open()
+        self._listeners.append(listener)
+        return listener
+
+    async def _serve(self, listener: LocalListener) -> None:
+        """Once: a snapshot leaves a container and its sockets as they are."""
+        if listener not in self._listeners:
+            await super()._serve(listener)
+
+
+class FarListener(LocalListener):
+    """A socket in a container that the helper accepts connections from; each comes here as a stream."""
+
+    def __init__(self, host: str, port: int, factory: ProtocolFactory, channel: FarChannel) -> None:
+        super().__init__(host, port, factory)
+        self._channel = channel
+        self._number = channel.number()
+        self._answered: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._accepting: set[asyncio.Task[Any]] = set()
+
+    async def open(self) -> None:
+        """Start to listen."""
+        request = {"op": "listen", "id": self._number, "host": self.host, "port": self.port}
+        self._channel.hear(self._number, self._on_message)
+        self._channel.send(request)
+        message = await self._answered
+        if not message:
+            raise self._channel.lost()
+        if "error" in message:
+            self._channel.forget(self._number)
+            raise SandboxError(message["error"], code=message.get("code", "sandbox"))
+        self.port = message["port"]
+
+    def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
+        if not self._answered.done():
+            self._answered.set_result(message)
+        elif fds and not self.closed:
+            loop = asyncio.get_running_loop()
+            sock = socket.socket(fileno=fds.pop())
+            sock.setblocking(False)
+            task = loop.create_task(loop.connect_accepted_socket(self._factory, sock))
+            self._accepting.add(task)
+            task.add_done_callback(self._accepting.discard)
+        close_all(fds)
+
+    async def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._channel.forget(self._number)
+            if not self._channel.closed:
+                self._channel.send({"op": "unlisten", "id": 0, "listener": self._number})

@@ -6,8 +6,11 @@ When the other end is gone every waiter gets the same `SandboxError`; nobody wai
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
+import struct
+import termios
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +102,10 @@ class Channel:
         finally:
             if extra >= 0:
                 os.close(extra)
+
+    def resize(self, job: int, terminal: int, rows: int, columns: int) -> None:
+        """Tell the terminal of a command its size."""
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def lost(self) -> SandboxError:
         return SandboxError(self._gone, code=self._code)

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import inspect
 import os
-import struct
-import termios
 import time
 from collections.abc import Callable
 from typing import Any
@@ -201,7 +198,7 @@ class LocalProcess(Process):
 
     async def resize(self, rows: int, columns: int) -> None:
         if self._terminal >= 0:
-            fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+            self._channel.resize(self.number, self._terminal, rows, columns)
 
     async def signal(self, number: int) -> None:
         if not self._ended.done():

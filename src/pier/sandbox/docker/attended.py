@@ -1,0 +1,218 @@
+"""One container in the helper's care: pier's requests go to its attendant, with streams in place of open files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from dataclasses import asdict
+from typing import Any
+
+from pier.network.decision import Decision
+from pier.network.policy import NetworkPolicy
+from pier.sandbox.docker.group import ContainerGroup, until_frozen
+from pier.sandbox.docker.mux import Mux
+from pier.sandbox.local.channel import Channel, close_all
+from pier.sandbox.local.network import Network
+
+EVENT = -2
+"""The number of messages that answer nothing: a decision of the network policy, the end of the container."""
+_OWN = 1 << 40
+"""Requests of the helper's own have numbers from here on, so that they are not taken for pier's."""
+
+
+class Attended:
+    """A container that was entered. `enter` it once, `leave` it at any moment."""
+
+    def __init__(self, mux: Mux, key: str, pid: int) -> None:
+        self.key = key
+        self._mux = mux
+        self._pid = pid
+        self._first = os.pidfd_open(pid)
+        self._group = ContainerGroup(pid)
+        self._pidfd = -1
+        self._channel: Channel | None = None
+        self._network = Network(NetworkPolicy(), self._decide)
+        self._outputs: dict[int, list[int]] = {}
+        self._terminals: dict[int, int] = {}
+        self._listeners: dict[int, socket.socket] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+
+    async def enter(self, doorkeeper: Channel, plan: dict[str, Any]) -> dict[str, str]:
+        """Have an attendant enter the container; how it was refused a network."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel = Channel(ours, "the container is gone", self._gone)
+        self._channel._numbers = _OWN
+        try:
+            ready = asyncio.ensure_future(self._channel.wait(0))
+            _, fds = await doorkeeper.ask({"op": "enter", "pid": self._pid, "plan": plan}, [theirs.fileno()])
+            self._pidfd = fds[0]
+        finally:
+            theirs.close()
+        self._start(self._watch())
+        return (await ready)[0]["proof"]
+
+    def _start(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _tell(self, id: int, answer: dict[str, Any]) -> None:
+        self._mux.send({"key": self.key, "id": id} | answer)
+
+    def _gone(self) -> None:
+        self._tell(EVENT, {"gone": ""})
+
+    def _decide(self, decision: Decision) -> None:
+        self._tell(EVENT, {"decision": asdict(decision)})
+
+    async def _watch(self) -> None:
+        assert self._channel is not None
+        if await until_frozen(self._group, self._channel):
+            self._tell(EVENT, {"gone": "was paused from outside"})
+            self._channel.close()
+            self._kill()
+
+    def _kill(self) -> None:
+        """Kill everything in the container, whether it is frozen or not."""
+        for fd in (self._pidfd, self._first):
+            if fd >= 0:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+        self._group.thaw()
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Pass a request on. Its files are made here: pipes, with streams to pier at their other ends."""
+        channel, id = self._channel, message["id"]
+        if message["op"] == "unlisten":
+            self._unlisten(message["listener"])
+            return
+        if message["op"] == "resize":
+            stream = self._mux.stream(self._terminals.get(message["job"], -1))
+            if stream is not None:
+                stream.resize(message["rows"], message["columns"])
+            return
+        fds: list[int] = []
+        for kind, number in message.pop("files", []):
+            fds.append(self._open(kind, number))
+            if kind == "out":
+                self._outputs.setdefault(id, []).append(number)
+        try:
+            assert channel is not None
+            if channel.closed:
+                return
+            if id > 0:
+                channel.hear(id, lambda answer, files: self._pass_back(id, answer, files))
+            channel.send(message, fds)
+        finally:
+            close_all(fds)
+
+    def _open(self, kind: str, number: int) -> int:
+        if kind == "null":
+            return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        read, write = os.pipe2(os.O_CLOEXEC)
+        inside = read if kind == "in" else write
+        os.fchmod(inside, 0o666)
+        if kind == "in":
+            os.set_blocking(write, False)
+            self._mux.take(number, sink=write)
+        else:
+            self._mux.take(number, source=read)
+        return inside
+
+    def _pass_back(self, id: int, answer: dict[str, Any], fds: list[int]) -> None:
+        assert self._channel is not None
+        if not answer:
+            return
+        if answer.get("started"):
+            self._tell_started(id, answer, fds)
+            return
+        close_all(fds)
+        self._channel.forget(id)
+        outputs = self._outputs.pop(id, [])
+        if (terminal := self._terminals.pop(id, 0)) > 0:
+            outputs.append(terminal)
+        answer = {"oom": self._group.oom_kills()} | answer
+        streams = [stream for number in outputs if (stream := self._mux.stream(number)) is not None]
+        if streams:
+            self._start(self._pass_back_after(id, answer, streams))
+        else:
+            self._tell(id, answer | {"after": outputs})
+
+    async def _pass_back_after(self, id: int, answer: dict[str, Any], streams: list[Any]) -> None:
+        """What a command wrote goes before the news that it ended."""
+        for stream in streams:
+            await stream.sent()
+        self._tell(id, answer | {"after": [stream.number for stream in streams]})
+
+    def _tell_started(self, id: int, answer: dict[str, Any], fds: list[int]) -> None:
+        if not fds:
+            self._tell(id, answer)
+            return
+        self._terminals[id] = self._hand_over(id, answer, fds[0])
+
+    def _hand_over(self, id: int, answer: dict[str, Any], fd: int) -> int:
+        """Tell of an open file that bytes go into and come from."""
+        number = self._mux.number()
+        self._tell(id, answer | {"files": [["both", number]]})
+        os.set_blocking(fd, False)
+        self._mux.take(number, source=fd, sink=os.dup(fd))
+        return number
+
+    async def listen(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Listen inside; connections are handed over as they come."""
+        assert self._channel is not None
+        answer, fds = await self._channel.ask({"op": "listen", "host": message["host"], "port": message["port"]})
+        sock = socket.socket(fileno=fds[0])
+        sock.setblocking(False)
+        self._listeners[message["id"]] = sock
+        self._loop.add_reader(sock, self._accept, message["id"], sock)
+        return {"port": answer["port"]}
+
+    def _accept(self, id: int, sock: socket.socket) -> None:
+        for _ in range(64):
+            try:
+                connection = sock.accept()[0]
+            except OSError:
+                return
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._hand_over(id, {"connection": True}, connection.detach())
+
+    def _unlisten(self, id: int) -> None:
+        sock = self._listeners.pop(id, None)
+        if sock is not None:
+            self._loop.remove_reader(sock)
+            sock.close()
+
+    async def set_network(self, policy: NetworkPolicy) -> dict[str, Any]:
+        """Put a policy in force and prove it; the proof is the first decision under it."""
+        assert self._channel is not None
+        await self._network.enforce(self._channel, policy)
+        return {}
+
+    async def leave(self) -> None:
+        """End the attendant and everything that is served for it. Of a frozen container everything is killed."""
+        for id in list(self._listeners):
+            self._unlisten(id)
+        await self._network.close()
+        if self._channel is not None:
+            self._channel.close()
+        if self._group.is_frozen():
+            self._kill()
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            ended = self._loop.create_future()
+            self._loop.add_reader(self._pidfd, lambda: ended.done() or ended.set_result(None))
+            await ended
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        for task in self._tasks:
+            task.cancel()
+        if self._first >= 0:
+            os.close(self._first)
+            self._first = -1

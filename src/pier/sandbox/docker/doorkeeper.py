@@ -1,0 +1,71 @@
+"""The helper's warm process, from which the attendants of containers are forked. Standard library only.
+
+As a zygote does for local sandboxes, it has one thread and has everything imported beforehand. It ends when the helper
+does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+from typing import Any
+
+from pier.sandbox import tree
+from pier.sandbox.local import attendant, kernel, wire
+
+
+def fork_doorkeeper() -> socket.socket:
+    """Start it; the socket to it. Call this before there is a second thread or a loop."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        try:
+            ours.close()
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for number in (0, 1):
+                os.dup2(nothing, number)
+            os.close(nothing)
+            _serve(theirs)
+        finally:
+            os._exit(0)
+    theirs.close()
+    return ours
+
+
+def _serve(sock: socket.socket) -> None:
+    kernel.set_name("pier-doorkeeper")
+    tree.warm()
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, _reap)
+    with contextlib.suppress(ConnectionError):
+        while (received := wire.receive(sock)) is not None:
+            message, fds = received
+            try:
+                _enter(sock, message, fds)
+            except OSError as error:
+                wire.send(sock, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+
+def _enter(sock: socket.socket, message: dict[str, Any], fds: list[int]) -> None:
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        sock.close()
+        attendant.main(socket.socket(fileno=fds[0]), message["pid"], message["plan"])
+    pidfd = os.pidfd_open(pid)
+    try:
+        wire.send(sock, {"id": message["id"], "pid": pid}, [pidfd])
+    finally:
+        os.close(pidfd)
+
+
+def _reap(*_: object) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

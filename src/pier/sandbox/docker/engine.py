@@ -1,0 +1,145 @@
+"""One engine in use: the connection to it, how its containers are entered, and what can be mounted there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from pier.errors import SandboxError
+from pier.home import pier_home
+from pier.idmap import IdMap
+from pier.image.reach import is_socket, shown
+from pier.lease import Lease
+from pier.network.policy import NetworkMode
+from pier.sandbox.contract import Mount
+from pier.sandbox.docker import idle
+from pier.sandbox.docker.client import Client, connect
+from pier.sandbox.docker.config import Placing
+from pier.sandbox.docker.entering import Entrance, OwnEntrance
+from pier.sandbox.docker.helper import REPOSITORY, Helper
+from pier.sandbox.docker.images import EngineImages
+from pier.sandbox.docker.runtime import IDLE
+from pier.sandbox.docker.volumes import PREFIX, PackVolumes
+from pier.sandbox.local.network import offered_modes
+from pier.sandbox.local.zygotes import Zygotes
+
+_PROGRAM = "/.pier-idle"
+_IPV6 = Path("/proc/sys/net/ipv6")
+
+
+def needs_helper(address: str) -> bool:
+    """Whether containers of the engine at `address` cannot be entered by this process."""
+    here = is_socket(address) and os.geteuid() == 0 and sys.platform == "linux"
+    return not here or bool(os.environ.get("PIER_DOCKER_HELPER"))
+
+
+class Engine:
+    """An engine that answers. Where pier is not root on its host, a helper there does what needs it."""
+
+    def __init__(self, docker: Client, version: dict[str, Any], lease: Lease) -> None:
+        self.docker = docker
+        self.address = docker.address
+        self.images = EngineImages(docker)
+        self.through_helper = needs_helper(docker.address)
+        self._machine = str(version.get("Arch", ""))
+        self._lease = lease
+        self._zygotes: Zygotes | None = None
+        self._helper: Helper | None = None
+        self._packs: PackVolumes | None = None
+        self._starting = asyncio.Lock()
+
+    @classmethod
+    async def open(cls, address: str, lease: Lease) -> Engine:
+        """Reach the engine at `address`."""
+        docker, version = await connect(address)
+        return cls(docker, version, lease)
+
+    async def entrance(self) -> Entrance:
+        """What enters containers here; a helper that was lost is replaced."""
+        if self.through_helper:
+            return await self.helper()
+        if self._zygotes is None:
+            self._zygotes = Zygotes(IdMap.detect())
+        return OwnEntrance(self._zygotes)
+
+    async def helper(self) -> Helper:
+        """The helper, started if need be."""
+        async with self._starting:
+            if self._helper is not None and self._helper.closed:
+                lost, self._helper = self._helper, None
+                await lost.close()
+            if self._helper is None:
+                self._helper = await self._start_helper()
+            return self._helper
+
+    async def _start_helper(self) -> Helper:
+        helper = Helper(self.docker, self._lease)
+        try:
+            await helper.start(self._machine)
+        except BaseException:
+            await asyncio.shield(helper.close())
+            raise
+        return helper
+
+    async def networks(self) -> frozenset[NetworkMode]:
+        """The policies that can be enforced there."""
+        return (await self.helper()).networks if self.through_helper else offered_modes()
+
+    async def shares_disk(self) -> bool:
+        """Whether the engine sees this machine's directories."""
+        return (await self.helper()).shares_disk if self.through_helper else True
+
+    async def place(self, mounts: tuple[Mount, ...]) -> Placing:
+        """Make what a container needs there, and say where it is."""
+        bound = [mount for mount in mounts if mount.source is not None]
+        if not self.through_helper:
+            program = idle.place(pier_home() / "docker")
+            return Placing(_PROGRAM, (f"{program}:{_PROGRAM}:ro", *map(_bind, bound)), _IPV6.exists())
+        helper = await self.helper()
+        own = f"{helper.volume}:{_PROGRAM}:ro"
+        binds = [_bind(mount) if helper.shares_disk else await self._copied(mount, helper) for mount in bound]
+        return Placing(f"{_PROGRAM}/{IDLE}", (own, *binds), helper.has_six)
+
+    async def _copied(self, mount: Mount, helper: Helper) -> str:
+        """A mount for an engine that cannot see its source."""
+        source = _existing(mount)
+        if not mount.read_only or not source.is_dir():
+            kind = "written to" if source.is_dir() else "mounted, since it is a file,"
+            raise SandboxError(
+                f"{source} cannot be {kind} at {mount.target}: the engine at {shown(self.address)} does not see this "
+                "machine's files",
+                code="far_mount",
+                blame="user",
+                retryable=False,
+                hint="mount a directory read-only, or run pier on the engine's host",
+            )
+        if self._packs is None:
+            digest = helper.volume.removeprefix(PREFIX)
+            self._packs = PackVolumes(self.docker, self._lease, f"{REPOSITORY}:{digest}")
+        return f"{await self._packs.ensure(source)}:{mount.target}:ro"
+
+    async def close(self) -> None:
+        """End everything that serves containers here, and the connection."""
+        if self._zygotes is not None:
+            self._zygotes.close()
+            self._zygotes = None
+        try:
+            if self._helper is not None:
+                await self._helper.close()
+                self._helper = None
+        finally:
+            await self.docker.close()
+
+
+def _existing(mount: Mount) -> Path:
+    source = Path(mount.source or "")
+    if not source.exists():
+        raise SandboxError(f"cannot mount {source}: it does not exist", code="no_mount", blame="user", retryable=False)
+    return source.resolve()
+
+
+def _bind(mount: Mount) -> str:
+    return f"{_existing(mount)}:{mount.target}:{'ro' if mount.read_only else 'rw'}"

@@ -1,0 +1,151 @@
+"""How a container is entered: by this process's own zygotes, where pier is root on the engine's host."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from pier.errors import SandboxError
+from pier.network.decision import OnDecision
+from pier.network.policy import NetworkPolicy
+from pier.sandbox import seccomp
+from pier.sandbox.docker.group import ContainerGroup, until_frozen
+from pier.sandbox.local.box import kill_and_wait
+from pier.sandbox.local.channel import Channel
+from pier.sandbox.local.network import Network
+from pier.sandbox.local.zygotes import Zygotes
+
+FAR_SOCKET = "far_socket"
+"""The code of the error that an engine is at a socket of this machine, but is not on it."""
+
+
+class Entered(ABC):
+    """A container that pier has entered: requests go through `channel`, as to a local sandbox's init."""
+
+    channel: Channel
+    proof: dict[str, str]
+    """How it was refused a network."""
+
+    @abstractmethod
+    def oom_kills(self) -> int:
+        """How many processes the limit on memory has killed."""
+
+    @abstractmethod
+    def network(self, policy: NetworkPolicy, on_decision: OnDecision | None) -> Network:
+        """What serves its network."""
+
+    @abstractmethod
+    async def leave(self) -> None:
+        """End what serves it. Of a container that somebody has frozen everything is killed. Idempotent."""
+
+
+class Entrance(ABC):
+    """Enters containers of one engine."""
+
+    @abstractmethod
+    async def enter(self, name: str, id: str, pid: int, plan: dict[str, Any]) -> Entered:
+        """Enter the container `id` whose first process is `pid` on the engine's host."""
+
+
+class OwnEntrance(Entrance):
+    """Enters containers of this machine, as root."""
+
+    def __init__(self, zygotes: Zygotes) -> None:
+        self._zygotes = zygotes
+
+    async def enter(self, name: str, id: str, pid: int, plan: dict[str, Any]) -> OwnEntered:
+        entered = OwnEntered(name, id, pid)
+        try:
+            await entered.start(self._zygotes, plan)
+        except BaseException:
+            await asyncio.shield(entered.leave())
+            raise
+        return entered
+
+
+class OwnEntered(Entered):
+    """A container with an attendant of this process's own."""
+
+    def __init__(self, name: str, id: str, pid: int) -> None:
+        self.proof = {}
+        self._name = name
+        self._pid = pid
+        self._pidfd = -1
+        self._watching: asyncio.Task[None] | None = None
+        try:
+            self._first = os.pidfd_open(pid)
+            self._group = ContainerGroup(pid)
+            groups = Path(f"/proc/{pid}/cgroup").read_text()
+        except OSError as error:
+            raise SandboxError(f"the container {name} ended at once: {error}", code="container_ended") from error
+        if id not in groups:
+            os.close(self._first)
+            raise SandboxError(
+                f"the engine's process {pid} is not the container {name} here: the engine is on another machine",
+                code=FAR_SOCKET,
+                blame="user",
+                retryable=False,
+            )
+
+    async def start(self, zygotes: Zygotes, plan: dict[str, Any]) -> None:
+        """Have an attendant enter."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel = Channel(ours, f"the container {self._name} is gone")
+        ready = asyncio.ensure_future(self.channel.wait(0))
+        try:
+            zygote = await zygotes.pick()
+            plan = plan | {"filter": seccomp.program().hex() if seccomp.supported() else ""}
+            _, fds = await zygote.ask({"op": "enter", "pid": self._pid, "plan": plan}, [theirs.fileno()])
+            self._pidfd = fds[0]
+            self._watching = asyncio.create_task(self._watch())
+            theirs.close()
+            self.proof = (await ready)[0]["proof"]
+        finally:
+            theirs.close()
+            if not ready.done():
+                ready.cancel()
+            await asyncio.wait([ready])
+            if not ready.cancelled():
+                ready.exception()
+
+    async def _watch(self) -> None:
+        if await until_frozen(self._group, self.channel):
+            self.channel.close(f"the container {self._name} was paused from outside")
+            self._kill()
+
+    def _kill(self) -> None:
+        """Kill everything in the container, whether it is frozen or not."""
+        for fd in (self._pidfd, self._first):
+            if fd >= 0:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+        self._group.thaw()
+
+    def oom_kills(self) -> int:
+        return self._group.oom_kills()
+
+    def network(self, policy: NetworkPolicy, on_decision: OnDecision | None) -> Network:
+        return Network(policy, on_decision)
+
+    async def leave(self) -> None:
+        if hasattr(self, "channel"):
+            self.channel.close()
+        if self._group.is_frozen():
+            self._kill()
+        if self._pidfd >= 0:
+            await kill_and_wait(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+            self._watching = None
+        if self._first >= 0:
+            os.close(self._first)
+            self._first = -1

@@ -1,0 +1,174 @@
+"""The helper's program: serves containers on an engine's host for a pier that is somewhere else, or is not root there.
+
+It has containers entered as pier does where it is root, and passes pier's requests on. Networks are
+served here, so what a sandbox reaches is what the engine's host reaches. It ends when pier's end of its standard input
+does, or when pier has been silent for long. Standard library only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures.thread  # noqa: F401 - what others import late must be among this program's parts
+import contextlib
+import ctypes
+import encodings.idna  # noqa: F401 - as above
+import json
+import os
+import socket
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from pier.errors import PolicyError, SandboxError
+from pier.network.policy import NetworkPolicy
+from pier.sandbox import seccomp
+from pier.sandbox.docker.attended import Attended
+from pier.sandbox.docker.doorkeeper import fork_doorkeeper
+from pier.sandbox.docker.mux import Broken, Mux
+from pier.sandbox.local.channel import Channel
+from pier.sandbox.local.network import offered_modes
+
+SILENCE = 120.0
+"""Seconds without a word from pier after which it counts as gone."""
+_CHUNK = 1 << 18
+_SHARED = "/shared"
+
+
+def main() -> None:
+    """Serve until pier is gone."""
+    asyncio.run(Far(fork_doorkeeper()).serve())
+
+
+def list_parts() -> None:
+    """Say which files this program needs: its modules, and the libraries as the linker found them."""
+    with contextlib.suppress(OSError):
+        socket.getaddrinfo("localhost", 1)
+    modules = sorted({path for each in list(sys.modules.values()) if (path := getattr(each, "__file__", None))})
+    found = {"modules": modules, "libraries": _libraries(), "version": sys.version_info[:2], "lib": sys.platlibdir}
+    sys.stdout.write(json.dumps(found))
+
+
+def _libraries() -> list[str]:
+    class Info(ctypes.Structure):
+        _fields_ = (("address", ctypes.c_void_p), ("name", ctypes.c_char_p))
+
+    found: list[str] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Info), ctypes.c_size_t, ctypes.c_void_p)
+    def note(info: Any, *_: Any) -> int:
+        found.append(os.fsdecode(info.contents.name or b""))
+        return 0
+
+    ctypes.CDLL(None).dl_iterate_phdr(note, None)
+    return sorted(name for name in found if name.startswith("/"))
+
+
+class Far:
+    """The far end of the connection, and the containers that are attended from here."""
+
+    def __init__(self, doorkeeper: socket.socket) -> None:
+        self._sock = doorkeeper
+        self._attended: dict[str, Attended] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._heard = 0.0
+        self._mux: Mux
+        self._doorkeeper: Channel
+
+    async def serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._mux = Mux(0, self._on_message)
+        self._doorkeeper = Channel(self._sock, "the helper's doorkeeper has died", lambda: os._exit(1))
+        reader = asyncio.StreamReader(limit=_CHUNK)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        out, protocol = await loop.connect_write_pipe(
+            lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), sys.stdout
+        )
+        writer = asyncio.StreamWriter(out, protocol, None, loop)
+        self._start(self._send_out(writer))
+        self._start(self._watch())
+        self._mux.send({"key": "", "id": 0, "hello": self._hello()})
+        with contextlib.suppress(Broken):
+            while data := await reader.read(_CHUNK):
+                self._heard = loop.time()
+                self._mux.feed(data)
+        os._exit(0)
+
+    async def _send_out(self, writer: asyncio.StreamWriter) -> None:
+        async def write(data: bytes) -> None:
+            writer.write(data)
+            await writer.drain()
+
+        try:
+            await self._mux.run(write)
+        finally:
+            os._exit(0)
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._heard = loop.time()
+        while True:
+            await asyncio.sleep(SILENCE / 4)
+            if loop.time() - self._heard > SILENCE:
+                os._exit(0)
+
+    def _hello(self) -> dict[str, Any]:
+        shared = ""
+        with contextlib.suppress(OSError), open(f"{_SHARED}/mark") as stream:
+            shared = stream.read()
+        return {"networks": sorted(offered_modes()), "six": Path("/proc/sys/net/ipv6").exists(), "shared": shared}
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        key = message.pop("key")
+        attended = self._attended.get(key)
+        if not key:
+            self._start(self._manage(message))
+        elif attended is None:
+            self._answer(key, message["id"], {"error": "the container is not attended", "code": "sandbox_gone"})
+        elif message["op"] in ("listen", "network"):
+            self._start(self._arrange(attended, message))
+        else:
+            attended.take(message)
+
+    def _answer(self, key: str, id: int, answer: dict[str, Any]) -> None:
+        self._mux.send({"key": key, "id": id} | answer)
+
+    async def _manage(self, message: dict[str, Any]) -> None:
+        """Enter a container, leave one, or say that all is well."""
+        try:
+            answer: dict[str, Any] = {}
+            if message["op"] == "enter":
+                answer = await self._enter(message["container"], message["pid"], message["plan"])
+            elif message["op"] == "leave" and (attended := self._attended.pop(message["container"], None)):
+                await attended.leave()
+        except (SandboxError, OSError) as error:
+            self._answer("", message["id"], {"error": str(error), "code": getattr(error, "code", "sandbox")})
+        else:
+            self._answer("", message["id"], answer)
+
+    async def _enter(self, key: str, pid: int, plan: dict[str, Any]) -> dict[str, Any]:
+        attended = Attended(self._mux, key, pid)
+        plan["filter"] = seccomp.program().hex() if seccomp.supported() else ""
+        try:
+            proof = await attended.enter(self._doorkeeper, plan)
+        except BaseException:
+            await attended.leave()
+            raise
+        self._attended[key] = attended
+        return {"proof": proof}
+
+    async def _arrange(self, attended: Attended, message: dict[str, Any]) -> None:
+        try:
+            if message["op"] == "listen":
+                answer = await attended.listen(message)
+            else:
+                answer = await attended.set_network(NetworkPolicy(message["mode"], tuple(message["hosts"])))
+        except (PolicyError, SandboxError) as error:
+            self._answer(attended.key, message["id"], {"error": str(error), "code": error.code})
+        else:
+            self._answer(attended.key, message["id"], answer)

@@ -1,0 +1,157 @@
+"""Directories of this machine at an engine that cannot see them: volumes, named by their content, filled once.
+
+A volume is whole when its last file is there, which says so. Nothing in it changes afterwards, so all runs and machines
+that use the engine share it. `collect_volumes` removes those that no container uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import secrets
+import stat
+import tarfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from aiodocker.exceptions import DockerError
+
+from pier.lease import Lease
+from pier.sandbox.docker.box import KIND, LABEL, remove
+from pier.sandbox.docker.client import Client, engine_error
+
+PREFIX = "pier-pack-"
+_INSIDE = "/pack"
+_WHOLE = ".pier-whole"
+_CHUNK = 1 << 20
+
+
+class PackVolumes:
+    """The volumes of one engine that hold copies of directories. `image`: any image that the engine has."""
+
+    def __init__(self, docker: Client, lease: Lease, image: str) -> None:
+        self._docker = docker
+        self._lease = lease
+        self._image = image
+        self._known: dict[Path, str] = {}
+        self._locks: dict[Path, asyncio.Lock] = {}
+
+    async def ensure(self, directory: Path) -> str:
+        """The name of the volume with the content that `directory` had when it was first asked for."""
+        async with self._locks.setdefault(directory, asyncio.Lock()):
+            if directory not in self._known:
+                self._known[directory] = await self._fill(directory)
+            return self._known[directory]
+
+    async def _fill(self, directory: Path) -> str:
+        name = PREFIX + await asyncio.to_thread(digest_of, directory)
+        id = secrets.token_hex(6)
+        self._lease.write(KIND, id, {"engine": self._docker.address, "name": f"pier-{id}"})
+        host = {"NetworkMode": "none", "Binds": [f"{name}:{_INSIDE}"]}
+        config = {"Image": self._image, "Cmd": ["none"], "Labels": {LABEL: self._lease.owner}, "HostConfig": host}
+        try:
+            container = await self._docker.containers.create(config, name=f"pier-{id}")
+            if not await self._is_whole(container):
+                query = {"path": _INSIDE, "noOverwriteDirNonDir": "0"}
+                async with self._docker._query(
+                    f"containers/{container.id}/archive",
+                    "PUT",
+                    params=query,
+                    data=_packed(directory),
+                    headers={"Content-Type": "application/x-tar"},
+                ) as answer:
+                    await answer.read()
+        except DockerError as error:
+            raise engine_error(error) from error
+        finally:
+            await asyncio.shield(remove(self._docker, f"pier-{id}"))
+            self._lease.strike(KIND, id)
+        return name
+
+    async def _is_whole(self, container: Any) -> bool:
+        try:
+            async with self._docker._query(
+                f"containers/{container.id}/archive", "HEAD", params={"path": f"{_INSIDE}/{_WHOLE}"}
+            ):
+                return True
+        except DockerError as error:
+            if error.status != 404:
+                raise
+            return False
+
+
+async def collect_volumes(docker: Client, *, dry_run: bool = False) -> list[str]:
+    """Remove the volumes of pier's that no container uses; their names."""
+    rows = (await docker._query_json("volumes")).get("Volumes") or []
+    containers: list[dict[str, Any]] = await docker._query_json("containers/json", params={"all": "1"})
+    used = {mount.get("Name") for container in containers for mount in container.get("Mounts") or []}
+    found = sorted(row["Name"] for row in rows if row["Name"].startswith(PREFIX) and row["Name"] not in used)
+    if dry_run:
+        return found
+    removed: list[str] = []
+    for name in found:
+        try:
+            async with docker._query(f"volumes/{name}", "DELETE"):
+                removed.append(name)
+        except DockerError as error:
+            if error.status not in (404, 409):
+                raise engine_error(error) from error
+    return removed
+
+
+def digest_of(directory: Path) -> str:
+    """Names the content of a tree: paths, kinds, modes, links and bytes."""
+    made = hashlib.sha256()
+    for path, found in _entries(directory):
+        made.update(f"{path.relative_to(directory)}\0{found.st_mode:o}\0{found.st_size}\n".encode())
+        if stat.S_ISLNK(found.st_mode):
+            made.update(os.fsencode(path.readlink()))
+        elif stat.S_ISREG(found.st_mode):
+            with path.open("rb") as stream:
+                while data := stream.read(_CHUNK):
+                    made.update(data)
+    return made.hexdigest()[:24]
+
+
+def _entries(directory: Path) -> list[tuple[Path, os.stat_result]]:
+    """What is below a directory, parents first; what is no file, directory or link is left out."""
+    found: list[tuple[Path, os.stat_result]] = []
+    for path in sorted(directory.rglob("*")):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode):
+            found.append((path, status))
+    return found
+
+
+async def _packed(directory: Path) -> AsyncIterator[bytes]:
+    """A tar stream of the tree, root's, with the mark of its end as the last file."""
+    for path, found in await asyncio.to_thread(_entries, directory):
+        info = tarfile.TarInfo(str(path.relative_to(directory)))
+        info.mode, info.mtime = stat.S_IMODE(found.st_mode), int(found.st_mtime)
+        if stat.S_ISLNK(found.st_mode):
+            info.type, info.linkname = tarfile.SYMTYPE, str(path.readlink())
+        elif stat.S_ISDIR(found.st_mode):
+            info.type = tarfile.DIRTYPE
+        else:
+            info.size = found.st_size
+        yield info.tobuf(tarfile.PAX_FORMAT)
+        if info.isreg():
+            async for data in _content(path, info.size):
+                yield data
+    end = tarfile.TarInfo(_WHOLE)
+    end.mode = 0o444
+    yield end.tobuf(tarfile.PAX_FORMAT) + bytes(2 * tarfile.BLOCKSIZE)
+
+
+async def _content(path: Path, size: int) -> AsyncIterator[bytes]:
+    with path.open("rb") as stream:
+        left = size
+        while left:
+            data = await asyncio.to_thread(stream.read, min(_CHUNK, left))
+            if not data:
+                raise OSError(f"{path} became shorter while it was copied")
+            left -= len(data)
+            yield data
+    yield bytes(-size % tarfile.BLOCKSIZE)
