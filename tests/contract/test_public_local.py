@@ -62,7 +62,7 @@ udp("joined", "93.184.216.36", b"z" * 5000, segment=1000)
 udp("joined6", "2001:470::34", b"z" * 5000, segment=1000)
 udp("closed port", "93.184.216.36", port=9)
 udp("closed port6", "2001:470::34", port=9)
-for place in ("169.254.169.254", "203.0.113.2", "192.0.0.1", "loop.test", "metadata.test", "2001:db8::2", "fd00:ec2::2"):
+for place in "169.254.169.254 203.0.113.2 192.0.0.1 loop.test metadata.test 2001:db8::2 fd00:ec2::2".split():
     udp(f"refused {place}", place)
 ping("ping", "93.184.216.36")
 ping("ping6", "2001:470::34", six=True)

@@ -92,9 +92,7 @@ def _limits(groups: cgroup.Hierarchies | None) -> Finding:
 def _network() -> Finding:
     modes = offered_modes()
     if "allowlist" in modes:
-        return Finding(
-            "networks", True, "none, allowlist and public; what gets out is TCP and lookups, not UDP or ICMP"
-        )
+        return Finding("networks", True, "none, allowlist and public: TCP and lookups; under public UDP and pings too")
     return Finding("networks", False, "only none: the kernel has no nftables", "sudo modprobe nf_tables")
 
 
