@@ -81,7 +81,7 @@ class Watch:
         if isinstance(name, int):
             self._wanted = name
             return b""
-        if name and normal_name(name) != self._name:
+        if name and _host_name(name.encode("latin-1")) != self._name:
             raise Disagreement(f"TLS server name {name}")
         self._step = self._all
         return self._all()

@@ -1,0 +1,44 @@
+"""Programs that fetch things work behind an allowlist without being told of it, on every backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests import engine
+from tests.clients import CLIENTS, DIRECTORY, HOST, missing, run_clients
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("local", marks=pytest.mark.plain),
+        pytest.param(
+            "docker",
+            marks=[pytest.mark.docker, pytest.mark.skipif(engine.missing() is not None, reason=str(engine.missing()))],
+        ),
+    ],
+)
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("clients")
+    root.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIER_HOME", str(tmp_path_factory.mktemp("home") / "pier"))
+        patch.setenv(DIRECTORY, str(root))
+        return run_clients(request.param, root)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_it_fetches_what_is_allowed(outcome: dict[str, Any], client: str) -> None:
+    if why := missing(client):
+        pytest.skip(why)
+    code, text, errors = outcome["told"][client]
+    assert code == 0, f"{text}\n{errors}"
+    assert "hello" in text
+
+
+def test_nothing_else_was_reached(outcome: dict[str, Any]) -> None:
+    assert {row.split()[1].rpartition(":")[0] for row in outcome["seen"]} == {"93.184.216.60"}
+    allowed = {row["name"] for row in outcome["decisions"] if row["allowed"] and row["kind"] == "tcp"}
+    assert allowed == {HOST}
