@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 from pier.gateway.budget import Budget, Meter
+from pier.gateway.clock import pause
 
 RETRY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529})
 
@@ -67,15 +67,15 @@ class Limiter:
         """Wait until a request may be sent."""
         left = self._closed_until - time.monotonic()
         while left > 0:
-            await asyncio.sleep(left)
+            await pause(left)
             left = self._closed_until - time.monotonic()
         await self._pace.pace()
 
-    @asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """One of the requests that may run at the same time, for as long as its answer streams."""
-        if self._slots is None:
-            yield
-            return
-        async with self._slots:
-            yield
+    async def enter(self) -> None:
+        """Take one of the requests that may run at the same time; `leave` when its answer is over."""
+        if self._slots:
+            await self._slots.acquire()
+
+    def leave(self) -> None:
+        if self._slots:
+            self._slots.release()

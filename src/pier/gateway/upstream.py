@@ -6,12 +6,10 @@ attempts, so that agents never see them. An answer that has begun is never asked
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,8 +17,9 @@ from multidict import CIMultiDict
 
 from pier.gateway.body import Body
 from pier.gateway.canonical import DialectName, ErrorKind
+from pier.gateway.clock import pause
 from pier.gateway.dialect import DIALECTS
-from pier.gateway.http.client import Answer, Client
+from pier.gateway.http.client import Answer, BadAnswer, Client
 from pier.gateway.http.coding import BadCoding
 from pier.gateway.limiter import RETRY_STATUSES, Limiter, Retry, retry_after
 from pier.gateway.providers import Provider
@@ -99,18 +98,12 @@ class Upstreams:
             self._limiters[place] = Limiter(provider.requests_per_minute, provider.concurrency)
         return self._limiters[place]
 
-    @asynccontextmanager
-    async def ask(self, out: Outgoing, record: CallRecord) -> AsyncIterator[AnyAnswer]:
-        """The beginning of a good answer (status below 400). Leaving early ends the upstream's generation."""
-        limiter = self.limiter(out.provider)
-        async with limiter.slot():
-            response = await self._attempts(out, record, limiter)
-            try:
-                yield response
-            finally:
-                response.close()
+    def ask(self, out: Outgoing, record: CallRecord) -> Asking:
+        """The beginning of a good answer (status below 400), as an async context manager. Leaving early ends the
+        upstream's generation."""
+        return Asking(self, out, record)
 
-    async def _attempts(self, out: Outgoing, record: CallRecord, limiter: Limiter) -> AnyAnswer:
+    async def attempts(self, out: Outgoing, record: CallRecord, limiter: Limiter) -> AnyAnswer:
         began, attempt = time.monotonic(), 0
         while True:
             attempt += 1
@@ -127,7 +120,7 @@ class Upstreams:
                 if fault.asked:
                     limiter.close_for(wait)
                 else:
-                    await asyncio.sleep(wait)
+                    await pause(wait)
 
     async def _attempt(self, out: Outgoing, record: CallRecord) -> AnyAnswer:
         """Taking a body apart for the recording is done once it is on its way."""
@@ -150,10 +143,36 @@ class Upstreams:
         try:
             answer = await sent.answer()
         except OSError as error:
-            raise _Fault(_unreachable(error, provider), passing=not isinstance(error, TimeoutError)) from None
+            passing = not isinstance(error, TimeoutError | BadAnswer)
+            raise _Fault(_unreachable(error, provider), passing) from None
         if answer.status >= 300:
             await _refused(answer, out, record)
         return answer
+
+
+class Asking:
+    """A request to a provider while it runs."""
+
+    def __init__(self, upstreams: Upstreams, out: Outgoing, record: CallRecord) -> None:
+        self._upstreams = upstreams
+        self._out = out
+        self._record = record
+        self._limiter = upstreams.limiter(out.provider)
+        self._answer: AnyAnswer | None = None
+
+    async def __aenter__(self) -> AnyAnswer:
+        await self._limiter.enter()
+        try:
+            self._answer = await self._upstreams.attempts(self._out, self._record, self._limiter)
+        except BaseException:
+            self._limiter.leave()
+            raise
+        return self._answer
+
+    async def __aexit__(self, *_: object) -> None:
+        self._limiter.leave()
+        if self._answer:
+            self._answer.close()
 
 
 @dataclass
@@ -196,7 +215,7 @@ def _is_object(raw: bytes) -> bool:
 
 
 def _unreachable(error: Exception, provider: Provider) -> UpstreamFailed:
-    """A provider that was silent for very long is not asked again: it may well be generating."""
+    """One that was silent for very long, or answered in no HTTP, is not asked again: it may well have generated."""
     if isinstance(error, TimeoutError):
         return UpstreamFailed(504, f"{provider.name} did not answer in time", "timeout")
     words = str(error) or type(error).__name__

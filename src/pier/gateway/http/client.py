@@ -35,7 +35,11 @@ _MAX_PIECE = 64 * 1024 * 1024
 
 
 class Disconnected(ConnectionError):
-    """The provider closed the connection, or sent what is not HTTP."""
+    """The provider closed the connection."""
+
+
+class BadAnswer(Disconnected):
+    """The provider answered, but not in HTTP that can be trusted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +217,7 @@ class Sent(asyncio.Protocol):
             return Answer(self, self._head)
         except BadCoding as error:
             self.abort()
-            raise Disconnected(str(error)) from None
+            raise BadAnswer(str(error)) from None
         except BaseException:
             self.abort()
             raise
@@ -271,7 +275,7 @@ class Sent(asyncio.Protocol):
                     self._parts.append(part)
                     self._size += len(part)
         except BadMessage as error:
-            self._fail(Disconnected(f"that is not HTTP: {error}"))
+            self._fail(BadAnswer(f"the answer is broken: {error}"))
             self.transport.abort()
             return
         if self._size > _AHEAD and not self._held:
@@ -299,9 +303,9 @@ class Sent(asyncio.Protocol):
             self._rest = self._rest[end:]
             if head.status < 200:
                 continue
-            self._head = head
             empty = head.status in (204, 304)
             self._body = Length(0) if empty else framing(head.headers, head.minor) or UntilClose()
+            self._head = head
             return True
         return False
 
