@@ -7,12 +7,11 @@ import hashlib
 import io
 import json
 import tarfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote
+
+from tests.package_server import serving
 
 
 @dataclass
@@ -42,42 +41,20 @@ class Registry:
             versions[version] = {"name": name, "version": version, "dist": archive}
         return {"name": name, "dist-tags": {"latest": max(versions)}, "versions": versions}
 
+    def answer(self, path: str) -> tuple[bytes, str] | None:
+        if path.startswith("-/"):
+            name, _, version = path[2:].rpartition("/")
+            self.fetched.append(name)
+            return self.packages[name][version.removesuffix(".tgz")], "application/octet-stream"
+        if path in self.packages:
+            return json.dumps(self.describe(path)).encode(), "application/json"
+        return None
+
 
 @contextmanager
 def serve(address: str = "127.0.0.1", port: int = 0, name: str = "") -> Iterator[Registry]:
     """Serve packages until the block ends; `name` is how others reach the address."""
     registry = Registry()
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = unquote(self.path).lstrip("/")
-            if path.startswith("-/"):
-                name, _, version = path[2:].rpartition("/")
-                registry.fetched.append(name)
-                self._send(registry.packages[name][version.removesuffix(".tgz")], "application/octet-stream")
-            elif path in registry.packages:
-                self._send(json.dumps(registry.describe(path)).encode(), "application/json")
-            else:
-                self.send_error(404)
-
-        def _send(self, data: bytes, kind: str) -> None:
-            self.send_response(200)
-            self.send_header("content-type", kind)
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer((address, port), Answer)
-    server.daemon_threads = True
-    registry.url = f"http://{name or address}:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serving(registry.answer, address, port) as number:
+        registry.url = f"http://{name or address}:{number}"
         yield registry
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

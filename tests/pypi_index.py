@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import threading
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.package_server import serving
 
 
 @dataclass
@@ -33,43 +33,22 @@ class Index:
                 archive.writestr(path, text)
         self.wheels[f"{module}-{version}-py3-none-any.whl"] = buffer.getvalue()
 
+    def answer(self, path: str) -> tuple[bytes, str] | None:
+        kind, _, rest = path.partition("/")
+        if kind == "simple":
+            mine = [wheel for wheel in self.wheels if wheel.startswith(f"{rest.replace('-', '_')}-")]
+            links = "".join(f'<a href="/files/{wheel}">{wheel}</a>\n' for wheel in mine)
+            return links.encode(), "text/html"
+        if kind == "files" and rest in self.wheels:
+            self.fetched.append(rest)
+            return self.wheels[rest], "application/octet-stream"
+        return None
+
 
 @contextmanager
 def serve(address: str = "127.0.0.1", port: int = 0, name: str = "") -> Iterator[Index]:
     """Serve packages until the block ends; `name` is how others reach the address."""
     index = Index()
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            kind, _, rest = self.path.strip("/").partition("/")
-            if kind == "simple":
-                mine = [wheel for wheel in index.wheels if wheel.startswith(f"{rest.replace('-', '_')}-")]
-                links = "".join(f'<a href="/files/{wheel}">{wheel}</a>\n' for wheel in mine)
-                self._send(links.encode(), "text/html")
-            elif kind == "files" and rest in index.wheels:
-                index.fetched.append(rest)
-                self._send(index.wheels[rest], "application/octet-stream")
-            else:
-                self.send_error(404)
-
-        def _send(self, data: bytes, kind: str) -> None:
-            self.send_response(200)
-            self.send_header("content-type", kind)
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer((address, port), Answer)
-    server.daemon_threads = True
-    index.url = f"http://{name or address}:{server.server_address[1]}/simple"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serving(index.answer, address, port) as number:
+        index.url = f"http://{name or address}:{number}/simple"
         yield index
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
