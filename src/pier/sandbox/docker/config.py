@@ -54,7 +54,7 @@ def container_config(
         "Entrypoint": [placing.program],
         "Cmd": [],
         "User": "0:0",
-        "WorkingDir": "/",
+        **({"WorkingDir": spec.workdir} if spec.workdir else {}),
         "Hostname": spec.hostname,
         "Labels": {**labels, **spec.labels},
         "HostConfig": host,
