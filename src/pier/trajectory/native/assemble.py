@@ -225,11 +225,21 @@ class Assembler:
         """A picture that is in the log itself, put into a file beside the trajectory; a note if there is no place."""
         if self._media is None or media_type not in EXTENSIONS:
             return ContentPart(type="text", text=f"[{media_type}, {len(data)} characters of base64]")
-        raw = base64.b64decode(data)
+        try:
+            raw = base64.b64decode(data)
+        except ValueError:
+            return ContentPart(type="text", text=f"[{media_type}, broken base64]")
         name = f"{hashlib.sha256(raw).hexdigest()[:24]}.{EXTENSIONS[media_type]}"
         self._media.mkdir(parents=True, exist_ok=True)
         (self._media / name).write_bytes(raw)
         return ContentPart(type="image", source=MediaSource(media_type=media_type, path=f"{self._media.name}/{name}"))
+
+    def picture_at(self, url: str) -> ContentPart:
+        """A picture by its address, which may hold it."""
+        head, _, data = url.partition(";base64,")
+        if head.startswith("data:") and data:
+            return self.picture(head.removeprefix("data:"), data)
+        return ContentPart(type="text", text=f"[image {url}]")
 
     def _emit(self, step: Step) -> None:
         self.totals.steps += 1

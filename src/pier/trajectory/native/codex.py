@@ -79,7 +79,9 @@ def _item(item: dict[str, Any], at: str | None, session: Session, assembler: Ass
     elif kind in _OUTPUTS:
         call = str(item.get("call_id"))
         code = exits.pop(call, None)
-        assembler.observe(call, _output(item.get("output")), at, **({} if code is None else {"exit_code": code}))
+        output = _output(item.get("output"), assembler)
+        extra = {} if code is None else {"exit_code": code}
+        assembler.observe(call, output, at, child=_child(output, session), **extra)
     elif kind in ("message", "reasoning", *_CALLS):
         _answer(item, at, session, assembler)
 
@@ -106,12 +108,18 @@ def _parsed(arguments: Any) -> Any:
         return arguments
 
 
-def _output(output: Any) -> str:
+def _output(output: Any, assembler: Assembler) -> Content:
     if isinstance(output, str):
         return output
     if isinstance(output, dict):
         return str(output.get("content", json.dumps(output)))
-    return "\n".join(str(part.get("text", f"[{part.get('type')}]")) for part in output or ())
+    return _content(output, assembler)
+
+
+def _child(output: Content, session: Session) -> str | None:
+    """The sub-agent that a call began, if its answer names one."""
+    words = output if isinstance(output, str) and session.children else ""
+    return next((child.id for child in session.children if child.id in words), None)
 
 
 def _metrics(usage: dict[str, Any]) -> Metrics:
@@ -127,10 +135,8 @@ def _metrics(usage: dict[str, Any]) -> Metrics:
 def _content(content: Any, assembler: Assembler) -> Content:
     parts = []
     for part in content or ():
-        url = str(part.get("image_url") or "")
-        if url.startswith("data:") and ";base64," in url:
-            kind, _, data = url.removeprefix("data:").partition(";base64,")
-            parts.append(assembler.picture(kind, data))
+        if part.get("image_url"):
+            parts.append(assembler.picture_at(str(part["image_url"])))
         else:
             parts.append(ContentPart(type="text", text=part.get("text") or f"[{part.get('type')}]"))
     return simple(parts)

@@ -59,7 +59,7 @@ def _other(row: dict[str, Any], assembler: Assembler) -> None:
     for block in blocks:
         if isinstance(block, dict) and "functionResponse" in block:
             answer: dict[str, Any] = block["functionResponse"]
-            assembler.observe(str(answer.get("id")), _response(answer), at)
+            assembler.observe(str(answer.get("id")), _response(answer, assembler), at)
         else:
             said.append(block)
     if said:
@@ -94,16 +94,20 @@ def _answer(row: dict[str, Any], session: Session, assembler: Assembler) -> None
             known = {session.id for session in session.children}
             assembler.observe(
                 str(call.get("id")),
-                _response(answer),
+                _response(answer, assembler),
                 call.get("timestamp"),
                 child=child if child in known else None,
                 **extra,
             )
 
 
-def _response(answer: dict[str, Any]) -> str:
+def _response(answer: dict[str, Any], assembler: Assembler) -> Content:
+    """What a tool answered, with the pictures that it gave."""
     response = answer.get("response") or {}
-    return str(response.get("output") or response.get("error") or response)
+    text = str(response.get("output") or response.get("error") or response)
+    if not answer.get("parts"):
+        return text
+    return _content([{"text": text}, *answer["parts"]], assembler)
 
 
 def _content(content: Any, assembler: Assembler) -> Content:

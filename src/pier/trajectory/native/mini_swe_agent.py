@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.model import Metrics
-from pier.trajectory.native.assemble import Assembler, Session, iso
+from pier.trajectory.model import Content, ContentPart, Metrics
+from pier.trajectory.native.assemble import Assembler, Session, iso, simple
+from pier.trajectory.native.documents import members
 
 NAME = "mini-swe-agent"
 
@@ -27,13 +28,13 @@ def _is_log(path: Path) -> bool:
 
 
 def read(session: Session, assembler: Assembler) -> Iterator[None]:
-    document = json.loads(session.path.read_bytes())
-    info = document.get("info") or {}
-    session.version = info.get("mini_version") or session.version
-    session.cost_usd = (info.get("model_stats") or {}).get("instance_cost") or None
-    session.extra["exit_status"] = info.get("exit_status")
-    for message in document.get("messages") or ():
-        _message(message, session, assembler)
+    for name, value in members(session.path, "messages"):
+        if name == "messages" and isinstance(value, dict):
+            _message(value, session, assembler)
+        elif name == "info" and isinstance(value, dict):
+            session.version = value.get("mini_version") or session.version
+            session.cost_usd = (value.get("model_stats") or {}).get("instance_cost") or None
+            session.extra["exit_status"] = value.get("exit_status")
         yield
 
 
@@ -41,12 +42,12 @@ def _message(message: dict[str, Any], session: Session, assembler: Assembler) ->
     extra, role = message.get("extra") or {}, message.get("role")
     seconds = extra.get("timestamp")
     at = iso(seconds * 1000) if isinstance(seconds, (int, float)) else None
-    content = _text(message.get("content"))
+    content = _content(message.get("content"), assembler)
     if role == "assistant":
         response = extra.get("response") or {}
         session.model = session.model or response.get("model")
         assembler.turn(response.get("id"), at, response.get("model"))
-        assembler.text(content)
+        assembler.text(content if isinstance(content, str) else "\n".join(part.text or "" for part in content))
         assembler.think(str(message.get("reasoning_content") or ""))
         for call in message.get("tool_calls") or ():
             function = call.get("function") or {}
@@ -79,7 +80,15 @@ def _parsed(arguments: Any) -> Any:
         return arguments
 
 
-def _text(content: Any) -> str:
+def _content(content: Any, assembler: Assembler) -> Content:
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(str(part.get("text", f"[{part.get('type')}]")) for part in content)
+    parts: list[ContentPart] = []
+    for part in content:
+        shown = part.get("image_url")
+        url = shown.get("url") if isinstance(shown, dict) else shown
+        if isinstance(url, str):
+            parts.append(assembler.picture_at(url))
+        else:
+            parts.append(ContentPart(type="text", text=str(part.get("text", f"[{part.get('type')}]"))))
+    return simple(parts)

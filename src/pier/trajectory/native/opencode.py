@@ -9,8 +9,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.model import Metrics
-from pier.trajectory.native.assemble import Assembler, Session, iso
+from pier.trajectory.model import ContentPart, Metrics
+from pier.trajectory.native.assemble import Assembler, Session, iso, simple
 
 NAME = "opencode"
 _SESSIONS = "SELECT id, parent_id, version, title FROM session ORDER BY time_created, id"
@@ -68,6 +68,8 @@ def _question(created: int, parts: Iterator[dict[str, Any]], assembler: Assemble
         elif part.get("type") == "text":
             extra = {"injected": True} if part.get("synthetic") else {}
             assembler.say("user", part.get("text") or "", iso(created), **extra)
+        elif part.get("type") == "file" and str(part.get("mime")).startswith("image/"):
+            assembler.say("user", simple([assembler.picture_at(str(part.get("url")))]), iso(created))
         else:
             assembler.say("user", f"[{part.get('type')}]", iso(created), part=part)
 
@@ -112,7 +114,9 @@ def _tool(part: dict[str, Any], assembler: Assembler, children: set[str]) -> Non
     extra |= {"is_error": True} if state["status"] == "error" else {}
     output = state.get("output") if state["status"] == "completed" else state.get("error")
     at = iso((state.get("time") or {}).get("end"))
-    assembler.observe(str(part.get("callID")), output or "", at, child=child if child in children else None, **extra)
+    shown = [assembler.picture_at(str(file.get("url"))) for file in state.get("attachments") or ()]
+    content = simple([ContentPart(type="text", text=str(output or "")), *shown]) if shown else output or ""
+    assembler.observe(str(part.get("callID")), content, at, child=child if child in children else None, **extra)
 
 
 def _metrics(tokens: dict[str, Any], cost: float | None) -> Metrics:

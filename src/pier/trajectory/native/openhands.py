@@ -161,11 +161,7 @@ def _content(parts: Any, assembler: Assembler) -> Content:
         if part.get("type") == "text":
             found.append(ContentPart(type="text", text=part.get("text") or ""))
             continue
-        for url in part.get("image_urls") or ():
-            head, _, data = str(url).partition(";base64,")
-            kind = head.removeprefix("data:")
-            shown = ContentPart(type="text", text=f"[image {url}]")
-            found.append(assembler.picture(kind, data) if data else shown)
+        found += [assembler.picture_at(str(url)) for url in part.get("image_urls") or ()]
         if not part.get("image_urls"):
             found.append(ContentPart(type="text", text=json.dumps(part, ensure_ascii=False)))
     return simple(found)

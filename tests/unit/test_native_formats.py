@@ -1,0 +1,284 @@
+"""What must hold for the session logs of every agent: pictures, several sessions, torn ends, bounded memory."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pier.trajectory.model import Trajectory
+from pier.trajectory.native.convert import READERS, convert, find_sessions, trajectory_of
+from pier.trajectory.native.documents import members
+from pier.trajectory.rules import validate, validate_file
+from pier.trajectory.write import read
+from tests.unit.test_native_agents import (
+    GOOSE_TABLES,
+    goose_call,
+    goose_result,
+    oh,
+    oh_action,
+    oh_result,
+    oh_write,
+    qwen,
+    qwen_call,
+    qwen_usage,
+    text,
+)
+from tests.unit.test_native_logs import PIXEL, claude, claude_answer, claude_result, codex
+
+pytestmark = pytest.mark.plain
+
+AT = {"extra": {"timestamp": 1767225600}}
+URL = f"data:image/png;base64,{PIXEL}"
+
+
+def lines(path: Path, rows: Iterator[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+
+
+def claude_code(root: Path, name: str, turns: int, output: str) -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield claude("user", 1, message={"role": "user", "content": "Go."})
+        picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PIXEL}}
+        for n in range(turns):
+            yield claude_answer(2, f"m{n}", {"type": "tool_use", "id": f"c{n}", "name": "Bash", "input": {"n": n}})
+            yield claude_result(2, f"c{n}", [{"type": "text", "text": output}, *([picture] if n == 0 else ())])
+
+    lines(root / "projects" / "-app" / f"{name}.jsonl", rows())
+
+
+def codex_cli(root: Path, name: str, turns: int, output: str) -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield codex("session_meta", 0, id=name)
+        yield codex("response_item", 1, type="message", role="user", content=[{"type": "input_text", "text": "Go."}])
+        picture = [{"type": "input_text", "text": output}, {"type": "input_image", "image_url": URL}]
+        for n in range(turns):
+            call = {"name": "exec", "arguments": json.dumps({"n": n}), "call_id": f"c{n}"}
+            yield codex("response_item", 2, type="function_call", **call)
+            yield codex("token_usage_record", 2, usage={"input_tokens": 10, "output_tokens": 5})
+            given = picture if n == 0 else output
+            yield codex("response_item", 3, type="function_call_output", call_id=f"c{n}", output=given)
+
+    lines(root / "sessions" / f"rollout-{name}.jsonl", rows())
+
+
+def gemini_cli(root: Path, name: str, turns: int, output: str) -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        at = "2026-01-01T00:00:02Z"
+        yield {"sessionId": name, "projectHash": "p", "kind": "main"}
+        yield {"id": "u", "timestamp": at, "type": "user", "content": [{"text": "Go."}]}
+        for n in range(turns):
+            parts = [{"inlineData": {"mimeType": "image/png", "data": PIXEL}}] if n == 0 else []
+            answer = {"functionResponse": {"id": f"t{n}", "response": {"output": output}, "parts": parts}}
+            call = {"id": f"t{n}", "name": "shell", "args": {"n": n}, "status": "success", "result": [answer]}
+            tokens = {"input": 10, "output": 5}
+            row = {"id": f"g{n}", "timestamp": at, "type": "gemini", "content": "", "tokens": tokens}
+            yield row
+            yield {**row, "toolCalls": [call]}
+
+    lines(root / "chats" / f"session-{name}.jsonl", rows())
+
+
+def qwen_code(root: Path, name: str, turns: int, output: str) -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield qwen("user", 1, {"text": "Go."}, provenance="real_user")
+        for n in range(turns):
+            yield qwen("assistant", 2, qwen_call(f"c{n}", "shell", n=n), model="m", **qwen_usage(10, 5))
+            parts = [{"inlineData": {"mimeType": "image/png", "data": PIXEL}}] if n == 0 else []
+            answer = {"id": f"c{n}", "name": "shell", "response": {"output": output}, "parts": parts}
+            yield qwen("tool_result", 3, {"functionResponse": answer})
+
+    lines(root / "projects" / "-app" / "chats" / f"{name}.jsonl", rows())
+
+
+def mini(root: Path, name: str, turns: int, output: str) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / f"{name}.traj.json").open("w") as file:
+        info = {"mini_version": "2.4", "exit_status": "Submitted"}
+        file.write(
+            '{"info": ' + json.dumps(info) + ', "messages": [' + json.dumps({"role": "user", "content": "Go.", **AT})
+        )
+        for n in range(turns):
+            call = {"id": f"c{n}", "function": {"name": "bash", "arguments": json.dumps({"n": n})}}
+            response = {"id": f"r{n}", "model": "m", "usage": {"prompt_tokens": 10, "completion_tokens": 5}}
+            picture = [{"type": "text", "text": output}, {"type": "image_url", "image_url": {"url": URL}}]
+            rows: list[dict[str, Any]] = [
+                {"role": "assistant", "content": "", "tool_calls": [call], "extra": {"response": response}},
+                {"role": "tool", "tool_call_id": f"c{n}", "content": picture if n == 0 else output},
+            ]
+            file.writelines(", " + json.dumps(row) for row in rows)
+        file.write('], "trajectory_format": "mini-swe-agent-1.1"}')
+
+
+def openhands(root: Path, name: str, turns: int, output: str) -> None:
+    rows = [oh("MessageEvent", 1, source="user", llm_message={"role": "user", "content": [text("Go.")]})]
+    for n in range(turns):
+        picture = [{"type": "image", "image_urls": [URL]}] if n == 0 else []
+        rows += [oh_action(2, f"r{n}", f"k{n}", "terminal", n=n), oh_result(3, f"k{n}", text(output), *picture)]
+    oh_write(root / "conversations" / name, rows, [f"r{n}" for n in range(turns)])
+
+
+def goose(root: Path, name: str, turns: int, output: str) -> None:
+    path = root / name / "sessions" / "sessions.db"
+    path.parent.mkdir(parents=True)
+    add = (
+        "INSERT INTO messages (message_id, session_id, role, content_json, created_timestamp, metadata_json)"
+        " VALUES (?, ?, ?, ?, 1767225600, ?)"
+    )
+    usage = json.dumps({"usage": {"inputTokens": 10, "outputTokens": 5}})
+    with closing(sqlite3.connect(path)) as database:
+        database.executescript(GOOSE_TABLES)
+        database.execute("INSERT INTO sessions VALUES (?, '', '2026-01-01', NULL, NULL)", (name,))
+        database.execute(add, ("u", name, "user", json.dumps([text("Go.")]), "{}"))
+        for n in range(turns):
+            picture = [{"type": "image", "mimeType": "image/png", "data": PIXEL}] if n == 0 else []
+            database.execute(add, (f"r{n}", name, "assistant", json.dumps([goose_call(f"c{n}", "shell", n=n)]), usage))
+            given = goose_result(f"c{n}", text(output), *picture)
+            database.execute(add, (f"m{n}", name, "user", json.dumps([given]), "{}"))
+        database.commit()
+
+
+def opencode(root: Path, name: str, turns: int, output: str) -> None:
+    path = root / name / "opencode.db"
+    path.parent.mkdir(parents=True)
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE session (id, parent_id, version, title, time_created)")
+        database.execute("CREATE TABLE message (id, session_id, time_created, data)")
+        database.execute("CREATE TABLE part (id, message_id, data)")
+        database.execute("CREATE INDEX part_of ON part (message_id)")
+        database.execute("INSERT INTO session VALUES (?, NULL, '1', 'T', 1)", (name,))
+
+        def add(id_: str, at: int, message: dict[str, Any], part: dict[str, Any]) -> None:
+            database.execute("INSERT INTO message VALUES (?, ?, ?, ?)", (id_, name, at, json.dumps(message)))
+            database.execute("INSERT INTO part VALUES (?, ?, ?)", (f"{id_}p", id_, json.dumps(part)))
+
+        add("a", 1, {"role": "user"}, {"type": "text", "text": "Go."})
+        for n in range(turns):
+            shown = [{"type": "file", "mime": "image/png", "url": URL}] if n == 0 else []
+            state = {"status": "completed", "input": {"n": n}, "output": output, "attachments": shown}
+            answer = {"role": "assistant", "modelID": "m", "tokens": {"input": 10, "output": 5}}
+            add(f"m{n:06d}", n + 2, answer, {"type": "tool", "tool": "bash", "callID": f"c{n}", "state": state})
+        database.commit()
+
+
+BUILDERS: dict[str, Callable[[Path, str, int, str], None]] = {
+    "claude-code": claude_code,
+    "codex": codex_cli,
+    "gemini-cli": gemini_cli,
+    "opencode": opencode,
+    "mini-swe-agent": mini,
+    "openhands": openhands,
+    "qwen-code": qwen_code,
+    "goose": goose,
+}
+AGENTS = sorted(BUILDERS)
+
+
+def check(found: Trajectory, turns: int, output: str) -> None:
+    assert len(found.agent_steps) == turns
+    for number, step in enumerate(found.agent_steps):
+        (call,) = step.tool_calls or ()
+        assert call.arguments == {"n": number}
+        assert step.metrics is not None and (step.metrics.prompt_tokens, step.metrics.completion_tokens) == (10, 5)
+        assert step.observation is not None
+        (result,) = step.observation.results
+        content = result.content or ""
+        words = content if isinstance(content, str) else "".join(part.text or "" for part in content)
+        assert words == output
+
+
+def test_no_reader_is_left_out() -> None:
+    assert set(BUILDERS) == set(READERS)
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_pictures_that_tools_gave_are_kept(agent: str, tmp_path: Path) -> None:
+    BUILDERS[agent](tmp_path / "logs", "one", 3, "out")
+    (session,) = find_sessions(tmp_path / "logs", agent)
+    target = tmp_path / "out" / "trajectory.json"
+    convert(session, target)
+    assert validate_file(target) == []
+    check(read(target), 3, "out")
+    (picture,) = (tmp_path / "out" / "images").iterdir()
+    assert picture.suffix == ".png"
+    first = read(target).agent_steps[0].observation
+    assert first is not None and isinstance(first.results[0].content, list)
+    assert [part.type for part in first.results[0].content] == ["text", "image"]
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_several_sessions_in_several_directories_are_all_found(agent: str, tmp_path: Path) -> None:
+    BUILDERS[agent](tmp_path / "first", "one", 2, "out")
+    BUILDERS[agent](tmp_path / "second", "two", 3, "out")
+    BUILDERS[agent](tmp_path / "second", "three", 1, "out")
+    sessions = find_sessions(tmp_path)
+    assert {session.agent for session in sessions} == {agent}
+    assert sorted(len(trajectory_of(session).agent_steps) for session in sessions) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("agent", ["claude-code", "codex", "gemini-cli", "qwen-code", "mini-swe-agent"])
+def test_a_log_that_ends_anywhere_gives_a_valid_trajectory(agent: str, tmp_path: Path) -> None:
+    BUILDERS[agent](tmp_path, "one", 3, "out")
+    (session,) = find_sessions(tmp_path, agent)
+    whole = session.path.read_bytes()
+    steps = []
+    for cut in range(0, len(whole) + 1, max(1, len(whole) // 60)):
+        session.path.write_bytes(whole[:cut])
+        found = trajectory_of(session)
+        if found.steps:
+            assert [finding for finding in validate(found) if finding.level == "error"] == []
+        steps.append(len(found.agent_steps))
+    assert steps == sorted(steps) and steps[-1] in (2, 3)
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_memory_is_that_of_the_largest_turn(agent: str, tmp_path: Path) -> None:
+    BUILDERS[agent](tmp_path / "logs", "one", 250, "x" * 50_000)
+    (session,) = find_sessions(tmp_path / "logs", agent)
+    target = tmp_path / "trajectory.json"
+    tracemalloc.start()
+    try:
+        convert(session, target)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert target.stat().st_size > 12_000_000
+    assert peak < 3_000_000
+    check(read(target), 250, "x" * 50_000)
+
+
+@pytest.mark.parametrize(
+    ("raw", "found"),
+    [
+        (
+            '{"a": 1, "l": [1, {"b": [2]}, "x"], "z": null}',
+            [("a", 1), ("l", 1), ("l", {"b": [2]}), ("l", "x"), ("z", None)],
+        ),
+        ('{"l": [], "a": "\\u00e9"}', [("a", "é")]),
+        ('{"l": {"no": "list"}}', [("l", {"no": "list"})]),
+        ('{"a": 12', []),
+        ('{"l": [1, 2, {"torn', [("l", 1), ("l", 2)]),
+        ("[1]", []),
+        ("", []),
+    ],
+)
+def test_a_document_is_read_member_by_member(raw: str, found: list[tuple[str, Any]], tmp_path: Path) -> None:
+    path = tmp_path / "d.json"
+    path.write_text(raw)
+    assert list(members(path, "l")) == found
+
+
+def test_elements_larger_than_what_is_read_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "d.json"
+    rows = ["x" * size for size in (10, 65_536, 300_000, 1)]
+    path.write_text(json.dumps({"l": rows, "n": 123456}, indent=1))
+    assert list(members(path, "l")) == [*(("l", row) for row in rows), ("n", 123456)]
