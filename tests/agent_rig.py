@@ -1,0 +1,56 @@
+"""Real agents from packs in sandboxes of this machine, with a model of the test's own.
+
+Packs are built by `.ci/packs`, not by the tests; an agent whose pack is not there is skipped with that as the reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from pier.agent.contract import AGENT_LOGS, PACK_PATH
+from pier.agent.pack import Pack, PackStore
+from pier.agent.registry import pack_spec
+from pier.endpoint import GATEWAY_PORT
+from pier.gateway.answering import Policy
+from pier.gateway.budget import Budget
+from pier.gateway.server import Gateway
+from pier.gateway.session import Session
+from pier.image.model import HOST, Image
+from pier.lease import Lease
+from pier.sandbox.contract import Mount, Sandbox, SandboxSpec
+from pier.sandbox.local import LocalBackend
+
+ROOT = Path(__file__).parents[1]
+PACKS = Path(os.environ.get("PIER_PACKS") or ROOT / ".cache" / "packs")
+FOUR = ("claude-code", "codex", "gemini-cli", "opencode")
+"""The agents that are tried in every way."""
+DESK = "/work-here"
+"""Where agents work."""
+
+
+def need_pack(name: str) -> Pack:
+    """The pack of an agent; without it the test is skipped."""
+    spec = pack_spec(name)
+    pack = PackStore(PACKS).find(spec) if spec else None
+    if pack is None:
+        pytest.skip(f"the pack of {name} is not built: .ci/packs {name}")
+    return pack
+
+
+@asynccontextmanager
+async def stage(name: str, model: Policy, budget: Budget | None = None) -> AsyncIterator[tuple[Sandbox, Session]]:
+    """A sandbox with the agent's pack, and a model that it may call."""
+    mounts = (Mount(PACK_PATH, need_pack(name).path),)
+    with Lease() as lease:
+        async with LocalBackend(lease) as backend, Gateway() as gateway:
+            async with await backend.start(SandboxSpec(Image(HOST, HOST), mounts=mounts)) as sandbox:
+                await sandbox.write_file(f"{DESK}/note.txt", b"hello\n")
+                await sandbox.write_file(f"{AGENT_LOGS}/.keep", b"")
+                session = gateway.session("scripted", upstream=model, budget=budget or Budget())
+                await sandbox.listen(GATEWAY_PORT, gateway.protocol_factory(session))
+                yield sandbox, session
