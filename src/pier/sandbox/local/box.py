@@ -17,6 +17,7 @@ from pier.lease import Lease
 from pier.sandbox.cgroup import Group, Hierarchies
 from pier.sandbox.contract import Limits
 from pier.sandbox.local.channel import Answer, Channel
+from pier.sandbox.local.remove import remove_some
 from pier.sandbox.local.wire import OUT_OF_MEMORY
 from pier.sandbox.local.zygotes import Zygotes
 
@@ -25,6 +26,8 @@ _START_SECONDS = 120
 _STOP_SECONDS = 60
 _WATCH_SECONDS = 0.5
 _PAUSE = 0.02
+_FEW = 32
+"""Files and directories that are removed without asking anybody."""
 _TRIES = 3000
 _OWN_PROCESSES = 3
 """Init and its workers, which the limit on processes does not count."""
@@ -61,7 +64,7 @@ class Box:
             self._group = cage[0].make(self.id, cage[1], own_processes=_OWN_PROCESSES)
         message = {"op": "start", "directory": str(self.directory), "plan": plan, "layers": layers}
         zygote = await self._zygotes.pick()
-        self._asked = asyncio.ensure_future(zygote.ask(message))
+        self._asked = zygote.ask(message)
         try:
             async with asyncio.timeout(_START_SECONDS):
                 self._meet(await asyncio.shield(self._asked))
@@ -126,22 +129,30 @@ class Box:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
-        if hasattr(self, "channel"):
-            self.channel.close()
         if self._pidfd >= 0:
             await kill_and_wait(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
         elif self._asked is not None and self.pid == 0:
             await wait_for_end(self.directory)
+        if hasattr(self, "channel"):
+            self.channel.close()
         if self._group is not None:
             await asyncio.to_thread(self._group.remove)
 
     async def remove(self) -> None:
-        """Remove the directory and strike out the lease."""
-        if self.directory.exists():
+        """Remove the directory and strike out the lease. A zygote is asked for what is much or belongs to others."""
+        if not _is_removed(str(self.directory)):
             await self._zygotes.remove(self.directory)
         self._lease.strike(KIND, self.id)
+
+
+def _is_removed(directory: str) -> bool:
+    """Remove a directory at once if there is little in it; whether that is done."""
+    try:
+        return remove_some(directory, _FEW)
+    except OSError:
+        return False
 
 
 def make_private(directory: Path) -> None:

@@ -49,12 +49,13 @@ def main(control: socket.socket, config: dict[str, Any]) -> None:
 def _begin(control: socket.socket, config: dict[str, Any]) -> None:
     many_ids = config["many_ids"]
     _become_root(many_ids=many_ids)
-    texts = root.prepare(many_ids=many_ids)
-    proof = plumbing.probe("none")
+    root.mount_proc()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     proc = os.open("/b/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     init = Init(control, _BLANK | config, Census(proc, without=frozenset({1})))
-    init.add_worker([fd for pair in texts.values() for fd in pair])
+    init.add_worker()
+    texts = root.prepare(many_ids=many_ids)
+    proof = plumbing.probe("none")
     received = wire.receive(control)
     if received is None:
         return
@@ -66,6 +67,7 @@ def _begin(control: socket.socket, config: dict[str, Any]) -> None:
     except OSError as error:
         wire.send(control, {"id": 0, "error": str(error), "errno": error.errno or 0})
         return
+    root.leave()
     init.serve()
 
 

@@ -63,7 +63,6 @@ def make_skeleton(directory: str, owner: int) -> None:
 def prepare(*, many_ids: bool) -> dict[str, tuple[int, int]]:
     """Put together, at `/b`, what all sandboxes have alike. Gives the files of /etc that are pier's own: for each a
     descriptor to write it by and one to attach it by. They lie in the memory of /dev."""
-    _mount_proc()
     kernel.mount("sysfs", "/b/sys", "sysfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
     _mount_dev(many_ids)
     _seal()
@@ -98,14 +97,20 @@ def build(plan: dict[str, Any], texts: dict[str, tuple[int, int]], trees: list[i
         _mount_wanted(wanted, trees)
     os.chdir("/m")
     kernel.pivot_root(".", ".")
-    kernel.unmount(".")
-    os.chdir("/")
     kernel.set_host_name(plan["hostname"])
     for fd in trees:
         os.close(fd)
 
 
-def _mount_proc() -> None:
+def leave() -> None:
+    """Let go of the root from before, which is the working directory after `build`: the kernel takes its time, and
+    needs none of pier's. Until then nothing may run inside."""
+    kernel.unmount(".")
+    os.chdir("/")
+
+
+def mount_proc() -> None:
+    """The first of what goes to `/b`."""
     kernel.mount("proc", "/b/proc", "proc", _PLAIN)
     with contextlib.suppress(OSError):
         fd = os.open("/b/proc/sys/user/max_user_namespaces", os.O_WRONLY | os.O_CLOEXEC)

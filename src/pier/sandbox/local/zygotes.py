@@ -73,12 +73,15 @@ class Zygote:
                 retryable=False,
             ) from error
 
-    async def ask(self, message: dict[str, Any], fds: list[int] | None = None) -> Answer:
+    def ask(self, message: dict[str, Any], fds: list[int] | None = None) -> asyncio.Task[Answer]:
+        """Have it do something. It counts as busy from now on."""
         self.pending += 1
-        try:
-            return await self.channel.ask(message, fds)
-        finally:
-            self.pending -= 1
+        asking = asyncio.ensure_future(self.channel.ask(message, fds))
+        asking.add_done_callback(self._on_answer)
+        return asking
+
+    def _on_answer(self, _: asyncio.Task[Answer]) -> None:
+        self.pending -= 1
 
     def log(self) -> str:
         """The last line of what it complained of."""
