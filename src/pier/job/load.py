@@ -13,7 +13,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from pier.errors import UsageError
@@ -79,14 +78,24 @@ def read_file(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read: {error}") from error
     try:
-        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        data = json.loads(text) if path.suffix == ".json" else _read_yaml(text)
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from error
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise UsageError(f"{path}: must be a table of names and values")
     return data
+
+
+def _read_yaml(text: str) -> Any:
+    """The content of a YAML file; a `ValueError` if it is none. The parser is loaded for those who need it."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
 
 
 def merge(low: dict[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pier.network.decision import OnDecision
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.compose import Compose, Composition, read_compose
 from pier.sandbox.contract import Backend, Capabilities, Limits, Mount, Sandbox, SandboxSpec
+from pier.sandbox.parcel import deliver
 from pier.task import Task, resolve_env
 from pier.task.config import Environment
 from pier.task.load import COMPOSE_NAMES
@@ -181,7 +182,7 @@ async def _upload_content(sandbox: Sandbox, content: Path, workdir: str) -> None
     if not names - set(_NOT_CONTENT):
         return
     if not names & set(_NOT_CONTENT):
-        await sandbox.upload(content, workdir)
+        await deliver(sandbox, content, workdir)
         return
     with tempfile.TemporaryDirectory(prefix="pier-content.") as name:
         staged = Path(name) / "content"

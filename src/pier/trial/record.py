@@ -35,7 +35,7 @@ class TrialRecord:
     def open(self) -> None:
         """Make the directory; it must be new or empty."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        if any(self.directory.iterdir()):
+        if os.listdir(self.directory):
             raise UsageError(f"{self.directory}: the directory of a new trial must be empty", code="trial_directory")
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._log = os.open(self.directory / "trial.log", flags, 0o644)
@@ -43,7 +43,7 @@ class TrialRecord:
     def log(self, text: str) -> None:
         """Add a line to `trial.log`."""
         if self._log is not None:
-            now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3]
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")[:-6]
             os.write(self._log, f"{now}Z {printable(self.redactor.text(text))}\n".encode(errors="replace"))
 
     def warn(self, text: str) -> None:
@@ -59,13 +59,16 @@ class TrialRecord:
 
     def write_result(self, result: TrialResult) -> None:
         """Seal the trial: `result.json` is the last file, and on disk before this returns."""
-        self._write("result.json", result.model_dump(mode="json"), durable=True)
+        self._write("result.json", result, durable=True)
 
-    def _write(self, name: str, value: dict[str, Any], *, durable: bool) -> None:
+    def _write(self, name: str, value: dict[str, Any] | TrialResult, *, durable: bool) -> None:
         try:
-            content = to_json(self.redactor.value(value) if self.redactor.longest else value, indent=2)
+            content = b"" if self.redactor.longest else to_json(value, indent=2)
         except PydanticSerializationError:
-            content = to_json(self.redactor.value(value), indent=2)
+            content = b""
+        if not content:
+            plain = value if isinstance(value, dict) else value.model_dump(mode="json")
+            content = to_json(self.redactor.value(plain), indent=2)
         files.write(self.directory / name, content + b"\n", durable=durable)
 
     def note_network(self, decision: Decision) -> None:
@@ -112,8 +115,12 @@ class OutputFile:
         self._fd = -1
 
     def __enter__(self) -> OutputFile:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        try:
+            self._fd = os.open(self.path, flags, 0o644)
+        except FileNotFoundError:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self.path, flags, 0o644)
         return self
 
     def __call__(self, stream: Stream, data: bytes) -> None:

@@ -9,6 +9,7 @@ infrastructure fault leaves a trial without a reward, never with a zero.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Awaitable, Iterable
 from pathlib import Path
@@ -61,11 +62,12 @@ class _Trial:
         self.clock = Clock(self.record, on_phase)
         self.outcomes: list[StepOutcome] = []
         self.image: Image | None = None
-        self.config = self.redactor.value(trial_config(spec, self.environ))
+        config = trial_config(spec, self.environ)
+        self.config = self.redactor.value(config) if self.redactor.longest else config
         self.result = TrialResult(
             task_name=spec.task.name,
             trial_name=spec.name,
-            trial_uri=spec.directory.resolve().as_uri(),
+            trial_uri=(_resolved(spec.directory.parent) / spec.directory.name).as_uri(),
             task_id=task_reference(spec.task.origin),
             source=spec.task.origin.source,
             task_checksum=spec.task.digest.removeprefix("sha256:"),
@@ -273,6 +275,12 @@ class _Trial:
         )
         self.record.log(f"rewards {result.rewards}")
         self.record.write_result(result)
+
+
+@functools.lru_cache(maxsize=16)
+def _resolved(directory: Path) -> Path:
+    """The directory of a job's trials, asked for by each of them."""
+    return directory.resolve()
 
 
 def _model_info(model: str | None) -> ModelInfo | None:
