@@ -12,6 +12,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from pier.image.model import Image
 from pier.task import Task
 from pier.trial.services import open_services
 from pier.trial.spec import TrialServices
@@ -32,18 +33,24 @@ network_mode = "no-network"
 """
 
 
-def import_bash_image(running: Engine, directory: Path) -> None:
-    """Give an engine the image `test/bash`: busybox and this machine's bash with its libraries."""
-    layer = busybox_image(directory).layers[0]
+def bash_image(directory: Path) -> Image:
+    """Busybox and this machine's bash with its libraries, by which busybox finds names too."""
+    image = busybox_image(directory)
+    layer = image.layers[0]
     told = subprocess.run(["ldd", "/bin/bash"], capture_output=True, text=True, check=True).stdout
     for path in ["/bin/bash", *(part for part in told.split() if part.startswith("/"))]:
         target = layer / path.lstrip("/")
         target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists():
             shutil.copy(Path(path).resolve(), target)
+    return image
+
+
+def import_bash_image(running: Engine, directory: Path) -> None:
+    """Give an engine the image `test/bash`."""
     packed = BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
-        archive.add(layer, ".")
+        archive.add(bash_image(directory).layers[0], ".")
     running.docker("import", "--change", "ENV GREETING=hello", "-", IMAGE, stdin=packed.getvalue())
 
 
