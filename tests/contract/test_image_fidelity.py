@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -47,13 +48,35 @@ COPY link-to-a /through/
 ADD archive.tar.gz /unpacked/
 ADD a.txt /added
 COPY a.txt /private/given
+COPY --chmod=751 tree /modes
+COPY --chmod=0600 --chown=user:9 a.txt b.txt /modes/given/
+COPY ["with space", "/spaces/in name"]
+COPY kept skipped-but/this /exceptions/
+COPY tree/. ./dot/
+COPY tr*/d* /globbed-directory/
+COPY --from=base /etc/passwd /from-image/
+ADD archive.tar.gz plain.tar.xz /unpacked-both/
+ADD --chown=11:12 plain.tar.xz /unpacked-for/
+ADD not-an-archive.gz /added-as-it-is
+ENV DIR=/env/dir NUMBER=${VERSION:-none} UNSET=${NOTHING:-default} ALTERNATIVE=${VERSION:+set}
+WORKDIR $DIR
+WORKDIR ../${NUMBER}/x
+RUN echo "$ALTERNATIVE $UNSET" >here; ls -la / >/dev/null
+USER 7:8
+RUN id -u >/tmp/seven && id -g >>/tmp/seven
 USER user
 WORKDIR /home/user/new/dir
 WORKDIR rel
 RUN id -u >me && pwd >>me
 USER root
 
+FROM scratch AS nothing
+COPY --chown=1:2 tree /from/nothing
+
 FROM base AS last
+ARG BASE
+RUN echo "[$BASE]" >/base-argument
+COPY --from=nothing /from /
 COPY --from=maker /made /from/made
 COPY --from=maker /owned/ /home/user/new/dir/rel/me* /from/
 COPY --from=0 --chown=3:4 /made/f /etc/f
@@ -64,9 +87,59 @@ EXPOSE 80 53/udp
 VOLUME /data /more
 STOPSIGNAL SIGINT
 HEALTHCHECK --interval=5s --retries=2 CMD true || exit 1
+VOLUME ["/json"]
+LABEL "quoted key"="a \"b\"" three=3
+LABEL one=changed
 ENTRYPOINT ["/bin/echo"]
 CMD echo "$HOME" tail
 """
+
+ESCAPED = r"""# escape=`
+FROM base
+ENV WINDOWS=c:\dir\file JOINED="a `
+b" QUOTED=a`"b
+RUN echo one `
+    && echo "$WINDOWS" >/windows
+COPY a.txt `
+     b.txt /both/
+CMD ["c:\\run", "it"]
+"""
+
+HEREDOCS = r"""FROM base
+ENV NAME=value
+SHELL ["/bin/busybox", "sh", "-ec"]
+RUN <<EOF
+echo "$NAME" >/one
+echo '$NAME' >>/one
+false || echo two >>/one
+EOF
+RUN cat <<"A" >/two && tr a-z A-Z <<-B >/three
+$NAME a
+A
+	lower $NAME
+	B
+COPY <<first <<"second" /docs/
+$NAME in a file
+first
+$NAME as it is
+second
+COPY --chown=user:user --chmod=640 <<EOF /docs/named
+some
+EOF
+"""
+SPELLED_OUT = r"""FROM base
+ENV NAME=value
+SHELL ["/bin/busybox", "sh", "-ec"]
+RUN echo "$NAME" >/one; echo '$NAME' >>/one; false || echo two >>/one
+RUN printf '$NAME a\n' >/two; printf 'LOWER VALUE\n' >/three
+RUN mkdir /docs; printf "$NAME in a file\n" >/docs/first; printf '$NAME as it is\n' >/docs/second
+RUN echo some >/docs/named; chown user:user /docs/named; chmod 640 /docs/named
+"""
+"""The same for an engine that is older than here-documents."""
+
+
+_OLD, _MEMBERS = 1_600_000_000, 1_700_000_000
+"""The times of the context's files, and of those in archives."""
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +178,21 @@ def _context(context: Path) -> None:
             link("top/l", "file"),
         ):
             archive.addfile(member, io.BytesIO(data))
-    (context / ".dockerignore").write_text("**/*.log\nDockerfile\n")
-    (context / "Dockerfile").write_text(DOCKERFILE)
+    with tarfile.open(context / "plain.tar.xz", "w:xz") as archive:
+        for member, data in (entry("one", b"1", uid=3), directory("d", 0o700), entry("d/two", b"2", mode=0o600)):
+            archive.addfile(member, io.BytesIO(data))
+    (context / "not-an-archive.gz").write_bytes(gzip.compress(b"words", mtime=0))
+    (context / "with space").write_text("x")
+    for name in ("kept/f", "skipped-but/this", "skipped-but/that", "deep/a/skipped.tmp", "deep/a/kept.tmp"):
+        (context / name).parent.mkdir(parents=True, exist_ok=True)
+        (context / name).write_text(name)
+    (context / ".dockerignore").write_text(
+        "# a comment\n**/*.log\nDockerfile*\nskipped-but/*\n!skipped-but/this\ndeep/**/*.tmp\n!deep/a/kept*\n"
+    )
+    for path in context.rglob("*"):
+        os.utime(path, (_OLD, _OLD), follow_symlinks=False)
+    for name, text in (("", DOCKERFILE), (".escaped", ESCAPED), (".heredocs", HEREDOCS), (".spelled", SPELLED_OUT)):
+        (context / f"Dockerfile{name}").write_text(text)
 
 
 def _base(tmp_path: Path) -> Path:
@@ -137,7 +223,9 @@ def _rows(layers: tuple[Path, ...]) -> dict[str, str]:
             content = os.readlink(child.place) if child.is_link else ""
             if child.is_file and status.st_size < 10_000:
                 content = Path(child.place).read_bytes().hex()
-            rows[child.path] = f"{status.st_mode:o} {status.st_uid}:{status.st_gid} {content}"
+            # The time of a file that was copied; others have that of the build, and directories that of their changes.
+            at = int(status.st_mtime) if child.is_file and status.st_mtime <= _MEMBERS else ""
+            rows[child.path] = f"{status.st_mode:o} {status.st_uid}:{status.st_gid} {at} {content}"
             if child.is_dir:
                 look(child)
 
@@ -147,9 +235,13 @@ def _rows(layers: tuple[Path, ...]) -> dict[str, str]:
     return {path: row for path, row in rows.items() if not path.startswith(("/dev/", "/proc/", "/sys/"))}
 
 
-@pytest.mark.parametrize("target", ["maker", "last"])
+BUILDS = [("", "", "maker"), ("", "", "last"), (".escaped", ".escaped", ""), (".heredocs", ".spelled", "")]
+"""The Dockerfiles of pier's build and of the engine's, and the target."""
+
+
+@pytest.mark.parametrize(("mine", "theirs", "target"), BUILDS, ids=["maker", "last", "escaped", "heredocs"])
 async def test_both_builders_make_the_same(
-    docker: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+    docker: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mine: str, theirs: str, target: str
 ) -> None:
     monkeypatch.setenv("DOCKER_BUILDKIT", "1")
     monkeypatch.setenv("DOCKER_HOST", docker.url)
@@ -158,27 +250,27 @@ async def test_both_builders_make_the_same(
     _context(context)
     base = _base(tmp_path)
     docker.docker("import", str(base), "base")
+    command = [*_client(docker), "build", "--network=none", "--target", target, "-t", "theirs", str(context)]
     built = subprocess.run(
-        [*_client(docker), "build", "--network=none", "--target", target, "-t", f"theirs:{target}", str(context)],
-        capture_output=True,
-        text=True,
-        timeout=280,
+        [*command, "-f", str(context / f"Dockerfile{theirs}")], capture_output=True, text=True, timeout=280
     )
     if built.returncode != 0 and "buildx" in built.stderr:
         pytest.skip("this Docker client cannot use BuildKit: buildx is missing")
     assert built.returncode == 0, built.stdout + built.stderr
     store = ImageStore()
-    theirs = await take_from_engine(store, f"theirs:{target}")
-    assert theirs is not None
+    image = await take_from_engine(store, "theirs")
+    assert image is not None
     await import_image(store, base, "base")
     async with open_runner() as runner:
-        ours = await build_image(store, context, runner=runner, network=NONE, target=target)
-    mine, other = _rows(ours.layers), _rows(theirs.layers)
-    different = {path: (mine.get(path), other.get(path)) for path in mine | other if mine.get(path) != other.get(path)}
+        file = context / f"Dockerfile{mine}"
+        ours = await build_image(store, context, file, runner=runner, network=NONE, target=target or None)
+    found, other = _rows(ours.layers), _rows(image.layers)
+    different = {path: (found.get(path), other.get(path)) for path in found | other}
+    different = {path: pair for path, pair in different.items() if pair[0] != pair[1]}
     assert different == {}, json.dumps(different, indent=2)
     for name in ("workdir", "user", "entrypoint", "cmd", "shell", "labels", "stop_signal", "healthcheck"):
-        assert getattr(ours.config, name) == getattr(theirs.config, name), name
-    assert set(ours.config.exposed_ports) == set(theirs.config.exposed_ports)
-    assert set(ours.config.volumes) == set(theirs.config.volumes)
-    paths = {name: value for name, value in theirs.config.env.items() if name != "PATH"}
+        assert getattr(ours.config, name) == getattr(image.config, name), name
+    assert set(ours.config.exposed_ports) == set(image.config.exposed_ports)
+    assert set(ours.config.volumes) == set(image.config.volumes)
+    paths = {name: value for name, value in image.config.env.items() if name != "PATH"}
     assert ours.config.env == paths

@@ -116,7 +116,8 @@ class _Layer:
         self._place(source, entry, where)
 
     def unpack(self, entry: Entry, destination: str) -> None:
-        """Unpack an archive into `destination`, with the owners that it holds."""
+        """Unpack an archive into `destination`, with the owners and modes that it holds, as BuildKit does: `--chown` is
+        for the directory only."""
         self._newest = max(self._newest, entry.status.st_mtime_ns)
         where, there = self._view.locate(destination)
         if there is not None and not there.is_dir:
@@ -127,9 +128,10 @@ class _Layer:
             with decompressed(entry.place) as stream:
                 unpack(stream, away, owners=self._owners)
             view = View([away])
-            reset, self._reset = self._reset, False
+            kept = (self._reset, self._owner, self._mode)
+            self._reset, self._owner, self._mode = False, None, None
             self._contents(view, view.root, where, replace=True)
-            self._reset = reset
+            self._reset, self._owner, self._mode = kept
         finally:
             remove_tree(away)
 
