@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -137,3 +138,15 @@ def _unmount(directory: Path) -> None:
     rows = Path("/proc/self/mountinfo").read_text().splitlines()
     for target in sorted((row.split()[4] for row in rows if str(directory) in row), reverse=True):
         subprocess.run(["umount", "-l", target], capture_output=True, check=False)
+
+
+def serve_group(group: str) -> None:
+    """Run an engine that the users of a group may use, say its address, and end it with the standard input."""
+    with engine(f"--group={group}") as running:
+        running.directory.chmod(0o755)
+        print(running.url, flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    serve_group(sys.argv[1])

@@ -71,6 +71,10 @@ class ContainerBox:
         """How many processes the limit on memory has killed."""
         return self.entered.oom_kills()
 
+    def disk_kills(self) -> int:
+        """The engine limits disks itself, where it can: nothing is killed for it."""
+        return 0
+
     async def changes(self) -> list[Change]:
         """What differs from the image, as the engine tells it; directories only when they were removed."""
         try:

@@ -73,7 +73,7 @@ class PackVolumes:
     async def _is_whole(self, container: Any) -> bool:
         try:
             async with self._docker._query(
-                f"containers/{container.id}/archive", "HEAD", params={"path": f"{_INSIDE}/{_WHOLE}"}
+                f"containers/{container.id}/archive", "GET", params={"path": f"{_INSIDE}/{_WHOLE}"}
             ):
                 return True
         except DockerError as error:
