@@ -9,7 +9,7 @@ import pytest
 from pier.job.budget import JobBudget
 from pier.job.config import BudgetConfig, JobConfig, RetryConfig
 from pier.job.flags import apply_flags
-from pier.job.ledger import Ledger, Outcome
+from pier.job.ledger import Ledger, Outcome, Used
 from pier.job.outcome import outcome_of
 from pier.job.plan import PlannedTrial
 from pier.job.schedule import Schedule
@@ -50,13 +50,30 @@ def test_what_was_used_outlives_the_runner(tmp_path: Path) -> None:
     assert later.used_up() == "3 of 3 turns of this job are used"
 
 
+def test_time_goes_on_where_an_earlier_run_stopped(tmp_path: Path) -> None:
+    ledger = Ledger.create(tmp_path)
+    ledger.note_used(Used(turns=1, seconds=59.0))
+    ledger.close()
+    again = Ledger.read(tmp_path)
+    assert JobBudget(BudgetConfig(wall_time=59), again).used_up() == "the 59 seconds of this job are over"
+    budget = JobBudget(BudgetConfig(wall_time=600), again)
+    assert budget.pool is not None and budget.pool.seconds_left == 541
+    budget.pool.start()
+    assert (budget.pool.seconds_left or 0) < 541 and budget.used_up() is None
+    assert budget.pool.used.seconds >= 59
+    untimed = JobBudget(BudgetConfig(turns=5), again)
+    assert untimed.pool is not None
+    untimed.pool.start()
+    assert untimed.pool.used == again.used
+
+
 def test_a_job_without_limits_has_no_pool(tmp_path: Path) -> None:
     ledger = Ledger.create(tmp_path)
     budget = JobBudget(BudgetConfig(), ledger)
     budget.save()
     ledger.close()
     assert budget.pool is None and budget.used_up() is None
-    assert Ledger.read(tmp_path).used == (0, 0, 0, 0.0)
+    assert Ledger.read(tmp_path).used == Used()
 
 
 async def test_trials_that_run_go_on_and_no_further_one_begins(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 The limits are held by one meter that every session of the job shares. What was used stands in the journal, next to the
 trials' ends, so a job that is resumed goes on counting where it stopped, tries that no longer count included; a runner
-that is killed loses at most the last second of it. `wall_time` counts from the first call of each run.
+that is killed loses at most the last second of it. `wall_time` counts from the first call of each run, on top of what
+earlier runs took.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pier.job.config import BudgetConfig
 from pier.job.ledger import Ledger
 
 if TYPE_CHECKING:
-    from pier.gateway.budget import Meter
+    from pier.job.meter import JobMeter
 
 
 class JobBudget:
@@ -29,20 +30,15 @@ class JobBudget:
 
     def save(self) -> None:
         """Write down what was used, if that has changed."""
-        if self.pool is not None and (used := _used(self.pool)) != self._ledger.used:
+        if self.pool is not None and (used := self.pool.used) != self._ledger.used:
             self._ledger.note_used(used)
 
 
-def _pool(limits: BudgetConfig, ledger: Ledger) -> Meter | None:
+def _pool(limits: BudgetConfig, ledger: Ledger) -> JobMeter | None:
     asked = limits.model_dump(exclude_none=True)
     if not asked:
         return None
-    from pier.gateway.budget import Budget, Meter
+    from pier.gateway.budget import Budget
+    from pier.job.meter import JobMeter
 
-    pool = Meter(Budget(**asked), owner="job")
-    pool.turns, pool.input_tokens, pool.output_tokens, pool.cost_usd = ledger.used
-    return pool
-
-
-def _used(pool: Meter) -> tuple[int, int, int, float]:
-    return pool.turns, pool.input_tokens, pool.output_tokens, pool.cost_usd
+    return JobMeter(Budget(**asked), ledger.used)

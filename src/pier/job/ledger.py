@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from pier.errors import JobError
@@ -83,6 +83,16 @@ class Outcome:
         )
 
 
+class Used(NamedTuple):
+    """What a job used of its budget: turns, tokens in and out, dollars, and seconds if these are limited."""
+
+    turns: int = 0
+    read: int = 0
+    written: int = 0
+    cost: float = 0.0
+    seconds: float = 0.0
+
+
 def now() -> str:
     """The time as it stands in every file of a job."""
     return datetime.now(UTC).isoformat()
@@ -102,8 +112,8 @@ class Ledger:
     """By trial id, the number of the last try that began."""
     open: set[str] = field(default_factory=set)
     """Trials that began and whose end is not written down."""
-    used: tuple[int, int, int, float] = (0, 0, 0, 0.0)
-    """Turns, input and output tokens and dollars, of a job with a budget of its own."""
+    used: Used = field(default_factory=Used)
+    """What a job with a budget of its own has used."""
     n_retries: int = 0
     finished_at: str | None = None
     lost_lines: int = 0
@@ -150,7 +160,7 @@ class Ledger:
         elif event == "job":
             self.id, self.created_at = line["id"], line["at"]
         elif event == "used":
-            self.used = (line["turns"], line["input"], line["output"], line["cost"])
+            self.used = Used(line["turns"], line["input"], line["output"], line["cost"], line.get("seconds", 0.0))
         elif event == "done":
             self.finished_at = line["at"]
 
@@ -188,10 +198,11 @@ class Ledger:
         self.outcomes.pop(trial, None)
         self.n_retries += why == "retry"
 
-    def note_used(self, used: tuple[int, int, int, float]) -> None:
+    def note_used(self, used: Used) -> None:
         """Write down what the job has used of its budget so far."""
-        turns, read, written, cost = self.used = used
-        self.write({"e": "used", "turns": turns, "input": read, "output": written, "cost": cost})
+        self.used = used
+        line = {"e": "used", "turns": used.turns, "input": used.read, "output": used.written, "cost": used.cost}
+        self.write({**line, "seconds": used.seconds} if used.seconds else line)
 
     def finish(self) -> None:
         """Write down that nothing is left to do."""
