@@ -321,7 +321,8 @@ async def test_disk_abuse_is_contained(backend: Backend) -> None:
         result = await sandbox.exec(
             "cd /tmp; for i in $(seq 40); do head -c 10M /dev/zero >$i || exit 3; done", timeout=120
         )
-        assert not result.ok or result.timed_out
+        assert not result.ok and not result.timed_out
+        assert result.out_of_disk
 
 
 async def test_a_tree_that_changes_during_a_download_reveals_nothing(backend: Backend, tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ class SandboxSpec:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a command ended. `exit_code` is 128 + n after signal n. `timed_out`: pier killed it at its deadline."""
+    """How a command ended. `exit_code` is 128 + n after signal n. `timed_out`: pier killed it at its deadline.
+    `out_of_disk`: it was killed because the sandbox had written more than its limit."""
 
     exit_code: int
     stdout: bytes = b""
@@ -85,6 +86,7 @@ class Result:
     stdout_dropped: int = 0
     stderr_dropped: int = 0
     out_of_memory: bool = False
+    out_of_disk: bool = False
     seconds: float = 0.0
 
     @property
@@ -337,6 +339,10 @@ class Backend(ABC):
 
     async def find_image(self, reference: str) -> Image | None:
         """An image that the backend keeps itself; None if it has none of that name, or no store of its own."""
+        return None
+
+    async def pull_image(self, reference: str) -> Image | None:
+        """An image that the backend's own store gets from a registry; None if it cannot, or has no store."""
         return None
 
     async def fork(self, image: Image, spec: SandboxSpec, n: int) -> list[Sandbox]:

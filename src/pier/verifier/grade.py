@@ -107,5 +107,7 @@ async def _read(sandbox: Sandbox, name: str) -> bytes | None:
 
 def _explained(error: VerifierError, result: Result) -> VerifierError:
     """The error with how the tests ended, which is what a task's author looks for first."""
-    ending = "ran out of memory" if result.out_of_memory else f"ended with exit code {result.exit_code}"
+    ending = f"ended with exit code {result.exit_code}"
+    if result.out_of_memory or result.out_of_disk:
+        ending = "ran out of memory" if result.out_of_memory else "wrote more than their limit on disk"
     return VerifierError(f"{error.message}; the tests {ending}", code=error.code, hint=error.hint, blame=error.blame)

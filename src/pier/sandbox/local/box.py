@@ -50,7 +50,7 @@ class Box:
         self._watching: asyncio.Task[None] | None = None
         self.proof: dict[str, str] = {}
         self.pid = 0
-        self.over_disk = False
+        self._disk_kills = 0
         self.shifted = True
         """Whether ids inside are others outside; root's are not where a file system cannot be mounted so."""
 
@@ -92,6 +92,10 @@ class Box:
         """How many processes were killed because of the limit on memory."""
         return self._oom_kills + (self._group.oom_kills() if self._group else 0)
 
+    def disk_kills(self) -> int:
+        """How often everything was killed because of the limit on disk."""
+        return self._disk_kills
+
     def watch_disk(self, limit: int) -> None:
         """From now on kill everything inside whenever what it wrote takes more than `limit` bytes."""
         self._watching = asyncio.create_task(self._watch_disk(limit))
@@ -104,8 +108,8 @@ class Box:
             began = loop.time()
             try:
                 answer, _ = await self._zygotes.ask_any({"op": "measure", "path": str(self.directory / "u")})
-                self.over_disk = answer["bytes"] > limit
-                if self.over_disk:
+                if answer["bytes"] > limit:
+                    self._disk_kills += 1
                     await self.channel.ask({"op": "kill_all"})
             except SandboxError:
                 continue

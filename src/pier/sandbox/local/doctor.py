@@ -13,6 +13,7 @@ from pier.sandbox.contract import Finding
 from pier.sandbox.local.network import offered_modes
 
 _KERNEL = (5, 12)
+_OTHERS = "open files by rlimit; disk is watched, and what writes too much is killed"
 
 
 def examine(ids: IdMap, groups: cgroup.Hierarchies | None, problem: str, *, shifted: bool) -> list[Finding]:
@@ -84,9 +85,11 @@ def _host_image(ids: IdMap) -> Finding:
 
 def _limits(groups: cgroup.Hierarchies | None) -> Finding:
     if groups is None:
-        detail = "no writable control groups: memory is watched, cpus are bound to cores, processes by rlimit"
+        detail = (
+            f"no writable control groups: memory is watched, cpus are bound to cores, processes by rlimit; {_OTHERS}"
+        )
         return Finding("limits", False, detail, "run as root, or in a session with delegated control groups")
-    return Finding("limits", True, f"control groups v{groups.version}: {', '.join(sorted(groups.limits))}")
+    return Finding("limits", True, f"control groups v{groups.version}: {', '.join(sorted(groups.limits))}; {_OTHERS}")
 
 
 def _network() -> Finding:

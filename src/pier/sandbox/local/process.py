@@ -114,7 +114,12 @@ class LocalProcess(Process):
     """A command in a local sandbox."""
 
     def __init__(
-        self, channel: Channel, outputs: dict[Stream, Output], stdin: int, oom_kills: Callable[[], int]
+        self,
+        channel: Channel,
+        outputs: dict[Stream, Output],
+        stdin: int,
+        oom_kills: Callable[[], int],
+        disk_kills: Callable[[], int],
     ) -> None:
         self.number = channel.number()
         self._channel = channel
@@ -122,6 +127,8 @@ class LocalProcess(Process):
         self._stdin = stdin
         self._oom_kills = oom_kills
         self._oom_before = oom_kills()
+        self._disk_kills = disk_kills
+        self._disk_before = disk_kills()
         self._began = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._started: asyncio.Future[int] = self._loop.create_future()
@@ -234,6 +241,7 @@ class LocalProcess(Process):
             stdout_dropped=out.dropped if out else 0,
             stderr_dropped=err.dropped if err else 0,
             out_of_memory=exit_code == 137 and self._oom_kills() > self._oom_before,
+            out_of_disk=exit_code == 137 and self._disk_kills() > self._disk_before,
             seconds=time.monotonic() - self._began,
         )
 

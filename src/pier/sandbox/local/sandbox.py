@@ -172,7 +172,7 @@ class LocalSandbox(Sandbox):
                 os.fchmod(write, 0o666)
                 theirs.append(write)
                 outputs[name] = Output(read, name, limit, on_output)
-        process = LocalProcess(channel, outputs, stdin, self.box.oom_kills)
+        process = LocalProcess(channel, outputs, stdin, self.box.oom_kills, self.box.disk_kills)
         process.expect_terminal(limit, on_output)
         self._processes.add(process)
         try:
