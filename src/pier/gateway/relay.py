@@ -17,7 +17,7 @@ from pier.gateway.exchange import Exchange
 from pier.gateway.http.coding import BadCoding
 from pier.gateway.providers import Target
 from pier.gateway.redact import Scrubber
-from pier.gateway.tokens import Extras, ask
+from pier.gateway.tokens import Extras, Sampler, ask
 from pier.gateway.turns import stream_turn
 from pier.gateway.upstream import MAX_ANSWER, Outgoing, UpstreamFailed
 from pier.gateway.watch import Broken, Framer, Watch, data_of
@@ -32,8 +32,12 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
     """Pass the call on and the answer back. With `usage` the upstream is asked to count tokens, whatever its settings
     say."""
     body, extras = x.body, Extras()
+    sampler = None
     if x.caller.route.dialect == "chat":
         body, extras = ask(body, tokens=target.provider.tokens, usage=usage or target.provider.usage)
+        if target.provider.tokens:
+            sampler = Sampler(x.memory)
+            body = sampler.restored(body)
     if "model" in body.fields and body.value["model"] != target.model:
         body = body.with_fields(model=target.model)
     changed = body is not x.body
@@ -50,8 +54,8 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
         async with x.kept_alive(), x.upstreams.ask(out, x.record) as answer:
             x.turn.spend()
             if x.stream:
-                return await _stream(x, answer, extras, Scrubber(target.provider.key))
-            return await _whole(x, answer, extras, Scrubber(target.provider.key))
+                return await _stream(x, answer, extras, Scrubber(target.provider.key), sampler)
+            return await _whole(x, answer, extras, Scrubber(target.provider.key), sampler)
     except UpstreamFailed as failed:
         return await x.fail(failed.status, failed.message, failed.kind, failed.body)
 
@@ -71,7 +75,9 @@ def counting_path(dialect: DialectName, model: str) -> str:
     return "/v1/responses/input_tokens" if dialect == "responses" else "/v1/messages/count_tokens"
 
 
-async def _whole(x: Exchange, answer: AnyAnswer, extras: Extras, scrub: Scrubber) -> None:
+async def _whole(
+    x: Exchange, answer: AnyAnswer, extras: Extras, scrub: Scrubber, sampler: Sampler | None = None
+) -> None:
     raw = scrub(await read_answer(answer))
     x.record.status("upstream", answer.status, answer.headers, False)
     x.record.chunk("upstream", raw)
@@ -84,6 +90,8 @@ async def _whole(x: Exchange, answer: AnyAnswer, extras: Extras, scrub: Scrubber
     watch = Watch(x.caller.route.dialect)
     watch.see_whole(value)
     x.usage = watch.usage
+    if sampler:
+        sampler.see_whole(value)
     if extras:
         raw = dump(extras.strip(value))
         x.record.status("delivered", answer.status, answer.headers, False)
@@ -91,7 +99,9 @@ async def _whole(x: Exchange, answer: AnyAnswer, extras: Extras, scrub: Scrubber
     return await x.reply(raw, answer.headers)
 
 
-async def _stream(x: Exchange, answer: AnyAnswer, extras: Extras, scrub: Scrubber) -> None:
+async def _stream(
+    x: Exchange, answer: AnyAnswer, extras: Extras, scrub: Scrubber, sampler: Sampler | None = None
+) -> None:
     if not answer.content_type.startswith("text/event-stream"):
         return await _stream_whole(x, answer, scrub)
     x.record.status("upstream", answer.status, answer.headers, True)
@@ -104,9 +114,13 @@ async def _stream(x: Exchange, answer: AnyAnswer, extras: Extras, scrub: Scrubbe
     try:
         while data := scrub(await next_chunk(answer)):
             x.record.chunk("upstream", data)
+            if sampler:
+                sampler.see(data)
             ready = held + await _pass_on(x, framer.feed(data), watch, extras)
             held = b""
             if watch.done:
+                if sampler:
+                    sampler.close()
                 await x.end("error" if watch.failed else "ok", error=watch.failed)
             elif watch.finished and x.caller.route.dialect == "gemini":
                 held, ready = ready, b""

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pier.gateway.body import Body, dump
+from pier.gateway.dialect import DIALECTS, BadResponse
+from pier.gateway.translate import Memory
+from pier.gateway.turns import TurnBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +71,46 @@ def ask(body: Body, *, tokens: bool, usage: bool) -> tuple[Body, Extras]:
     if extras.usage:
         changes["stream_options"] = {**(value.get("stream_options") or {}), "include_usage": True}
     return (body.with_fields(**changes) if changes else body), extras
+
+
+class Sampler:
+    """Keeps what a relayed model samples as arguments of tool calls, so that the next prompt can have them again.
+
+    Clients write arguments anew, with other white space; the prompt would then hold other tokens than were sampled.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._parser = DIALECTS["chat"].stream_parser()
+        self._turn = TurnBuilder()
+
+    def restored(self, body: Body) -> Body:
+        """A request whose history has the arguments as they were sampled; the same one if it has them already."""
+        messages, changed = [], False
+        for message in body.value.get("messages") or ():
+            calls = message.get("tool_calls") if isinstance(message, dict) else None
+            known = [self._as_sampled(call) for call in calls] if isinstance(calls, list) else calls
+            changed = changed or known != calls
+            messages.append({**message, "tool_calls": known} if known != calls else message)
+        return body.with_fields(messages=messages) if changed else body
+
+    def _as_sampled(self, call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+            return call
+        arguments = self._memory.arguments(str(call.get("id")), function["arguments"])
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    def see(self, data: bytes) -> None:
+        """A piece of a stream."""
+        self._turn.extend(self._parser.feed(data))
+
+    def see_whole(self, value: Any) -> None:
+        try:
+            self._memory.remember(DIALECTS["chat"].parse_response(value))
+        except BadResponse:
+            return
+
+    def close(self) -> None:
+        """The stream is over."""
+        self._memory.remember(self._turn.extend(self._parser.close()).turn())

@@ -63,6 +63,12 @@ class Memory:
             known = ()
         return Message(message.role, (*(part for part in known if part.origin == dialect), *parts))
 
+    def arguments(self, id_: str, written: str) -> str:
+        """The arguments of a call as sampled, if what is written says the same."""
+        known = self._calls.get(id_)
+        same = known is not None and parse_arguments(known.arguments) == parse_arguments(written)
+        return known.arguments if known is not None and same else written
+
     def _sampled(self, call: ToolCall) -> ToolCall:
         known = self._calls.get(call.id)
         if known is None or parse_arguments(known.arguments) != parse_arguments(call.arguments):

@@ -1,0 +1,110 @@
+"""Real agents on a server that gives token ids, as vLLM does: their trials become training samples, id by id.
+
+Packs are built by `.ci/packs`, not by the tests; an agent whose pack is not there is skipped with that as the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from pier.gateway.dialect import DIALECTS
+from pier.gateway.samples import broken_promises, samples_of
+from pier.gateway.script import Script
+from tests.agent_rig import FOUR, PACKS, ROOT, need_pack
+from tests.contract.test_samples_wire import END, body_of, template
+from tests.gateway_fakes import Behaviour, fake_provider
+
+TURNS = [
+    {"text": "I will look first.", "shell": "ls /app"},
+    {"shell": "pwd"},
+    {"write": {"path": "/app/greeting.txt", "content": "Hello, pier!\n"}},
+    {"finish": "Done."},
+]
+
+
+def server(script: Script) -> Behaviour:
+    """A script behind Chat Completions, streamed or not, with the ids of everything."""
+
+    async def behave(request: web.BaseRequest, raw: bytes) -> web.StreamResponse:
+        chat, body = DIALECTS["chat"], json.loads(raw)
+        asked = chat.parse_request(body)
+        answer: Any = chat.render_response(await script(asked), asked)
+        choice = answer["choices"][0]
+        ids = [*body_of(choice["message"]), END]
+        likely = {"content": [{"token": f"token_id:{token}", "logprob": -token / 1000} for token in ids]}
+        answer["prompt_token_ids"] = template(body["messages"], thoughts=False)
+        if not body.get("stream"):
+            choice |= {"token_ids": ids, "logprobs": likely}
+            return web.json_response(answer)
+        message = choice.pop("message")
+        calls = [{"index": place, **call} for place, call in enumerate(message.get("tool_calls") or ())]
+        choice |= {"delta": {**message, "tool_calls": calls}, "token_ids": ids, "logprobs": likely}
+        answer["object"] = "chat.completion.chunk"
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: " + json.dumps(answer).encode() + b"\n\ndata: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    return behave
+
+
+async def pier(home: Path, *words: str) -> str:
+    environ = {**os.environ, "PIER_PACKS": str(PACKS), "PIER_HOME": str(home)}
+    running = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "pier",
+        *words,
+        env=environ,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await asyncio.wait_for(running.communicate(), 280)
+    assert running.returncode == 0, (out + err).decode()
+    return out.decode()
+
+
+@pytest.mark.parametrize("agent", FOUR)
+async def test_a_trial_becomes_samples_whatever_the_dialect_of_its_agent(agent: str, tmp_path: Path) -> None:
+    need_pack(agent)
+    task = str(ROOT / "examples/tasks/hello")
+    async with fake_provider(server(Script.parse(TURNS))) as fake:
+        (tmp_path / "home").mkdir()
+        (tmp_path / "home/providers.toml").write_text(f'[lab]\nurl = "{fake.url}/v1"\ntokens = true\n')
+        jobs = ("--jobs-dir", str(tmp_path / "jobs"), "--job-name", "job")
+        await pier(tmp_path / "home", "run", "-p", task, "-a", agent, "-m", "lab/served", *jobs)
+    out = tmp_path / "samples.jsonl"
+    given = (
+        "gateway",
+        "samples",
+        str(tmp_path / "jobs/job"),
+        "-o",
+        str(out),
+        "--json",
+        "--kind",
+        "main",
+        "--trainable",
+    )
+    told = json.loads(await pier(tmp_path / "home", *given))
+    assert (told["delivered_fraction"], told["generations_without_tokens"]) == (1.0, 0)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["reward"] for row in rows} == {1.0}
+    assert sorted(
+        call for row in rows for span in row["spans"] if span["trained"] for call in [span["call"]]
+    ) == sorted({call for row in rows for call in row["calls"]})
+    trained = sum(sum(row["loss_mask"]) for row in rows)
+    assert trained == told["trained_tokens"] == told["sampled_tokens"]
+    assert all(row["messages"][-1]["role"] == "assistant" for row in rows)
+    (place,) = (tmp_path / "jobs/job").glob("*/agent/recording.jsonl")
+    assert list(broken_promises(samples_of(place)[0])) == []
+    # What these agents send back is what was sampled, so a trial is one sample.
+    assert [len(row["calls"]) for row in rows] == [len(TURNS)], told["splits"]
