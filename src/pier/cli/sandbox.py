@@ -236,7 +236,13 @@ async def _attach(process: Process, interactive: bool, tty: bool, ended: asyncio
             stopping = asyncio.create_task(ended.wait())
             tasks.update({waiting, stopping})
             await asyncio.wait([waiting, stopping], return_when=asyncio.FIRST_COMPLETED)
-            return waiting.result().exit_code if waiting.done() else 137
+            if not waiting.done():
+                return 137
+            result = waiting.result()
+    if result.out_of_memory or result.out_of_disk:
+        limit = "--memory allows" if result.out_of_memory else "--disk allows to be written"
+        click.echo(f"killed: the sandbox took more than {limit}", err=True)
+    return result.exit_code
 
 
 @contextlib.asynccontextmanager
