@@ -79,12 +79,16 @@ async def _import_from_docker(image: str, name: str | None) -> Image:
 @image.command()
 @click.argument("name")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
+@_env
 @_json
-def pull(name: str, quiet: bool, as_json: bool) -> None:
-    """Pull an image from its registry."""
+def pull(name: str, quiet: bool, env: str, as_json: bool) -> None:
+    """Pull an image from its registry; with `--env docker` have the Docker engine pull it."""
     from pier.image.fetch import pull_image
+    from pier.sandbox.docker.ours import pull_there
 
-    _tell(asyncio.run(pull_image(_store(), name, on_progress=None if quiet else _progress)), as_json)
+    tell = None if quiet else _progress
+    work = pull_there(name, tell) if env == "docker" else pull_image(_store(), name, on_progress=tell)
+    _tell(asyncio.run(work), as_json)
 
 
 @image.command()

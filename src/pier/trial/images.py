@@ -89,15 +89,16 @@ def _build_key(wish: ImageWish) -> str:
 
 
 def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
-    """Images that the backend has itself, else from pier's own store; Dockerfiles are built in local sandboxes, whose
-    layers every backend can take."""
+    """Images that the backend has itself or pulls, else from pier's own store; Dockerfiles are built in local
+    sandboxes, whose layers every backend can take."""
     from pier.image.store import ImageStore
 
     store = ImageStore()
     builder = backend if backend.name == "local" else open_backend("local", backend.lease)
 
     async def resolve(reference: str) -> Image:
-        return await backend.find_image(reference) or await store.resolve(reference)
+        found = await backend.find_image(reference) or store.find(reference)
+        return found or await backend.pull_image(reference) or await store.resolve(reference)
 
     async def build(wish: ImageWish, _: str) -> Image:
         from pier.image.build import build_image

@@ -15,7 +15,7 @@ from typing import Any
 import aiodocker
 from aiodocker.exceptions import DockerError
 
-from pier.errors import PolicyError, SandboxError
+from pier.errors import ImageError, PolicyError, SandboxError
 from pier.image.engine import engine_address
 from pier.image.model import Image
 from pier.lease import Held, Lease
@@ -104,9 +104,9 @@ class DockerBackend(Backend):
         placing = await engine.place(spec.mounts)
         box = ContainerBox(self._lease, await engine.entrance(), engine.docker, engine.address)
         try:
-            image = await engine.images.ensure(spec.image)
             labels = {LABEL: self._lease.owner}
-            await box.start(container_config(spec, image, placing, labels, more), attendant_plan(spec))
+            async with engine.images.held(spec.image) as image:
+                await box.start(container_config(spec, image, placing, labels, more), attendant_plan(spec))
         except DockerError as error:
             await asyncio.shield(box.stop())
             raise engine_error(error) from error
@@ -134,6 +134,15 @@ class DockerBackend(Backend):
         engine = await self._engine()
         try:
             return await engine.images.find(reference)
+        except DockerError as error:
+            raise engine_error(error) from error
+
+    async def pull_image(self, reference: str) -> Image | None:
+        engine = await self._engine()
+        try:
+            return await engine.images.pull(reference)
+        except ImageError:
+            return None
         except DockerError as error:
             raise engine_error(error) from error
 

@@ -5,26 +5,46 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import aiodocker
 from aiodocker.exceptions import DockerError
 
 from pier.errors import ImageError
+from pier.home import pier_home
+from pier.image.locks import only_one
 from pier.image.model import Image, ImageConfig
 from pier.sandbox.docker.flatten import write_flat
+from pier.sandbox.docker.holding import holding
+from pier.sandbox.docker.pulling import pull
 
 _CHUNK = 1 << 20
 REPOSITORY = "pier"
+OnProgress = Callable[[str], None]
+
+
+def our_name(image: Image) -> str:
+    """What an image of pier's own is called at an engine."""
+    return f"{REPOSITORY}/{image.digest.removeprefix('sha256:')[:32]}"
 
 
 class EngineImages:
-    """The images of one engine. Bringing the same image twice at once happens once."""
+    """The images of one engine. Bringing or pulling the same image twice at once happens once, also by several pier
+    processes of one user."""
 
     def __init__(self, docker: aiodocker.Docker) -> None:
         self._docker = docker
-        self._locks: dict[str, asyncio.Lock] = {}
+
+    @asynccontextmanager
+    async def held(self, image: Image) -> AsyncIterator[str]:
+        """The name under which the engine has `image`, which no collection removes meanwhile."""
+        if not image.layers:
+            yield await self.ensure(image)
+            return
+        async with holding(our_name(image)):
+            yield await self.ensure(image)
 
     async def ensure(self, image: Image) -> str:
         """The name under which the engine has `image`."""
@@ -43,11 +63,28 @@ class EngineImages:
                 code="image_missing",
                 hint=f"docker pull {image.reference}",
             )
-        name = f"{REPOSITORY}/{image.digest.removeprefix('sha256:')[:32]}"
-        async with self._locks.setdefault(name, asyncio.Lock()):
-            if not await self._has(name):
-                await self._bring(image, name)
+        name = our_name(image)
+        if not await self._has(name):
+            async with self._only_one(name):
+                if not await self._has(name):
+                    await self._bring(image, name)
         return name
+
+    def _only_one(self, name: str) -> AbstractAsyncContextManager[None]:
+        directory = pier_home() / "docker" / "locks"
+        directory.mkdir(parents=True, exist_ok=True)
+        return only_one(directory, name)
+
+    async def pull(self, reference: str, on_progress: OnProgress | None = None) -> Image:
+        """Have the engine pull an image, as whoever `docker login` says. `ImageError` says why it could not."""
+        async with self._only_one(f"pull {reference}"):
+            found = await self.find(reference)
+            if found is None:
+                await pull(self._docker, reference, on_progress)
+                found = await self.find(reference)
+        if found is None:
+            raise ImageError(f"the engine pulled {reference} and does not have it", code="image_missing")
+        return found
 
     async def find(self, reference: str) -> Image | None:
         """The engine's own image of that name, with its settings."""

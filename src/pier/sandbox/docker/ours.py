@@ -15,8 +15,10 @@ from aiodocker.exceptions import DockerError
 
 from pier.errors import SandboxError
 from pier.image.engine import engine_address
+from pier.image.model import Image
 from pier.sandbox.docker.box import engine_error
-from pier.sandbox.docker.images import REPOSITORY
+from pier.sandbox.docker.holding import letting_go
+from pier.sandbox.docker.images import REPOSITORY, EngineImages, OnProgress
 
 _LATEST = ":latest"
 
@@ -39,7 +41,8 @@ async def list_ours() -> list[OurImage]:
 
 
 async def collect_ours(*, max_size: int | None = None, dry_run: bool = False) -> list[OurImage]:
-    """Remove images that no container uses, oldest first; with `max_size` only until the rest has no more bytes."""
+    """Remove images that no container uses or is about to use, oldest first; with `max_size` only until the rest has no
+    more bytes."""
     async with _engine() as docker:
         found = await _list(docker)
         size = sum(image.size for image in found)
@@ -47,10 +50,17 @@ async def collect_ours(*, max_size: int | None = None, dry_run: bool = False) ->
         for image in found:
             if image.in_use or (max_size is not None and size <= max_size):
                 continue
-            if dry_run or await _remove(docker, image):
-                removed.append(image)
-                size -= image.size
+            with letting_go(image.reference) as is_free:
+                if is_free and (dry_run or await _remove(docker, image)):
+                    removed.append(image)
+                    size -= image.size
         return removed
+
+
+async def pull_there(reference: str, on_progress: OnProgress | None = None) -> Image:
+    """Have the engine pull an image, which it then has as its own."""
+    async with _engine() as docker:
+        return await EngineImages(docker).pull(reference, on_progress)
 
 
 async def _list(docker: aiodocker.Docker) -> list[OurImage]:

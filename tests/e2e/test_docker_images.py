@@ -1,0 +1,99 @@
+"""Images at an engine: pulled from a registry, brought there once, and collected when nobody needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import tarfile
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from pier.errors import ImageError
+from pier.lease import Lease
+from pier.sandbox import SandboxSpec, open_backend
+from pier.sandbox.docker.client import Client
+from pier.sandbox.docker.images import EngineImages, our_name
+from pier.sandbox.docker.ours import collect_ours, list_ours, pull_there
+from tests.busybox import busybox_image
+from tests.compose_tasks import TOML, docker_bench
+from tests.engine import Engine, engine, missing
+from tests.image_rig import Pieces, entry, push, running_registry, tar_of
+from tests.trial_runs import write_task
+
+pytestmark = [pytest.mark.docker, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Engine]:
+    with engine() as found:
+        yield found
+        assert found.containers() == []
+
+
+@pytest.fixture
+def docker(running: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setenv("DOCKER_HOST", running.url)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    return running
+
+
+async def test_an_engine_pulls_with_progress_and_credentials(docker: Engine, tmp_path: Path) -> None:
+    auth = base64.b64encode(b"pier:secret").decode()
+    told: list[str] = []
+    async with running_registry(tmp_path / "registry", htpasswd=True) as address:
+        await push(address, "org/app", "v1", Pieces(tar_of(entry("etc/name", b"base"))), auth=f"Basic {auth}")
+        with pytest.raises(ImageError) as refused:
+            await pull_there(f"{address}/org/app:v1")
+        (tmp_path / "config.json").write_text(json.dumps({"auths": {address: {"auth": auth}}}))
+        with pytest.raises(ImageError) as unknown:
+            await pull_there(f"{address}/org/app:v2")
+        image = await pull_there(f"{address}/org/app:v1", told.append)
+    with pytest.raises(ImageError) as gone:
+        await pull_there(f"{address}/org/app:v3")
+    assert (refused.value.code, refused.value.hint) == ("unauthorized", f"docker login {address}")
+    assert (unknown.value.code, gone.value.code) == ("not_found", "unreachable")
+    assert image.reference == f"{address}/org/app:v1"
+    assert told[-1].endswith("Pull complete (1 of 1 layers)")
+
+
+async def test_a_trial_uses_what_the_engine_pulls(docker: Engine, tmp_path: Path) -> None:
+    packed = BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.add(busybox_image(tmp_path / "image").layers[0], ".")
+    async with running_registry(tmp_path / "registry") as address:
+        await push(address, "tools", "v1", Pieces(packed.getvalue()))
+        toml = TOML + f'docker_image = "{address}/tools:v1"\n'
+        test = "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n"
+        async with docker_bench(tmp_path / "trials") as bench:
+            result = await bench.run(write_task(tmp_path / "task", toml=toml, test=test), "nop")
+    assert result.rewards == {"reward": 1}, result.exception_info
+    assert result.pier is not None and result.pier.image == f"{address}/tools:v1", result.exception_info
+    assert f"{address}/tools" in docker.docker("images", "--format", "{{.Repository}}")
+
+
+async def test_an_image_is_brought_once_and_kept_while_a_container_is_made(docker: Engine, tmp_path: Path) -> None:
+    image = busybox_image(tmp_path)
+    client = Client(docker.url)
+    try:
+        many = [EngineImages(client) for _ in range(4)]
+        names = await asyncio.gather(*(images.ensure(image) for images in many))
+        assert set(names) == {our_name(image)}
+        assert len(docker.docker("images", "-aq", our_name(image)).split()) == 1
+        assert docker.docker("images", "-q", "--filter", "dangling=true") == ""
+        async with many[0].held(image):
+            assert await collect_ours() == []
+    finally:
+        await client.close()
+    with Lease() as lease:
+        async with open_backend("docker", lease) as backend:
+            async with await backend.start(SandboxSpec(image)):
+                assert await collect_ours() == []
+                (found,) = await list_ours()
+                assert found.in_use
+                assert await collect_ours(max_size=found.size) == []
+    assert await collect_ours(max_size=1 << 40) == []
+    assert [one.reference for one in await collect_ours()] == [our_name(image)]
