@@ -19,6 +19,7 @@ FLAT = {"type": "function", "name": "f", "parameters": {}}
     [
         ("chat", {"tools": [FUNCTION, {"type": "web_search"}]}, {"tools": [FUNCTION]}),
         ("chat", {"web_search_options": {"a": 1}, "plugins": [{"id": "web"}]}, {}),
+        ("chat", {"web_search_options": {}}, {}),
         ("chat", {"model": "x/y:online"}, {"model": "x/y"}),
         (
             "responses",

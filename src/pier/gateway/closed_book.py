@@ -34,7 +34,8 @@ def close_book(dialect: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], l
     edits: list[Edit] = []
     closed = dict(body)
     for name in _FIELDS[dialect]:
-        if closed.get(name):
+        # An object without members asks for a search too.
+        if closed.get(name) not in (None, [], "", False):
             del closed[name]
             edits.append(Edit("removed", name, _WHY))
     model = closed.get("model")
