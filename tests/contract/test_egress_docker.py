@@ -13,19 +13,25 @@ from tests.engine import missing
 pytestmark = [pytest.mark.docker, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 
-@pytest.fixture(scope="module")
-def allowlist(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return _world("allowlist", ALLOWED, tmp_path_factory)
+@pytest.fixture(scope="module", params=["entered by pier", "entered by a helper"])
+def helper(request: pytest.FixtureRequest) -> str:
+    return "1" if "helper" in request.param else ""
 
 
 @pytest.fixture(scope="module")
-def none(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return _world("none", (), tmp_path_factory)
+def allowlist(helper: str, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return _world("allowlist", ALLOWED, helper, tmp_path_factory)
 
 
-def _world(mode: str, hosts: tuple[str, ...], factory: pytest.TempPathFactory) -> World:
+@pytest.fixture(scope="module")
+def none(helper: str, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return _world("none", (), helper, tmp_path_factory)
+
+
+def _world(mode: str, hosts: tuple[str, ...], helper: str, factory: pytest.TempPathFactory) -> World:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIER_HOME", str(factory.mktemp("home") / "pier"))
+        patch.setenv("PIER_DOCKER_HELPER", helper)
         return run_world(mode, hosts, factory.mktemp("world"), "docker")
 
 
