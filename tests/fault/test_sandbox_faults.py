@@ -78,8 +78,12 @@ async def test_a_killed_init_is_told_and_nothing_hangs(backend: LocalBackend, im
 
 async def test_killing_everything_inside_ends_commands_only(backend: LocalBackend, image: Image) -> None:
     async with await backend.start(SandboxSpec(image)) as sandbox:
-        result = await sandbox.exec("kill -9 -1; sleep 1000", timeout=60)
-        assert result.exit_code == 137 and not result.timed_out
+        alone = await sandbox.exec("sleep 1000 & kill -9 -1; wait $!; echo $?", timeout=60)
+        assert alone.text == "137\n"
+        async with await sandbox.spawn("sleep 1000") as first:
+            result = await sandbox.exec("kill -9 -1; sleep 1000", timeout=60)
+            assert result.exit_code == 137 and not result.timed_out
+            assert (await first.wait()).exit_code == 137
         assert (await sandbox.exec("echo alive", timeout=60)).text == "alive\n"
 
 

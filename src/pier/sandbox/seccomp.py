@@ -21,6 +21,8 @@ import stat
 import struct
 from collections.abc import Sequence
 
+_libc = ctypes.CDLL(None, use_errno=True)
+
 _LD_WORD, _JEQ, _JGE, _JSET, _AND, _RET = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _AT_NUMBER, _AT_MACHINE, _AT_ARGUMENTS = 0, 4, 16
@@ -117,10 +119,9 @@ def program(*, single_id: bool = False, packet_sockets: bool = False, machine: s
 
 def load(filter: bytes) -> None:
     """Put this process, and all that it will start, behind the filter. There is no way back."""
-    libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(filter, len(filter))
     header = struct.pack("HxxxxxxP", len(filter) // 8, ctypes.addressof(buffer))
-    if libc.prctl(22, 2, ctypes.c_char_p(header), 0, 0) != 0:
+    if _libc.prctl(22, 2, ctypes.c_char_p(header), 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"cannot load the system call filter: {os.strerror(number)}")
 

@@ -1,20 +1,23 @@
-"""Process 1 of a sandbox: builds its root, hands commands to workers, and reaps.
+"""Process 1 of a sandbox: builds its root, runs commands or hands them to workers, and reaps.
 
-It never executes a program, so its memory belongs to the namespace outside and nothing inside can trace or read it. It
-keeps its rights over the sandbox's own namespaces; workers, and so all commands, do not. When pier's end of the
-control socket closes, it ends, and the kernel ends everything inside with it.
+It never executes a program, so its memory belongs to the namespace outside and nothing inside can trace or read it. Its
+first thread keeps its rights over the sandbox's own namespaces and sleeps until they are needed; the second one, which
+serves pier and starts commands, has given them up, and so has all that it starts. When pier's end of the control
+socket closes, it ends, and the kernel ends everything inside with it.
 
-It begins without a plan, readies what all sandboxes have alike and a worker, and waits: for long, as a spare, or not.
+It begins without a plan, readies what all sandboxes have alike, and waits: for long, as a spare, or not.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import resource
 import select
 import signal
 import socket
+import stat
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +29,7 @@ from pier.sandbox.local.wire import OUT_OF_MEMORY
 
 GO = b"1"
 _BLANK = {"no_new_privileges": False, "watched_memory": 0}
+_SMALL = 1 << 17
 _SPARE = 2
 _WATCH_MS = 100
 _PATIENCE = 5.0
@@ -52,23 +56,22 @@ def _begin(control: socket.socket, config: dict[str, Any]) -> None:
     root.mount_proc()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     proc = os.open("/b/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    init = Init(control, _BLANK | config, Census(proc, without=frozenset({1})))
-    init.add_worker()
-    texts = root.prepare(many_ids=many_ids)
+    init = First(control, _BLANK | config, Census(proc, without=frozenset({1})))
+    texts = root.prepare(config["masks"], many_ids=many_ids)
     proof = plumbing.probe("none")
+    _thread.start_new_thread(init.run, ())
     received = wire.receive(control)
     if received is None:
         return
     plan, (_, *trees) = received
     try:
-        init.adopt(plan)
         root.build(plan, texts, trees, many_ids=many_ids)
         wire.send(control, {"id": 0, "ready": True, "proof": proof})
     except OSError as error:
         wire.send(control, {"id": 0, "error": str(error), "errno": error.errno or 0})
         return
     root.leave()
-    init.serve()
+    init.attend(plan)
 
 
 def _become_root(*, many_ids: bool) -> None:
@@ -91,7 +94,10 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 class Init:
-    """The loop of process 1."""
+    """The loop of whoever serves a sandbox, with workers for what there is to do."""
+
+    own: worker.Worker | None = None
+    """Runs a command without a fork, where this process may itself have commands as children."""
 
     def __init__(self, control: socket.socket, plan: dict[str, Any], census: Census) -> None:
         self.control = control
@@ -107,17 +113,6 @@ class Init:
         self.wake_in, self.wake_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake_out, warn_on_full_buffer=False)
-
-    def adopt(self, plan: dict[str, Any]) -> None:
-        """Take on what a plan limits. A worker from before that is let go if it does not have those limits."""
-        self.memory = plan["watched_memory"]
-        self.confine["no_new_privileges"] = plan["no_new_privileges"]
-        set_limits(plan["rlimits"])
-        if plan["cores"]:
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: plan["cores"]])
-        if plan["rlimits"] or plan["cores"] or plan["no_new_privileges"] or plan["caged"]:
-            for pid in list(self.workers):
-                self._lose(pid)
 
     def serve(self) -> None:
         self.poll.register(self.wake_in, select.POLLIN)
@@ -184,6 +179,15 @@ class Init:
                 os.close(fd)
 
     def _dispatch(self, message: dict[str, Any], fds: list[int]) -> None:
+        if self.own is not None and message["op"] == "exec" and not self.own.busy:
+            self.jobs[message["id"]] = os.getpid()
+            taken, fds[:] = fds[:], []
+            self.own.take(message, taken)
+            self._reap()
+            return
+        if self.own is not None and message["op"] == "copy" and _is_small(message["request"], fds[0]):
+            wire.send(self.control, {"id": message["id"]} | worker.copy(message["request"], fds.pop()))
+            return
         while True:
             if not self.idle:
                 self.add_worker(fds)
@@ -198,8 +202,10 @@ class Init:
 
     def _pass_on(self, message: dict[str, Any]) -> None:
         pid = self.jobs.get(message["job"])
-        if pid is not None:
+        if pid in self.workers:
             wire.send(self.workers[pid], message)
+        elif pid is not None and self.own is not None:
+            self.own.take(message, [])
 
     def _hear(self, fd: int) -> None:
         pid = next((pid for pid, sock in self.workers.items() if sock.fileno() == fd), None)
@@ -241,50 +247,68 @@ class Init:
             wire.send(self.control, {"id": job, "exit": 137, "lost": True})
 
     def _reap(self) -> None:
-        lost = False
-        with contextlib.suppress(ChildProcessError):
-            while pid := os.waitpid(-1, os.WNOHANG)[0]:
-                if pid in self.workers:
-                    self._lose(pid)
-                    lost = True
-        if lost:
+        if self._collect():
             self._sweep()
 
     def _kill(self, job: int) -> None:
+        """Kill a command and all that it started. A worker goes last, so that nothing of it falls to this process."""
         pid = self.jobs.get(job)
-        if pid is not None:
-            self._lose(pid)
-            self._sweep()
+        if pid in self.workers:
+            if self._clear(pid):
+                self._lose(pid)
+        elif pid is not None:
+            self._clear(0)
 
     def _sweep(self) -> None:
-        """Kill whatever is below this process but not below a worker: the trees of workers that are gone."""
+        """Kill the trees of workers that are gone. While a command of this process's own runs there is no telling them
+        apart from what that one left, and they go with it."""
+        if self.own is None or not self.own.busy:
+            self._clear(0)
+
+    def _clear(self, worker: int) -> bool:
+        """Kill whatever is below a worker, or (0) below this process but no worker; False if all had to be killed."""
         deadline = time.monotonic() + _PATIENCE
         while True:
             found = self.census.take()
-            strays = [pid for pid in found if not self._is_kept(pid, found)]
-            for pid in strays:
+            chosen = [pid for pid in found if self._worker_of(pid, found) == worker and pid != worker]
+            for pid in chosen:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._collect()
-            if not strays:
-                return
+            if not any(self.census.is_running(pid) for pid in chosen):
+                return True
             time.sleep(0.0005)
             if time.monotonic() > deadline:
                 self._kill_all()
-                return
+                return False
 
-    def _is_kept(self, pid: int, found: dict[int, int]) -> bool:
+    def _worker_of(self, pid: int, found: dict[int, int]) -> int:
+        """The worker that a process is or is below; 0 if there is none."""
         while pid in found:
             if pid in self.workers:
-                return True
+                return pid
             pid = found[pid]
-        return False
+        return 0
 
-    def _collect(self) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while pid := os.waitpid(-1, os.WNOHANG)[0]:
-                if pid in self.workers:
-                    self._lose(pid)
+    def _collect(self) -> bool:
+        """Reap what ended; whether a worker did."""
+        lost = alone = False
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG | worker.ALL_CHILDREN))[0]:
+                if ended[0] in self.workers:
+                    self._lose(ended[0])
+                    lost = True
+                elif self.own is not None:
+                    self.own.note(*ended)
+        except ChildProcessError:
+            alone = True
+        if self.own is not None and self.own.busy:
+            self.own.settle(alone=alone or (bool(self.workers) and self._has_workers_only()))
+        return lost
+
+    def _has_workers_only(self) -> bool:
+        me = os.getpid()
+        return all(parent != me or pid in self.workers for pid, parent in self.census.take().items())
 
     def _kill_all(self) -> int:
         """One signal to every other process here, which none can outrun; then all of them are collected.
@@ -299,9 +323,13 @@ class Init:
             os.kill(-1, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while True:
-                os.waitpid(-1, 0)
+                ended = os.waitpid(-1, 0)
+                if self.own is not None:
+                    self.own.note(*ended)
         for pid in list(self.workers):
             self._lose(pid)
+        if self.own is not None:
+            self.own.settle(alone=True)
         return killed
 
     def _count(self) -> int:
@@ -335,3 +363,65 @@ class Init:
             sock.listen(1024)
             answer = {"id": message["id"], "port": sock.getsockname()[1]}
             wire.send(self.control, answer, [sock.fileno()])
+
+
+class First(Init):
+    """Process 1: a thread with the rights over its namespaces, which waits, and one without, which serves."""
+
+    def __init__(self, control: socket.socket, plan: dict[str, Any], census: Census) -> None:
+        super().__init__(control, plan, census)
+        self.own = worker.Worker(control, self._on_free, many_ids=plan["many_ids"])
+        self._plan: dict[str, Any] = {}
+        self._wanted: dict[str, Any] | None = None
+        self._begin, self._ask, self._done = (_thread.allocate_lock() for _ in range(3))
+        for lock in (self._begin, self._ask, self._done):
+            lock.acquire()
+
+    def run(self) -> None:
+        """The thread that serves. It gives its rights up before there is anything to serve."""
+        try:
+            worker.confine(self.confine)
+            self.confine["filter"] = b""
+            self._begin.acquire()
+            self.memory = self._plan["watched_memory"]
+            self.confine["no_new_privileges"] = self._plan["no_new_privileges"]
+            if self._plan["no_new_privileges"]:
+                kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+            set_limits(self._plan["rlimits"])
+            if self._plan["cores"]:
+                os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: self._plan["cores"]])
+            self.serve()
+        finally:
+            os._exit(1)
+
+    def attend(self, plan: dict[str, Any]) -> None:
+        """Let the other thread begin, and do for it what needs rights."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+        self._plan = plan
+        self._begin.release()
+        while True:
+            self._ask.acquire()
+            message = self._wanted
+            assert message is not None
+            try:
+                super()._change_network(message)
+            except OSError as error:
+                wire.send(self.control, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
+            finally:
+                self._done.release()
+
+    def _change_network(self, message: dict[str, Any]) -> None:
+        self._wanted = message
+        self._ask.release()
+        self._done.acquire()
+
+    def _on_free(self, job: int, answer: dict[str, Any]) -> None:
+        self.jobs.pop(job, None)
+        if answer:
+            wire.send(self.control, answer)
+
+
+def _is_small(request: dict[str, Any], fd: int) -> bool:
+    """Whether a request about files takes but a moment: what it writes is all here already, and little."""
+    found = os.fstat(fd)
+    return request["op"] in ("write", "unpack") and stat.S_ISREG(found.st_mode) and found.st_size <= _SMALL

@@ -23,8 +23,8 @@ from pier.sandbox.local.kernel import MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY
 HOST = "/host"
 """Where a zygote's own root has the machine's."""
 
-POINTS = ("m", "d", "x", "b", "b/proc", "b/sys", "b/dev")
-"""Directories of a zygote's root that its clones mount at."""
+POINTS = ("m", "d", "x", "e", "b", "b/proc", "b/sys", "b/dev")
+"""Directories of a zygote's root that its clones mount at; `/e` is empty and cannot be written to."""
 
 APT_OF_ONE_ID = "/m/etc/apt/apt.conf.d/99pier-one-id"
 """Tells apt not to become a user that does not exist."""
@@ -60,12 +60,22 @@ def make_skeleton(directory: str, owner: int) -> None:
         os.chown(path, owner, owner)
 
 
-def prepare(*, many_ids: bool) -> dict[str, tuple[int, int]]:
+def find_masks() -> list[tuple[str, str]]:
+    """What is to be hidden of this machine's /proc and /sys, each with what hides it; asked once, in a zygote."""
+    found: list[tuple[str, str]] = []
+    for name in _MASKED:
+        with contextlib.suppress(OSError):
+            kind = os.stat(f"{HOST}/{name}").st_mode
+            found.append((name, "/e" if stat.S_ISDIR(kind) else f"{HOST}/dev/null"))
+    return found
+
+
+def prepare(masks: list[tuple[str, str]], *, many_ids: bool) -> dict[str, tuple[int, int]]:
     """Put together, at `/b`, what all sandboxes have alike. Gives the files of /etc that are pier's own: for each a
     descriptor to write it by and one to attach it by. They lie in the memory of /dev."""
     kernel.mount("sysfs", "/b/sys", "sysfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
     _mount_dev(many_ids)
-    _seal()
+    _seal(masks)
     raise_loopback()
     return {name: _make_text(f"/b/dev/.{name}") for name in _ETC}
 
@@ -135,18 +145,10 @@ def _mount_dev(many_ids: bool) -> None:
         os.symlink(target, f"/b/dev/{name}")
 
 
-def _seal() -> None:
+def _seal(masks: list[tuple[str, str]]) -> None:
     """Hide and freeze the parts of /proc and /sys that tell of, or change, the machine."""
-    for name in _MASKED:
-        path = f"/b/{name}"
-        try:
-            is_directory = stat.S_ISDIR(os.stat(path).st_mode)
-        except OSError:
-            continue
-        if is_directory:
-            kernel.mount("tmpfs", path, "tmpfs", MS_RDONLY | _PLAIN, "size=0")
-        else:
-            kernel.bind(f"{HOST}/dev/null", path)
+    for name, mask in masks:
+        kernel.bind(mask, f"/b/{name}")
     for name in _READ_ONLY:
         path = f"/b/{name}"
         if os.path.isdir(path):

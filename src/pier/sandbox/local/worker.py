@@ -1,9 +1,10 @@
-"""A process inside a sandbox that runs one command at a time, or copies one tree, and keeps what came of it together.
+"""Runs one command at a time inside a sandbox, or copies one tree, and keeps what came of it together.
 
-It is a child subreaper: whatever a command leaves behind, double-forked or in another session, stays below its worker,
-so killing the worker's tree is killing all that the command started, and a worker without a child has left nothing
-behind. When it is free again it says so to init, which passes the answer on to pier; while something of a command is
-left it answers pier itself. It has the capabilities and the system call filter that commands get, since it forks them.
+Init is the first worker itself. Others are processes, forked while there is more to do than one thing: each is a child
+subreaper, so whatever a command leaves behind, double-forked or in another session, stays below its worker, killing
+the worker's tree is killing all that the command started, and a worker without a child has left nothing behind. While
+something of a command is left its worker answers pier; when nothing is, the worker is free, and init passes the answer
+on. A worker has the capabilities and the system call filter that commands get, since it forks them.
 """
 
 from __future__ import annotations
@@ -13,59 +14,72 @@ import os
 import select
 import signal
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from pier.network import plumbing
 from pier.sandbox import seccomp, tree
 from pier.sandbox.local import kernel, launch, users, wire
 
-_ALL_CHILDREN = 0x40000000
+ALL_CHILDREN = 0x40000000
 """__WALL: children count, whatever signal they send at their end."""
 
 
-def main(own: socket.socket, control: socket.socket, confine: dict[str, Any]) -> None:
+def main(own: socket.socket, control: socket.socket, settings: dict[str, Any]) -> None:
     """Serve init's requests until it hangs up."""
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     kernel.set_name("pier-worker")
-    if confine["no_new_privileges"]:
+    confine(settings)
+    _serve(own, Worker(control, lambda job, answer: _tell_init(own, job, answer), many_ids=settings["many_ids"]))
+
+
+def confine(settings: dict[str, Any]) -> None:
+    """Leave to this thread, and to what it starts, what commands may have."""
+    if settings["no_new_privileges"]:
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    if confine["filter"]:
-        seccomp.load(confine["filter"])
+    if settings["filter"]:
+        seccomp.load(settings["filter"])
     kernel.drop_capabilities()
-    Worker(own, control, many_ids=confine["many_ids"]).serve()
+
+
+def _tell_init(own: socket.socket, job: int, answer: dict[str, Any]) -> None:
+    wire.send(own, {"free": job, "answer": answer})
+
+
+def _serve(own: socket.socket, worker: Worker) -> None:
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    wake_in, wake_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(wake_out, warn_on_full_buffer=False)
+    poll = select.poll()
+    poll.register(own, select.POLLIN)
+    poll.register(wake_in, select.POLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            if fd == wake_in:
+                os.read(wake_in, 4096)
+            else:
+                received = wire.receive(own)
+                if received is None:
+                    return
+                worker.take(*received)
+            worker.reap()
 
 
 class Worker:
-    """One worker's loop: a request from init, its work, and the wait until nothing of it is left."""
+    """A request, its work, and the wait until nothing of it is left: then `free` is called with the job's number and
+    its answer, if that was not given yet."""
 
-    def __init__(self, own: socket.socket, control: socket.socket, *, many_ids: bool) -> None:
+    def __init__(self, control: socket.socket, free: Callable[[int, dict[str, Any]], None], *, many_ids: bool) -> None:
         self.many_ids = many_ids
-        self.own = own
         self.control = control
+        self.free = free
         self.job = -1
         self.pid = 0
         self.busy = False
         self.answer: dict[str, Any] = {}
 
-    def serve(self) -> None:
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        wake_in, wake_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        signal.set_wakeup_fd(wake_out, warn_on_full_buffer=False)
-        poll = select.poll()
-        poll.register(self.own, select.POLLIN)
-        poll.register(wake_in, select.POLLIN)
-        while True:
-            for fd, _ in poll.poll():
-                if fd == wake_in:
-                    os.read(wake_in, 4096)
-                    self._reap()
-                    continue
-                received = wire.receive(self.own)
-                if received is None:
-                    return
-                self._take(*received)
-
-    def _take(self, message: dict[str, Any], fds: list[int]) -> None:
+    def take(self, message: dict[str, Any], fds: list[int]) -> None:
+        """Begin a job, or pass a signal on to the one that runs."""
         if message["op"] == "signal":
             if self.pid:
                 with contextlib.suppress(ProcessLookupError):
@@ -77,8 +91,7 @@ class Worker:
         elif message["op"] == "probe":
             self._probe(message["mode"])
         else:
-            self._copy(message, fds[0])
-        self._reap()
+            self._answer(copy(message["request"], fds[0]))
 
     def _run(self, message: dict[str, Any], fds: list[int]) -> None:
         master = -1
@@ -101,18 +114,6 @@ class Worker:
                     os.close(fd)
             os.chdir("/")
 
-    def _copy(self, message: dict[str, Any], fd: int) -> None:
-        request = message["request"]
-        try:
-            if isinstance(request.get("owner"), str):
-                found = users.find(request["owner"])
-                request["owner"] = [found.uid, found.gid]
-        except users.NoSuchUser as error:
-            os.close(fd)
-            self._answer({"ok": False, "code": "no_such_user", "message": str(error)})
-            return
-        self._answer(tree.serve(request, fd))
-
     def _probe(self, mode: str) -> None:
         try:
             self._answer({"proof": plumbing.probe(mode)})
@@ -120,30 +121,50 @@ class Worker:
             self._answer({"error": error.strerror or str(error), "code": "probe_failed"})
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        """Say what came of the job, once it is known whether anything of it is left: see `_reap`."""
+        """Say what came of the job, once it is known whether anything of it is left."""
         self.answer = {"id": self.job} | answer
 
-    def _reap(self) -> None:
-        """Collect what ended; tell pier of the command and init of the day when nothing of it is left. The last two go
-        together, so that whoever has the answer finds the worker free."""
+    def reap(self) -> None:
+        """Collect what ended."""
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG | _ALL_CHILDREN)
+                pid, status = os.waitpid(-1, os.WNOHANG | ALL_CHILDREN)
             except ChildProcessError:
-                self.pid = 0
-                break
-            if pid == 0:
-                if self.answer:
-                    wire.send(self.control, self.answer)
-                    self.answer = {}
+                self.settle(alone=True)
                 return
-            if pid == self.pid:
-                self.pid = 0
-                self._answer({"exit": _exit_code(status)})
-        if self.busy:
-            self.busy = False
-            wire.send(self.own, {"free": self.job, "answer": self.answer})
+            if pid == 0:
+                self.settle(alone=False)
+                return
+            self.note(pid, status)
+
+    def note(self, pid: int, status: int) -> None:
+        """A process has ended."""
+        if pid == self.pid:
+            self.pid = 0
+            self._answer({"exit": _exit_code(status)})
+
+    def settle(self, *, alone: bool) -> None:
+        """Tell pier of the command, and of the day when nothing of it is left. The last two go together, so that
+        whoever has the answer finds the worker free."""
+        if alone and self.busy:
+            self.busy, self.pid = False, 0
+            answer, self.answer = self.answer, {}
+            self.free(self.job, answer)
+        elif self.answer and not alone:
+            wire.send(self.control, self.answer)
             self.answer = {}
+
+
+def copy(request: dict[str, Any], fd: int) -> dict[str, Any]:
+    """Do a request about files, whose owner may be given by name. Closes `fd`."""
+    try:
+        if isinstance(request.get("owner"), str):
+            found = users.find(request["owner"])
+            request["owner"] = [found.uid, found.gid]
+    except users.NoSuchUser as error:
+        os.close(fd)
+        return {"ok": False, "code": "no_such_user", "message": str(error)}
+    return tree.serve(request, fd)
 
 
 def _exit_code(status: int) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 from pier.sandbox import tree
 from pier.sandbox.local import attendant, changes, kernel, wire
 from pier.sandbox.local.remove import remove, remove_some
-from pier.sandbox.local.root import HOST, POINTS, make_skeleton
+from pier.sandbox.local.root import HOST, POINTS, find_masks, make_skeleton
 from pier.sandbox.local.spares import Spare, Spares, write_maps
 
 _SAME_IDS = {"uid_map": "0 0 65536\n", "gid_map": "0 0 65536\n"}
@@ -65,6 +65,8 @@ class Zygote:
         make_skeleton("/tmp/skeleton", self.config["root_outside"])
         kernel.pivot_root("/tmp", "/tmp/host")
         os.chdir("/")
+        kernel.bind("/e", "/e", read_only=True, flags=kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+        self.config["masks"] = find_masks()
         if self.config["shifted"]:
             self.shift = self._make_user_namespace()
         gc.collect()
