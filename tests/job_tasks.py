@@ -33,14 +33,24 @@ def make_task(directory: Path, *, solve: str = "echo hi > /tmp/answer", test: st
 
 
 def gated_task(directory: Path, gate: Path, phase: str) -> Path:
-    """A task that says it is in `phase` (agent or verify) by a file in `gate`, and then waits there for `go`."""
+    """A task that says it is in `phase` (health, agent, collect or verify) by a file in `gate`, and waits there for
+    `go`. The other phases run nothing of the task's."""
     gate.mkdir(exist_ok=True)
     gate.chmod(0o777)
     wait = f"touch /gate/{phase}.$$ && while [ ! -e /gate/go ]; do sleep 0.05; done"
     good = "echo 1 > /logs/verifier/reward.txt"
     if phase == "agent":
         return make_task(directory, solve=f"{wait}\necho hi > /tmp/answer")
-    return make_task(directory, test=f"{wait}\n{good}")
+    if phase == "verify":
+        return make_task(directory, test=f"{wait}\n{good}")
+    task = make_task(directory)
+    table = {
+        "health": f"[environment.healthcheck]\ncommand = {json.dumps(wait)}\ntimeout_sec = {PATIENCE}\n",
+        "collect": f"[[verifier.collect]]\ncommand = {json.dumps(wait)}\ntimeout_sec = {PATIENCE}\n",
+    }
+    with (task / "task.toml").open("a") as stream:
+        stream.write(table.get(phase, ""))
+    return task
 
 
 def gate_mount(gate: Path) -> list[str]:
@@ -76,7 +86,7 @@ def wait_for(condition: Callable[[], Any], child: subprocess.Popen[str] | None =
         if child is not None and child.poll() is not None:
             raise AssertionError(f"pier ended with {child.returncode}: {child.communicate()}")
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
+        time.sleep(0.005)
     return found
 
 

@@ -41,24 +41,43 @@ def _kill(child: subprocess.Popen[str]) -> None:
     child.communicate(timeout=60)
 
 
-@pytest.mark.parametrize("phase", ["agent", "verify"])
+MANY_REWARDS = """
+awk 'BEGIN { printf "{\\"reward\\":1"; for (i = 0; i < 3000; i++) printf ",\\"key-%d\\":1", i; print "}" }' > /tmp/many
+cp /tmp/many /logs/verifier/reward.json"""
+"""A verdict that takes a while to seal."""
+
+
+def _reached(job: Path, trial: str, phase: str) -> bool:
+    """Whether a trial has said that it is in a phase."""
+    return any(f" phase {phase}\n" in log.read_text() for log in job.glob(f"{trial}__*/trial.log"))
+
+
+@pytest.mark.parametrize("phase", ["start", "health", "agent", "collect", "verify", "seal"])
 def test_a_runner_killed_in_a_phase(tmp_path: Path, pier_home: Path, phase: str) -> None:
     gate = tmp_path / "gate"
     make_task(tmp_path / "tasks" / "a-quick")
     gated_task(tmp_path / "tasks" / "gated", gate, phase)
+    make_task(tmp_path / "tasks" / "later")
+    if phase == "seal":
+        make_task(tmp_path / "tasks" / "gated", test=MANY_REWARDS)
     command = ["run", "-p", "tasks", "-a", "oracle", "-n", "1", "--job-name", "j", *gate_mount(gate)]
     job = tmp_path / "jobs" / "j"
     with start_pier(*command, cwd=tmp_path) as child:
-        wait_for(lambda: list(gate.glob(f"{phase}.*")), child)
+        waits = phase not in ("start", "seal")
+        wait_for(lambda: list(gate.glob(f"{phase}.*")) if waits else _reached(job, "gated", phase), child)
         _kill(child)
     (quick,) = (trial for trial in trials_of(job) if trial.name.startswith("a-quick"))
     before = snapshot(quick)
+    begun = {trial.name for trial in trials_of(job)}
+    sealed = {trial.name for trial in trials_of(job) if (trial / "result.json").exists()}
+    assert sealed == {quick.name} or not waits
     assert "interrupted" in pier("job", "list", cwd=tmp_path).stdout
     (gate / "go").touch()
     pier(*command, cwd=tmp_path)
-    assert rewards_of(job) == [1, 1]
+    assert rewards_of(job) == [1, 1, 1]
     assert snapshot(quick) == before
-    assert len(list((job / ".retries").iterdir())) == 1
+    kept = list((job / ".retries").iterdir()) if (job / ".retries").is_dir() else []
+    assert len(kept) == len(begun - sealed)
     _assert_nothing_is_owned(pier_home)
 
 
