@@ -108,3 +108,40 @@ def test_v2_tree_is_prepared_from_the_nearest_ancestor(tmp_path: Path) -> None:
     parent = cgroup._enable(tmp_path)
     assert parent == tmp_path / "pier"
     assert (tmp_path / "pier" / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
+
+
+def test_v2_limits_are_written_and_kills_are_read(tmp_path: Path) -> None:
+    """As above: plain files, named as the kernel names them."""
+    group = tmp_path / "box"
+    group.mkdir()
+    for name in ("memory.max", "memory.swap.max", "pids.max", "cpu.max"):
+        (group / name).touch()
+    (group / "memory.events").write_text("low 0\nhigh 0\nmax 4\noom 1\noom_kill 3\noom_group_kill 0\n")
+    hierarchies = cgroup.Hierarchies(2, dict.fromkeys(("memory", "pids", "cpu"), tmp_path))
+    made = hierarchies.make("box", Limits(cpus=1.5, memory=1 << 30, processes=10), own_processes=3)
+    assert made.paths == (group,) and made.oom_kills() == 3
+    written = {name: (group / name).read_text() for name in ("memory.max", "memory.swap.max", "pids.max", "cpu.max")}
+    assert written == {
+        "memory.max": str(1 << 30),
+        "memory.swap.max": "0",
+        "pids.max": "13",
+        "cpu.max": "150000 100000",
+    }
+
+
+def test_a_real_v2_group_holds_kills_and_goes() -> None:
+    """Here the kernel's own v2 tree, which may well have no controllers: what a group does needs none."""
+    mounts = [row.split() for row in Path("/proc/self/mountinfo").read_text().splitlines() if " - cgroup2 " in row]
+    places = [Path(row[4]) for row in mounts if os.access(row[4], os.W_OK)]
+    if not places:
+        pytest.skip("no writable cgroup v2 tree here")
+    path = places[0] / f"pier-test-{secrets.token_hex(4)}"
+    path.mkdir()
+    group = cgroup.Group((path,))
+    child = subprocess.Popen(["/bin/sh", "-c", "sleep 300 & setsid sleep 300 & wait"])
+    try:
+        group.attach(child.pid)
+        assert child.pid in group.members()
+    finally:
+        assert group.remove(60)
+    assert child.wait(60) == -9 and not path.exists()

@@ -30,7 +30,7 @@ _FEW = 32
 """Files and directories that are removed without asking anybody."""
 _TRIES = 3000
 _OWN_PROCESSES = 3
-"""Init and its workers, which the limit on processes does not count."""
+"""The threads of init and a worker, which the limit on processes does not count."""
 
 
 class Box:
