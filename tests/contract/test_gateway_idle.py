@@ -33,7 +33,7 @@ async def main():
             session = gateway.session("m", upstream=model, budget=Budget(turns=5), recording=folder / f"{number}.jsonl")
             sessions.append(session)
             idle.append(await asyncio.open_connection(host, int(port)))
-        for session, (reader, writer) in zip(sessions, idle):
+        for session, (reader, writer) in list(zip(sessions, idle))[:200]:
             body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 2000}]})
             head = f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: h\\r\\nAuthorization: Bearer {session.key}"
             writer.write(f"{head}\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
