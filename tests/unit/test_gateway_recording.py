@@ -15,6 +15,7 @@ from pier.gateway.body import parse
 from pier.gateway.canonical import Usage
 from pier.gateway.dialect.contract import BadRequest
 from pier.gateway.recorder import Recorder
+from pier.gateway.shelf import Shelf
 
 pytestmark = pytest.mark.plain
 
@@ -47,6 +48,46 @@ def test_bodies_come_back_byte_for_byte(
     assert [call.body for call in found.calls] == raws
     assert [call.request for call in found.calls] == bodies
     assert found.closed == "done"
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    elements=st.lists(JSON | st.integers(0, 999) | st.text(min_size=200, max_size=300), min_size=1, max_size=8),
+    cuts=st.lists(st.tuples(st.integers(0, 8), st.lists(JSON | st.integers(0, 9), max_size=3)), max_size=6),
+    separators=st.sampled_from([None, (",", ":"), (" , ", ": ")]),
+)
+def test_what_is_known_of_earlier_bodies_changes_nothing(
+    tmp_path_factory: pytest.TempPathFactory,
+    elements: list[object],
+    cuts: list[tuple[int, list[object]]],
+    separators: tuple[str, str] | None,
+) -> None:
+    path = tmp_path_factory.mktemp("recording") / "calls.jsonl"
+    recorder, shelf, raws = make(path), Shelf(5_000), []
+    for keep, more in [(99, []), *cuts]:
+        elements = [*elements[:keep], *more]
+        raw = json.dumps({"model": "m", "messages": elements, "tools": elements[:2]}, separators=separators).encode()
+        body, fresh = parse(raw, shelf.of("s")), parse(raw)
+        assert (body.text, body.value, body.fields) == (fresh.text, fresh.value, fresh.fields)
+        for name, (array, first) in body.arrays.items():
+            expected, at = fresh.arrays[name]
+            assert (array.text, array.values, array.spans, first) == (
+                expected.text,
+                expected.values,
+                expected.spans,
+                at,
+            )
+            assert array.separator == expected.separator or len(array.spans) < 2
+        shelf.keep("s", body)
+        call = recorder.call(FACTS, body)
+        call.attempt({"provider": "p"}, body.with_fields(model="other"))
+        call.end("ok", 200)
+        raws.append(raw)
+    calls = recording.read(path).calls
+    assert [call.body for call in calls] == raws
+    assert [json.loads(call.attempts[0].body) for call in calls] == [
+        {**json.loads(raw), "model": "other"} for raw in raws
+    ]
 
 
 def test_a_body_of_any_bytes_comes_back(tmp_path: Path) -> None:

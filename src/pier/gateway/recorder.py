@@ -13,14 +13,15 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from json.encoder import c_make_encoder, encode_basestring  # pyright: ignore[reportAttributeAccessIssue]
 from pathlib import Path
 from typing import Any, Literal
+from weakref import ref
 
 from pier.files import Journal
-from pier.gateway.body import Body, Span
+from pier.gateway.body import Array, Body
 from pier.gateway.canonical import Usage
 from pier.gateway.flushing import Flusher
 from pier.gateway.redact import redacted
@@ -34,6 +35,8 @@ Outcome = Literal["ok", "error", "cancelled", "refused"]
 _encoder = c_make_encoder(None, None, encode_basestring, None, ":", ",", False, False, True)
 """What `json.dumps` makes anew for each value, which takes longer than to encode a line."""
 _COUNTS = tuple(Usage.__dataclass_fields__)
+_REMEMBERED = 16
+"""So many arrays are known to be in the file without looking at each element."""
 _STORE_APART = 256
 """A top-level field of at least this many characters is stored once and referred to."""
 
@@ -68,7 +71,7 @@ class Recorder:
         self._steps: dict[tuple[int, int], int] = {}
         self._places: list[tuple[int, int]] = [(0, 0)]
         self._lists = 0
-        self._last: dict[str, tuple[bytes, list[int]]] = {}
+        self._last: dict[tuple[str, str], _Written] = {}
         self._waiting = [_line({"t": "session", "format": FORMAT, "at": _now(), **self._info})]
 
     @property
@@ -160,12 +163,11 @@ class Recorder:
         pieces: list[Any] = []
         at = 0
         for name, (start, end) in sorted(body.fields.items(), key=lambda item: item[1]):
-            spans = body.elements.get(name, ())
-            separator = _separator(body.text, spans)
-            if spans and separator is not None:
-                pieces.append(body.text[at : spans[0][0]])
-                pieces.append({"list": self._array(name, body.text, spans, lines), "sep": separator})
-                at = spans[-1][1]
+            array, first = body.arrays.get(name, (None, 0))
+            if array and array.spans and array.separator is not None:
+                pieces.append(body.text[at:first])
+                pieces.append({"list": self._array(name, body, array, lines), "sep": array.separator})
+                at = first + len(array.text)
             elif end - start >= _STORE_APART:
                 pieces.append(body.text[at:start])
                 pieces.append({"blob": self._blob(body.text[start:end], lines)})
@@ -173,20 +175,21 @@ class Recorder:
         pieces.append(body.text[at:])
         return lines, pieces
 
-    def _array(self, name: str, text: str, spans: tuple[Span, ...], lines: list[bytes]) -> tuple[int, int]:
-        """Where the elements at these spans are. Those that the last call had already are known by one hash."""
-        start, end = spans[0][0], spans[-1][1]
-        last, blobs = self._last.get(name, (b"", []))
-        digest, middle = sha256(), start
-        if blobs and len(blobs) <= len(spans):
-            middle = spans[len(blobs) - 1][1]
-            digest.update(text[start:middle].encode())
-        if digest.digest() != last:
-            digest, middle, blobs = sha256(), start, []
-        blobs = [*blobs, *(self._blob(text[a:b], lines) for a, b in spans[len(blobs) :])]
-        digest.update(text[middle:end].encode())
-        self._last[name] = (digest.digest(), blobs)
-        return self._list(blobs, lines)
+    def _array(self, name: str, body: Body, array: Array, lines: list[bytes]) -> tuple[int, int]:
+        """Where these elements are. Those that an earlier body had already are known."""
+        begun, count = body.grown.get(name, (array, len(array.spans)))
+        last = self._last.get((name, begun.text[:64]))
+        if last is None or last.array() not in (begun, array):
+            last, count = _Written(ref(array)), 0
+        elif last.array() is array:
+            count = len(array.spans)
+        blobs, steps = last.blobs[:count], last.steps[: count + 1]
+        blobs += [self._blob(array.text[a:b], lines) for a, b in array.spans[count:]]
+        self._list(blobs, steps, lines)
+        self._last[name, array.text[:64]] = _Written(ref(array), blobs, steps)
+        if len(self._last) > _REMEMBERED:
+            del self._last[next(iter(self._last))]
+        return self._places[steps[-1]]
 
     def _blob(self, text: str, lines: list[bytes]) -> int:
         data = text.encode()
@@ -200,21 +203,31 @@ class Recorder:
                 lines.append(b'{"t":"blob","n":%d,"json":%b}\n' % (number, data))
         return number
 
-    def _list(self, blobs: list[int], lines: list[bytes]) -> tuple[int, int]:
-        """Where these blobs in this order are: so many from the start of a numbered list."""
-        place, known = 0, 0
+    def _list(self, blobs: list[int], steps: list[int], lines: list[bytes]) -> None:
+        """Find or define these blobs in this order; `steps` are the places after each of them, the first ones given."""
+        place, known = steps[-1], len(steps) - 1
         while known < len(blobs) and (found := self._steps.get((place, blobs[known]))) is not None:
             place, known = found, known + 1
+            steps.append(place)
         if known == len(blobs):
-            return self._places[place]
+            return
         self._lists += 1
         added = blobs[known:]
         lines.append(_line({"t": "list", "n": self._lists, "from": self._places[place], "add": added}))
         for length, blob in enumerate(added, known + 1):
             self._steps[place, blob] = len(self._places)
             place = len(self._places)
+            steps.append(place)
             self._places.append((self._lists, length))
-        return self._places[place]
+
+
+@dataclass(slots=True)
+class _Written:
+    """An array that is in the file: its elements as blobs, and the places after each of them."""
+
+    array: ref[Array]
+    blobs: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=lambda: [0])
 
 
 @dataclass(slots=True)
@@ -273,14 +286,6 @@ class CallRecord:
         (at, facts, body), self._unwritten = self._unwritten, None
         lines, pieces = self.recorder.pieces(body)
         return [*lines, _line_of("call", self.number, at, {**facts, "body": pieces})]
-
-
-def _separator(text: str, spans: tuple[Span, ...]) -> str | None:
-    """What stands between all elements, None if it is not always the same."""
-    if len(spans) < 2:
-        return ","
-    found = {text[spans[i][1] : spans[i + 1][0]] for i in range(len(spans) - 1)}
-    return found.pop() if len(found) == 1 else None
 
 
 def _line(value: Mapping[str, Any]) -> bytes:

@@ -25,6 +25,7 @@ from pier.gateway.metrics import Metrics
 from pier.gateway.providers import Directory, Provider, with_tokens
 from pier.gateway.recorder import Durable
 from pier.gateway.session import Session, Terms
+from pier.gateway.shelf import Shelf
 from pier.gateway.upstream import Upstreams
 
 
@@ -45,6 +46,7 @@ class Gateway:
         self.keep_alive = keep_alive
         self.upstreams = Upstreams(retry, silence)
         self.flusher = Flusher()
+        self.shelf = Shelf()
         self._directory = providers
         self._sessions: dict[bytes, Session] = {}
         self._servers: dict[str | None, Server] = {}
@@ -133,6 +135,7 @@ class Gateway:
 
     def forget(self, session: Session) -> bool:
         """The session's key is dead from now on. Whether it was alive."""
+        self.shelf.forget(session.id)
         server = self._servers.pop(session.id, None)
         if server:
             server.retire()

@@ -141,9 +141,11 @@ class Session:
         kind = caller.route.kind
         if kind in ("generate", "count_tokens"):
             try:
-                body = await asyncio.to_thread(parse, raw) if len(raw) > _BIG else parse(raw)
+                earlier = self._gateway.shelf.of(self.id)
+                body = await asyncio.to_thread(parse, raw, earlier) if len(raw) > _BIG else parse(raw, earlier)
             except BadRequest as error:
                 return await self._turn_down(caller, raw, 400, str(error), "invalid_request")
+            self._gateway.shelf.keep(self.id, body)
             return await (self._generate(caller, body) if kind == "generate" else self._count(caller, body))
         if kind == "models":
             value = caller.dialect.models_body((self.model,))
