@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import signal
 import struct
 import sys
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pier.sandbox.contract import Mount, Process, SandboxSpec
     from pier.sandbox.remote import Running
 
+_SHELL = "/bin/sh"
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -94,9 +96,16 @@ def list_(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_as_json(one) for one in rows], indent=2))
         return
+    if not rows:
+        click.echo("no sandboxes run", err=True)
+        return
+    table = [("ID", "NAME", "IMAGE", "AGE", "COMMAND")]
     for one in rows:
-        age = int(time.time() - one.started)
-        click.echo(f"{one.id}  {one.name or '-'}  {one.image}  {age}s  {' '.join(one.command)}")
+        age = f"{int(time.time() - one.started)}s"
+        table.append((one.id, one.name or "-", one.image, age, shlex.join(one.command)))
+    widths = [max(len(row[column]) for row in table) for column in range(4)]
+    for row in table:
+        click.echo("  ".join(f"{text:{width}}" for text, width in zip(row, (*widths, 0), strict=True)))
 
 
 @sandbox.command("exec", context_settings={"allow_interspersed_args": False})
@@ -153,7 +162,7 @@ async def _run(command: tuple[str, ...], interactive: bool, tty: bool, options: 
             await sweep(dict.fromkeys(backend.kinds, backend.destroy))
             spec = await _spec(options)
             config = spec.image.config
-            argv = list(command) or [*config.entrypoint, *config.cmd] or ["/bin/sh"]
+            argv = list(command) or [*config.entrypoint, *config.cmd] or [_SHELL]
             async with await backend.start(spec) as box:
                 ended = asyncio.Event()
                 directory: Path = box.box.directory  # type: ignore[attr-defined]
@@ -161,7 +170,11 @@ async def _run(command: tuple[str, ...], interactive: bool, tty: bool, options: 
                     box.id, spec.name, spec.image.reference, os.getpid(), time.time(), argv, directory
                 )  # fmt: skip
                 async with serving(box, running, ended.set):
-                    return await _attach(await _spawn(box, argv, interactive, tty), interactive, tty, ended)
+                    code = await _attach(await _spawn(box, argv, interactive, tty), interactive, tty, ended)
+                if code == 127 and argv == [_SHELL] and not command:
+                    told = f"{spec.image.reference} has no command of its own and no shell; say which program to run"
+                    click.echo(told, err=True)
+                return code
 
 
 async def _spec(options: dict[str, Any]) -> SandboxSpec:

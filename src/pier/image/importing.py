@@ -23,6 +23,7 @@ from pier.image.unpack import entries, unpack
 from pier.image.view import View
 
 _ARCHIVE_NAME = re.compile(r"blobs(/.*)?|oci-layout|manifest\.json|index\.json|repositories|[0-9a-f]{64}(\.json|/.*)?")
+_DAMAGE = ("broken_archive", "unsafe_archive", "digest")
 _REF_NAME = "org.opencontainers.image.ref.name"
 _FULL_NAME = "io.containerd.image.name"
 
@@ -41,6 +42,15 @@ async def import_image(
         canonical(reference)
     origins = Origins(origin, told or str(source))
     store.prepare("layers")
+    try:
+        return await _import(store, source, reference, origins)
+    except ImageError as error:
+        if error.code in _DAMAGE and origins.source not in error.message:
+            raise ImageError(f"{origins.source}: {error.message}", code=error.code, hint=error.hint) from error
+        raise
+
+
+async def _import(store: ImageStore, source: Path, reference: str | None, origins: Origins) -> Image:
     if source.is_dir():
         if (source / "oci-layout").is_file() or (source / "manifest.json").is_file():
             return await _import_unpacked(store, source, reference, origins)
