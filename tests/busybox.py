@@ -32,3 +32,26 @@ def busybox_image(directory: Path) -> Image:
     (layer / "etc" / "group").write_text("root:x:0:\nuser:x:1000:\n")
     (layer / "etc" / "hostname").write_text("busybox\n")
     return Image("test/busybox", f"sha256:{'b' * 64}", (layer,), ImageConfig(env={"PATH": PATH}))
+
+
+def add_program(layer: Path, program: str) -> None:
+    """Put a program of this machine into a layer at the same path, with the libraries that it names."""
+    told = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
+    for path in [program, *(part for part in told.split() if part.startswith("/"))]:
+        target = layer / path.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            shutil.copy(Path(path).resolve(), target)
+
+
+def add_python(layer: Path) -> None:
+    """Put Debian's own Python into a layer, without what is installed beside it and without modules that need more
+    libraries than it does."""
+    program = Path("/usr/bin/python3").resolve()
+    library = Path("/usr/lib") / program.name
+    if not library.is_dir():
+        pytest.skip("this machine has no Python of Debian's own")
+    add_program(layer, str(program))
+    (layer / "usr/bin/python3").symlink_to(program.name)
+    left_out = shutil.ignore_patterns("__pycache__", "config-*", "dist-packages", "lib2to3", "pydoc_data", "test")
+    shutil.copytree(library, layer / str(library).lstrip("/"), ignore=left_out, symlinks=True)

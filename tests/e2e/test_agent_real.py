@@ -1,90 +1,123 @@
 """Real agents, from packs, in sandboxes without a network: one script drives each of them to fix the bug-fix task.
 
 Packs are built by `.ci/packs`, not by the tests; an agent whose pack is not there is skipped with that as the reason.
-`PIER_TEST_AGENTS` picks other agents: `all`, or names with commas.
+`PIER_TEST_AGENTS` picks some agents by their names, with commas.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from pier.agent.pack import PackStore
-from pier.agent.registry import AGENTS, pack_spec
+from pier.agent.registry import AGENTS, find_agent
 from pier.trajectory.model import Trajectory
 from pier.trajectory.native.convert import READERS, find_sessions, trajectory_of
 from pier.trajectory.rules import validate_file
 from pier.trajectory.write import read
+from tests.agent_rig import FOUR, PACKS, ROOT, need_pack
+from tests.busybox import add_program, add_python, busybox_image
+from tests.engine import Engine, engine, missing
 
-ROOT = Path(__file__).parents[2]
-PACKS = Path(os.environ.get("PIER_PACKS") or ROOT / ".cache" / "packs")
 SCRIPT = ROOT / "examples" / "scripts" / "bug-fix.yaml"
-TURNS, CALLS = 5, 4
-IN_CI = ("claude-code", "codex", "gemini-cli", "opencode", "goose", "qwen-code", "pi")
+TASK = ROOT / "examples" / "tasks" / "bug-fix"
+HARBOR = ROOT / ".cache" / "peers" / "harbor" / "bin" / "python"
+TERMINUS = "terminus-2"
+CALLS = 4
 ENDS_BY_CALL = ("mini-swe-agent", "openhands")
 """Agents that end by calling a tool, so that their last turn has a call too."""
+INPUT, OUTPUT = 1000, 10
+"""The tokens of each turn; turn `n` uses `n` times as many, so that no turn can pass for another."""
+
+VALIDATE = """
+import sys
+from pathlib import Path
+from harbor.utils.trajectory_validator import TrajectoryValidator
+for path in sys.argv[1:]:
+    validator = TrajectoryValidator()
+    validator.validate(Path(path))
+    print(path, validator.get_errors())
+"""
+
+written: list[Path] = []
+"""The trajectories of this module's trials."""
 
 
 def chosen() -> list[str]:
     wanted = os.environ.get("PIER_TEST_AGENTS", "")
-    if wanted == "all":
-        return [name for name in AGENTS if pack_spec(name) is not None]
-    return wanted.split(",") if wanted else list(IN_CI)
+    return wanted.split(",") if wanted else [name for name in AGENTS if find_agent(name).dialect is not None]
 
 
-def need_pack(name: str) -> None:
-    spec = pack_spec(name)
-    if spec is None or PackStore(PACKS).find(spec) is None:
-        pytest.skip(f"the pack of {name} is not built: .ci/packs {name}")
+def need_agent(name: str) -> None:
+    if name != TERMINUS:
+        need_pack(name)
+    elif not HARBOR.exists():
+        pytest.skip("harbor is not installed: .ci/peers harbor")
+    elif shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed, and Terminus types into it")
 
 
-def run_trial(name: str, jobs: Path, script: Path, *extra: str) -> dict[str, Any]:
-    """Run one trial of the bug-fix task and give its result."""
-    command = [sys.executable, "-m", "pier", "run", "-p", str(ROOT / "examples/tasks/bug-fix"), "-a", name]
+def run_trial(name: str, jobs: Path, script: Path, *extra: str, task: Path = TASK) -> dict[str, Any]:
+    """Run one trial and give its result."""
+    python = str(HARBOR) if name == TERMINUS else sys.executable
+    command = [python, "-m", "pier", "run", "-p", str(task), "-a", name]
     command += ["-m", f"script:{script}", "--jobs-dir", str(jobs), "--job-name", "job", *extra]
-    done = subprocess.run(
-        command, env={**os.environ, "PIER_PACKS": str(PACKS)}, capture_output=True, text=True, timeout=600
-    )
+    environ = {**os.environ, "PIER_PACKS": str(PACKS)}
+    if name == TERMINUS:
+        environ["PYTHONPATH"] = str(ROOT / "src")
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
     results = list(jobs.glob("job/*/result.json"))
     assert results, done.stdout + done.stderr
     return {**json.loads(results[0].read_text()), "directory": results[0].parent}
 
 
-def script_for(name: str, directory: Path) -> Path:
-    """The script; Aider works in one turn and by edits alone, so it gets the same edits in one."""
-    if name != "aider":
-        return SCRIPT
+def script_for(name: str, directory: Path) -> tuple[Path, int]:
+    """The script with a number of tokens for each turn, and its number of turns. Aider works in one turn and by edits
+    alone, so it gets the same edits in one; its tokens are those of the text."""
     turns = yaml.safe_load(SCRIPT.read_text())["turns"]
-    edits = [
-        {"edit": {**turn["edit"], "path": turn["edit"]["path"].removeprefix("/app/")}}
-        for turn in turns
-        if "edit" in turn
-    ]
-    path = directory / "aider.yaml"
-    path.write_text(yaml.safe_dump({"turns": [{"text": "Both files need a change.", "actions": edits}]}))
-    return path
+    if name == "aider":
+        edits = [turn["edit"] for turn in turns if "edit" in turn]
+        actions = [{"edit": {**edit, "path": edit["path"].removeprefix("/app/")}} for edit in edits]
+        turns = [{"text": "Both files need a change.", "actions": actions}]
+    for n, turn in enumerate(turns, 1):
+        turn["usage"] = {"input": n * INPUT, "output": n * OUTPUT}
+    path = directory / "script.yaml"
+    path.write_text(yaml.safe_dump({"turns": turns}))
+    return path, len(turns)
 
 
 @pytest.mark.parametrize("name", chosen())
 def test_an_agent_fixes_the_bug_without_a_network(name: str, tmp_path: Path) -> None:
-    need_pack(name)
-    result = run_trial(name, tmp_path / "jobs", script_for(name, tmp_path))
+    need_agent(name)
+    script, turns = script_for(name, tmp_path)
+    check(name, run_trial(name, tmp_path / "jobs", script), turns)
+
+
+def check(name: str, result: dict[str, Any], turns: int) -> None:
+    """The bug is fixed, and the trajectory tells all of it: turns, tokens and calls, as the agent's own log does."""
     assert result["exception_info"] is None
     assert result["verifier_result"]["rewards"] == {"reward": 1.0}
-    assert result["agent_info"]["name"] == name
-    wire = read(result["directory"] / "agent" / "trajectory.json")
-    assert validate_file(result["directory"] / "agent" / "trajectory.json") == []
-    if name == "aider":
-        return
-    assert sum(step.llm_call_count or 0 for step in wire.agent_steps) == TURNS
-    assert len(calls_of(wire)) == CALLS + (name in ENDS_BY_CALL)
+    assert result["agent_info"]["name"] == name and result["agent_info"]["version"]
+    place = result["directory"] / "agent" / "trajectory.json"
+    assert validate_file(place) == []
+    written.append(place)
+    wire = read(place)
+    numbers = [*range(1, turns + 1), *([turns] if name == TERMINUS else [])]
+    assert sum(step.llm_call_count or 0 for step in wire.agent_steps) == len(numbers)
+    used = [step.metrics for step in wire.agent_steps if step.metrics]
+    if name != "aider":
+        assert [metrics.prompt_tokens for metrics in used] == [n * INPUT for n in numbers]
+        assert [metrics.completion_tokens for metrics in used] == [n * OUTPUT for n in numbers]
+    calls = 0 if name in ("aider", TERMINUS) else CALLS + (name in ENDS_BY_CALL)
+    assert len(calls_of(wire)) == calls
     if name in READERS:
         (session,) = find_sessions(result["directory"] / "agent", name)
         agree(wire, trajectory_of(session))
@@ -102,3 +135,43 @@ def agree(wire: Trajectory, native: Trajectory) -> None:
         assert one.metrics is not None and other.metrics is not None
         assert one.metrics.prompt_tokens == other.metrics.prompt_tokens
         assert one.metrics.completion_tokens == other.metrics.completion_tokens
+
+
+@pytest.fixture(scope="module")
+def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine with one image: busybox, and this machine's bash and Python with what they need."""
+    layer = busybox_image(tmp_path_factory.mktemp("image")).layers[0]
+    add_program(layer, "/bin/bash")
+    add_python(layer)
+    packed = subprocess.run(["tar", "-C", layer, "-c", "."], capture_output=True, check=True).stdout
+    with engine() as running:
+        running.docker("import", "-", "test/python", stdin=packed)
+        yield running
+        assert running.containers() == []
+
+
+@pytest.mark.docker
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.parametrize("name", FOUR)
+def test_an_agent_fixes_the_bug_in_a_container_without_a_network(
+    name: str, docker: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_agent(name)
+    monkeypatch.setenv("DOCKER_HOST", docker.url)
+    task = tmp_path / "bug-fix"
+    shutil.copytree(TASK, task)
+    settings = (task / "task.toml").read_text().replace('docker_image = "host"\n', "")
+    (task / "task.toml").write_text(settings)
+    (task / "environment" / "Dockerfile").write_text("FROM test/python\nWORKDIR /app\nCOPY . /app/\n")
+    script, turns = script_for(name, tmp_path)
+    check(name, run_trial(name, tmp_path / "jobs", script, "--env", "docker", task=task), turns)
+
+
+def test_harbor_takes_every_trajectory() -> None:
+    if not HARBOR.exists():
+        pytest.skip("harbor is not installed: .ci/peers harbor")
+    if not written:
+        pytest.skip("no trial of this file has run")
+    done = subprocess.run([HARBOR, "-c", VALIDATE, *written], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if not line.endswith(" []")] == []

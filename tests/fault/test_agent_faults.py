@@ -1,55 +1,143 @@
-"""Real agents when the model fails, when its budget ends and when it never answers. Packs as in `test_agent_real`."""
+"""Real agents when their model gives no answer, breaks off, or may not be asked any more, and when they are killed.
+
+Packs as in `test_agent_real`. How a trial ended is told from the wire, so each of these has words of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pier.agent import deadline
-from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun
-from pier.agent.pack import PackStore
+from pier.agent.contract import PACK_PATH, AgentRun
 from pier.agent.registry import find_agent
-from pier.endpoint import GATEWAY_PORT
 from pier.gateway.answering import Policy
-from pier.gateway.budget import Budget
+from pier.gateway.canonical import Delta, PartDelta, PartStart, Request, StreamError, Text, TurnStart
 from pier.gateway.script import Script
 from pier.gateway.server import Gateway
 from pier.gateway.session import Session
-from pier.image.model import HOST, Image
-from pier.lease import Lease
-from pier.sandbox.contract import Mount, Sandbox, SandboxSpec
-from pier.sandbox.local import LocalBackend
+from pier.sandbox.contract import Sandbox
+from pier.trial.model import TrialResult
+from pier.trial.spec import AgentChoice
+from tests.agent_rig import DESK, FOUR, PACKS, need_pack, stage
+from tests.trial_runs import open_bench, write_task
 
-PACKS = Path(os.environ.get("PIER_PACKS") or Path(__file__).parents[2] / ".cache" / "packs")
-AGENTS = ("claude-code", "codex", "gemini-cli", "opencode")
-
-
-@asynccontextmanager
-async def stage(name: str, model: Policy, budget: Budget) -> AsyncIterator[tuple[Sandbox, Session]]:
-    """A sandbox with the agent's pack, and a model."""
-    spec = find_agent(name).pack
-    pack = PackStore(PACKS).find(spec) if spec else None
-    if pack is None:
-        pytest.skip(f"the pack of {name} is not built: .ci/packs {name}")
-    with Lease() as lease:
-        async with LocalBackend(lease) as backend, Gateway() as gateway:
-            mounts = (Mount(PACK_PATH, pack.path),)
-            async with await backend.start(SandboxSpec(Image(HOST, HOST), mounts=mounts)) as sandbox:
-                await sandbox.write_file("/work-here/note.txt", b"hello\n")
-                await sandbox.write_file(f"{AGENT_LOGS}/.keep", b"")
-                session = gateway.session("scripted", upstream=model, budget=budget)
-                await sandbox.listen(GATEWAY_PORT, gateway.protocol_factory(session))
-                yield sandbox, session
+KILL = f"for p in /proc/[0-9]*; do readlink $p/exe | grep -q ^{PACK_PATH}/bin/ && kill -9 ${{p#/proc/}}; done"
+SLOW = ("opencode",)
+"""Agents that take seconds to start."""
+GO_ON = [{"shell": f"echo turn {n} >> /app/turns"} for n in range(1, 30)]
 
 
-def told(session: Session, seconds: float) -> AgentRun:
-    return AgentRun("Read note.txt and tell what it says.", "/work-here", session.endpoint(), seconds=seconds)
+class Mine(Gateway):
+    """A gateway behind which one model of the test's own answers everything."""
+
+    model: Policy
+
+    def session(self, model: str | None = None, **terms: Any) -> Session:
+        return super().session("scripted", upstream=self.model, **terms)
+
+
+async def trial(name: str, model: Policy, root: Path, *, seconds: float = 240, **choice: Any) -> TrialResult:
+    """A trial of an agent on a model."""
+    need_pack(name)
+    gateway = Mine()
+    gateway.model = model
+    async with open_bench(root / "trials") as bench, gateway:
+        bench.services = replace(bench.services, gateway=gateway)
+        task = write_task(root / "task")
+        return await bench.run(task, AgentChoice(name, "m", timeout=seconds, **choice))
+
+
+async def break_off(request: Request) -> AsyncIterator[Delta]:
+    """A provider that fails in the middle of its answer."""
+    yield TurnStart("t", request.model)
+    yield PartStart(0, Text(""))
+    yield PartDelta(0, "I will")
+    yield StreamError("the provider broke off", status=502)
+
+
+@pytest.fixture(autouse=True)
+def packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIER_PACKS", str(PACKS))
+
+
+def told(result: TrialResult) -> tuple[str | None, str | None]:
+    error = result.exception_info
+    return (error.code, error.blame) if error else (None, None)
+
+
+def calls(result: TrialResult) -> dict[str, int]:
+    assert result.agent_result is not None and result.agent_result.metadata is not None
+    return result.agent_result.metadata["model_calls"]
+
+
+@pytest.mark.parametrize("name", FOUR)
+async def test_a_model_that_never_answers(name: str, tmp_path: Path) -> None:
+    asked = asyncio.Event()
+
+    async def silent(request: Request) -> str:
+        asked.set()
+        await asyncio.sleep(3600)
+        return ""
+
+    result = await trial(name, silent, tmp_path, seconds=60 if name in SLOW else 15)
+    assert asked.is_set()
+    assert told(result) == ("provider_no_answer", "provider")
+    assert set(calls(result)) == {"cancelled"}
+
+
+@pytest.mark.parametrize("name", FOUR)
+async def test_an_answer_that_breaks_off_is_asked_for_again(name: str, tmp_path: Path) -> None:
+    script = Script.parse([{"shell": "touch /app/done"}, {"finish": "Done."}])
+    broken = 0
+
+    def model(request: Request) -> Any:
+        nonlocal broken
+        if request.tools and broken == 0:
+            broken += 1
+            return break_off(request)
+        return script(request)
+
+    result = await trial(name, model, tmp_path)
+    assert broken == 1
+    assert told(result) == (None, None) and result.rewards == {"reward": 1}
+    assert calls(result)["provider_error"] == 1 and calls(result)["answered"] >= 2
+
+
+@pytest.mark.parametrize("name", FOUR)
+async def test_a_provider_that_always_breaks_off(name: str, tmp_path: Path) -> None:
+    result = await trial(name, break_off, tmp_path, seconds=60 if name in SLOW else 30)
+    assert told(result) == ("provider_error", "provider")
+    assert result.exception_info is not None and result.exception_info.retryable
+    assert calls(result).get("answered") is None
+
+
+@pytest.mark.parametrize("name", FOUR)
+async def test_a_budget_that_is_spent(name: str, tmp_path: Path) -> None:
+    turns = [{"error": {"status": 500}}, *GO_ON]
+    result = await trial(name, Script.parse(turns), tmp_path, budget={"turns": 3})
+    assert result.agent_result is not None and result.agent_result.metadata is not None
+    assert "turns" in result.agent_result.metadata["ended"]
+    assert told(result) in ((None, None), ("agent_exit", "agent")), "never the provider's fault"
+    assert calls(result)["provider_error"] == 1 and calls(result)["answered"] == 3
+    assert result.rewards == {"reward": 0}
+
+
+@pytest.mark.parametrize("name", FOUR)
+async def test_an_agent_that_is_killed(name: str, tmp_path: Path) -> None:
+    result = await trial(name, Script.parse([{"shell": "touch /app/done"}, {"shell": KILL}, *GO_ON]), tmp_path)
+    assert told(result) == ("agent_exit", "agent")
+    assert result.exception_info is not None and "137" in result.exception_info.exception_message
+    assert set(calls(result)) == {"answered"} and result.rewards == {"reward": 1}
+
+
+def run_of(session: Session, seconds: float) -> AgentRun:
+    return AgentRun("Read note.txt and tell what it says.", DESK, session.endpoint(), seconds=seconds)
 
 
 async def running(sandbox: Sandbox) -> int:
@@ -58,37 +146,17 @@ async def running(sandbox: Sandbox) -> int:
     return int((await sandbox.exec(command, timeout=60)).text)
 
 
-@pytest.mark.parametrize("name", AGENTS)
-async def test_a_failed_call_is_made_again_and_a_spent_budget_ends_the_agent(name: str) -> None:
-    turns = [{"error": {"status": 500}}, *({"shell": f"echo turn {n} >> turns.txt"} for n in range(1, 20))]
-    async with stage(name, Script.parse(turns), Budget(turns=3)) as (sandbox, session):
-        result = await find_agent(name)().run(sandbox, told(session, 300))
-        assert not result.timed_out
-        assert session.meter.turns == 3 and session.ended
-        lines = (await sandbox.read_file("/work-here/turns.txt")).decode().split("\n")
-        assert lines[0] == "turn 1" and len(lines) <= 4
-        assert await running(sandbox) == 0
-
-
-@pytest.mark.parametrize("name", AGENTS[:2])
-async def test_a_model_that_never_answers_ends_at_the_deadline(name: str) -> None:
-    async with stage(name, Script.parse([{"text": "late", "delay": 3600}]), Budget()) as (sandbox, session):
-        result = await find_agent(name)().run(sandbox, told(session, 6))
-        assert result.timed_out
-        assert await running(sandbox) == 0
-
-
-@pytest.mark.parametrize("name", AGENTS[:2])
+@pytest.mark.parametrize("name", FOUR[:2])
 async def test_an_agent_ends_by_itself_when_it_is_asked_to(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline, "GRACE", 110.0)
     monkeypatch.setattr(deadline, "SHARE", 1.0)
-    async with stage(name, Script.parse([{"text": "late", "delay": 3600}]), Budget()) as (sandbox, session):
-        result = await find_agent(name)().run(sandbox, told(session, 120))
+    async with stage(name, Script.parse([{"text": "late", "delay": 3600}])) as (sandbox, session):
+        result = await find_agent(name)().run(sandbox, run_of(session, 120))
         assert result.timed_out and result.exit_code != 137
         assert await running(sandbox) == 0
 
 
-@pytest.mark.parametrize("name", AGENTS[:2])
+@pytest.mark.parametrize("name", FOUR)
 async def test_a_cancelled_agent_is_gone(name: str) -> None:
     called = asyncio.Event()
 
@@ -96,8 +164,8 @@ async def test_a_cancelled_agent_is_gone(name: str) -> None:
         called.set()
         await asyncio.sleep(3600)
 
-    async with stage(name, hold, Budget()) as (sandbox, session):
-        task = asyncio.create_task(find_agent(name)().run(sandbox, told(session, 600)))
+    async with stage(name, hold) as (sandbox, session):
+        task = asyncio.create_task(find_agent(name)().run(sandbox, run_of(session, 600)))
         await asyncio.wait_for(called.wait(), 120)
         assert await running(sandbox) > 0
         task.cancel()

@@ -229,6 +229,8 @@ async def run_agent(agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: On
         return AgentError(f"the agent {agent.name!r} took longer than {run.seconds or 0:g} s", code="agent_timeout")
     if result.out_of_memory:
         return AgentError(f"the agent {agent.name!r} ran out of memory", code="agent_memory")
+    if result.out_of_disk:
+        return AgentError(f"the agent {agent.name!r} wrote more than its limit on disk", code="agent_disk")
     if result.exit_code and agent.exit_code_counts:
         tail = result.error_text.strip()[-500:]
         said = f": {tail}" if tail else ""
@@ -257,9 +259,21 @@ async def judge(agent: Agent, failed: AgentError | None, session: Session | None
     if last == "provider_error":
         said = f"the agent's last model call failed with status {status}{how}"
         return ProviderError(said, code="provider_error", retryable=status >= 500 or status == 408)
+    if failed is not None and failed.code == "agent_timeout" and await _never_answered(session):
+        return ProviderError(f"the model gave no answer at all{how}", code="provider_no_answer", retryable=True)
     if not tally.calls and agent.dialect is not None:
         return AgentError(f"the agent {agent.name!r} made no model call{how}", code="agent_no_calls")
     return failed
+
+
+async def _never_answered(session: Session) -> bool:
+    """Whether an agent that was killed at its deadline had asked and was still waiting for its first answer. The end of
+    its call is seen a moment after its own."""
+    for _ in range(50):
+        if session.tally.calls:
+            break
+        await asyncio.sleep(0.1)
+    return set(session.tally.ends) == {"cancelled"}
 
 
 async def _how_work_ended(session: Session) -> tuple[str | None, int]:
