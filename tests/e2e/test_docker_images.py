@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pier.errors import ImageError
+from pier.errors import ImageError, SandboxError
 from pier.lease import Lease
-from pier.sandbox import SandboxSpec, open_backend
+from pier.sandbox import Limits, SandboxSpec, open_backend
 from pier.sandbox.docker.client import Client
 from pier.sandbox.docker.images import EngineImages, our_name
 from pier.sandbox.docker.ours import collect_ours, list_ours, pull_there
@@ -97,3 +97,17 @@ async def test_an_image_is_brought_once_and_kept_while_a_container_is_made(docke
                 assert await collect_ours(max_size=found.size) == []
     assert await collect_ours(max_size=1 << 40) == []
     assert [one.reference for one in await collect_ours()] == [our_name(image)]
+
+
+async def test_what_the_engine_lacks_is_refused_before_anything_starts(docker: Engine, tmp_path: Path) -> None:
+    image = busybox_image(tmp_path)
+    with Lease() as lease:
+        async with open_backend("docker", lease) as backend:
+            for spec, code in (
+                (SandboxSpec(image, gpus=1), "no_gpu"),
+                (SandboxSpec(image, limits=Limits(disk=1)), "no_limit"),
+            ):
+                with pytest.raises(SandboxError) as refused:
+                    await backend.start(spec)
+                assert (refused.value.code, refused.value.blame) == (code, "user")
+        assert lease.held() == []

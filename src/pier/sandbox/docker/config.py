@@ -46,7 +46,9 @@ def container_config(
     if limits.processes is not None:
         host["PidsLimit"] = limits.processes + _OWN_PROCESSES
     if spec.gpus:
-        host["DeviceRequests"] = [{"Driver": "nvidia", "Count": spec.gpus, "Capabilities": [["gpu"]]}]
+        host["DeviceRequests"] = [{"Driver": "", "Count": spec.gpus, "Capabilities": [["gpu"]]}]
+    if limits.disk is not None:
+        host["StorageOpt"] = {"size": str(limits.disk)}
     for key, value in more.items():
         host[key] = [*host["Binds"], *value] if key == "Binds" else value
     return {

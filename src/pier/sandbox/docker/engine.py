@@ -15,7 +15,7 @@ from pier.image.reach import is_socket, shown
 from pier.lease import Lease
 from pier.network.policy import NetworkMode
 from pier.sandbox.contract import Mount
-from pier.sandbox.docker import idle
+from pier.sandbox.docker import idle, offers
 from pier.sandbox.docker.client import Client, connect
 from pier.sandbox.docker.config import Placing
 from pier.sandbox.docker.entering import Entrance, OwnEntrance
@@ -49,6 +49,8 @@ class Engine:
         self._zygotes: Zygotes | None = None
         self._helper: Helper | None = None
         self._packs: PackVolumes | None = None
+        self._info: dict[str, Any] = {}
+        self._limits_disk: bool | None = None
         self._starting = asyncio.Lock()
 
     @classmethod
@@ -87,6 +89,22 @@ class Engine:
     async def networks(self) -> frozenset[NetworkMode]:
         """The policies that can be enforced there."""
         return (await self.helper()).networks if self.through_helper else offered_modes()
+
+    async def has_gpus(self) -> bool:
+        """Whether containers there can have GPUs."""
+        return offers.has_gpus(await self._ask_info())
+
+    async def can_limit_disk(self) -> bool:
+        """Whether what a container writes can be limited there."""
+        if self._limits_disk is None:
+            mounts = "" if self.through_helper else Path("/proc/self/mountinfo").read_text()
+            self._limits_disk = offers.can_limit_disk(await self._ask_info(), mounts)
+        return self._limits_disk
+
+    async def _ask_info(self) -> dict[str, Any]:
+        if not self._info:
+            self._info = dict(await self.docker.system.info())
+        return self._info
 
     async def shares_disk(self) -> bool:
         """Whether the engine sees this machine's directories."""
