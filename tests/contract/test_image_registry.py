@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import shutil
 import socket
+import subprocess
 from pathlib import Path
 
 import aiohttp
@@ -188,6 +191,85 @@ async def test_a_download_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     assert ranges[0] == ""
     assert ranges[1].startswith("bytes=")
     assert len(ranges) == 2
+
+
+async def test_a_download_of_a_process_that_was_killed_goes_on_in_another(tmp_path: Path) -> None:
+    """What lies in the store is not asked for again; layers are fetched side by side, and progress is told."""
+    store = ImageStore()
+    big = PIECES.layers[0]
+    store.prepare("downloads")
+    (store.root / "downloads" / sha(big)[7:]).write_bytes(big[:1000])
+    ranges: dict[str, str] = {}
+    both = asyncio.Event()
+    async with running_registry(tmp_path / "registry") as behind:
+        await push(behind, "app", "latest", PIECES)
+
+        async def front(request: web.Request) -> web.Response:
+            status, headers, body = await pass_on(request, behind)
+            if request.path.rpartition("/")[2] in map(sha, PIECES.layers):
+                ranges[request.path.rpartition("/")[2]] = request.headers.get("Range", "")
+                if len(ranges) == 2:
+                    both.set()
+                async with asyncio.timeout(60):
+                    await both.wait()
+            return web.Response(status=status, headers=headers, body=body)
+
+        async with running_server(front) as address:
+            lines: list[str] = []
+            image = await pull_image(store, f"{address}/app", on_progress=lines.append)
+    assert ranges == {sha(big): "bytes=1000-", sha(PIECES.layers[1]): ""}
+    assert (image.layers[0] / "big").stat().st_size == 1 << 20
+    for layer in PIECES.layers:
+        assert {f"  {sha(layer)[7:19]}  downloading", f"  {sha(layer)[7:19]}  unpacking"} <= set(lines)
+
+
+async def test_layers_may_be_compressed_with_zstd(tmp_path: Path) -> None:
+    if shutil.which("zstd") is None:
+        pytest.skip("zstd is not installed")
+    pieces = Pieces(BASE, TOP, config=CONFIG)
+    pieces.layers = [
+        subprocess.run(["zstd", "-cq"], input=raw, capture_output=True, check=True).stdout for raw in pieces.plain
+    ]
+    value = json.loads(pieces.manifest)
+    for row, layer in zip(value["layers"], pieces.layers, strict=True):
+        row |= {"digest": sha(layer), "size": len(layer), "mediaType": "application/vnd.oci.image.layer.v1.tar+zstd"}
+    pieces.manifest = json.dumps(value).encode()
+    async with running_registry(tmp_path / "registry") as address:
+        await push(address, "app", "zstd", pieces)
+        image = await pull_image(ImageStore(), f"{address}/app:zstd")
+    assert [layer.parent.name for layer in image.layers] == [sha(layer)[7:] for layer in (BASE, TOP)]
+
+
+async def test_a_token_that_stands_for_a_password_is_traded(tmp_path: Path, no_docker: Path) -> None:
+    """As cloud registries' helpers give it: an identity token of one registry, from a helper for that registry only."""
+    asked: list[dict[str, str]] = []
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    helper = programs / "docker-credential-cloud"
+    helper.write_text('#!/bin/sh\necho \'{"Username": "<token>", "Secret": "IDENTITY"}\'\n')
+    helper.chmod(0o755)
+    async with running_registry(tmp_path / "registry") as behind:
+        await push(behind, "app", "latest", PIECES)
+
+        async def front(request: web.Request) -> web.Response:
+            if request.path == "/token":
+                asked.append({key: str(value) for key, value in (await request.post()).items()})
+                return web.json_response({"access_token": "ACCESS"})
+            if request.headers.get("Authorization") != "Bearer ACCESS":
+                realm = f'Bearer realm="http://{request.host}/token",service="s"'
+                return web.Response(status=401, headers={"WWW-Authenticate": realm})
+            status, headers, body = await pass_on(request, behind)
+            return web.Response(status=status, headers=headers, body=body)
+
+        async with running_server(front) as address:
+            (no_docker / "config.json").write_text(json.dumps({"credHelpers": {address: "cloud"}}))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+                image = await pull_image(ImageStore(), f"{address}/app")
+    assert len(image.layers) == 2
+    assert [(row["grant_type"], row["refresh_token"], row["scope"]) for row in asked] == [
+        ("refresh_token", "IDENTITY", "repository:app:pull")
+    ]
 
 
 async def test_a_blob_with_a_wrong_digest_is_refused(tmp_path: Path) -> None:
