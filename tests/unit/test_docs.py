@@ -33,3 +33,11 @@ def test_commands_in_examples_exist(page: Path) -> None:
             if command not in COMMANDS:
                 unknown.append(command)
     assert unknown == []
+
+
+def test_named_tests_exist() -> None:
+    text = (ROOT / "docs/reference/acceptance.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) > 50
+    for file, name in named:
+        assert re.search(rf"^(async )?def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{file}::{name}"
