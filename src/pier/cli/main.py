@@ -1,6 +1,7 @@
 """The `pier` command: finds the group, loads only its module, and turns errors into words and exit codes.
 
-Exit codes: 0 done, 1 something failed, 2 wrong usage or configuration, 130 interrupted.
+Exit codes: 0 done, 1 something failed, 2 wrong usage or configuration (a task that cannot be read, too), 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def main(args: Sequence[str] | None = None) -> None:
         code = 130
     except PierError as error:
         click.echo(f"pier: {error.explain()}", err=True)
-        code = 2 if error.blame == "user" else 1
+        code = 2 if error.blame in ("user", "task") else 1
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

@@ -24,6 +24,8 @@ from pier.job.plan import Plan
 from pier.job.planning import plan_job
 from pier.job.progress import PlainProgress, Progress
 
+_WARNINGS = 10
+
 
 class Show(Enum):
     """How much is shown: progress and a report, nothing, or JSON at the end."""
@@ -35,8 +37,24 @@ class Show(Enum):
 
 def run_and_report(config: JobConfig, env: Mapping[str, str], show: Show, *, yes: bool = False) -> int:
     """Run the job that `config` asks for, or continue it; the answer is the exit code."""
-    with open_for(config, env, yes=yes, check=lambda: _check(config, env)) as job:
+    warn = _Warnings()
+    with open_for(config, env, yes=yes, check=lambda: _check(config, env), warn=warn) as job:
+        if show is Show.FULL:
+            warn.say()
         return _run(job, env, show)
+
+
+class _Warnings(list[str]):
+    """What is odd about a job's tasks; the first of many is enough to know what to look for."""
+
+    def __call__(self, text: str) -> None:
+        self.append(text)
+
+    def say(self) -> None:
+        for text in self[:_WARNINGS]:
+            click.echo(f"warning: {text}", err=True)
+        if len(self) > _WARNINGS:
+            click.echo(f"warning: {len(self) - _WARNINGS} more; see `pier task check`", err=True)
 
 
 def _check(config: JobConfig, env: Mapping[str, str]) -> None:

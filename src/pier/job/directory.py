@@ -22,7 +22,7 @@ from pier.job.load import parse, read_file
 from pier.job.outcome import read_outcome, size_of
 from pier.job.owner import OWNER, current_owner, owning
 from pier.job.plan import Plan, PlannedTrial
-from pier.job.planning import NOT_ASKED, plan_job
+from pier.job.planning import NOT_ASKED, Warn, plan_job
 
 
 @dataclass(slots=True)
@@ -59,10 +59,16 @@ class Job:
 
 @contextmanager
 def open_for(
-    config: JobConfig, env: Mapping[str, str], *, yes: bool = False, check: Callable[[], None] = lambda: None
+    config: JobConfig,
+    env: Mapping[str, str],
+    *,
+    yes: bool = False,
+    check: Callable[[], None] = lambda: None,
+    warn: Warn = lambda _: None,
 ) -> Iterator[Job]:
-    """The job that `config` asks for: continued if it is there already, else made, after `check` had its say."""
-    with _open(config, *plan_job(config, env, yes=yes), check) as job:
+    """The job that `config` asks for: continued if it is there already, else made, after `check` had its say. `warn` is
+    told what is odd about its tasks."""
+    with _open(config, *plan_job(config, env, yes=yes, warn=warn), check) as job:
         yield job
 
 

@@ -13,13 +13,16 @@ Their shapes are Harbor's. They are derived from the ledger, so losing one loses
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pier import __version__
+from pier.agent.registry import pack_spec
+from pier.errors import PierError
 from pier.files import write, write_json
 from pier.job.config import JobConfig
 from pier.job.ledger import Ledger, Outcome, now
@@ -59,13 +62,24 @@ def write_lock(directory: Path, config: dict[str, Any], plan: Plan) -> None:
     head = {
         "schema_version": 3,
         "created_at": now(),
-        "pier": {"version": __version__},
+        "pier": {"version": __version__, "packs": _packs(plan.agents)},
         "harbor": {"version": None},
         "n_concurrent_trials": config["n_concurrent_trials"],
         "retry": config["retry"],
     }
     body = json.dumps(head)[:-1] + ', "trials": [\n' + ",\n".join(rows) + "\n]}\n"
     write(directory / LOCK, body)
+
+
+def _packs(agents: Iterable[dict[str, Any]]) -> dict[str, dict[str, str | None]]:
+    """What the agents' packs are made of, by the agents' names; agents that cannot be found here are left out."""
+    found: dict[str, dict[str, str | None]] = {}
+    for agent in agents:
+        name = agent.get("import_path") or agent.get("name") or ""
+        with contextlib.suppress(PierError):
+            if spec := pack_spec(name):
+                found[name] = {"source": spec.source, "package": spec.package, "version": spec.version}
+    return found
 
 
 _SHARED_SETTINGS = (

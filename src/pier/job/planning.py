@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pier.job.config import DatasetConfig, JobConfig, TaskConfig
@@ -18,18 +18,23 @@ _OUTSIDE_TRIALS = (*NOT_ASKED, "agents", "datasets", "tasks", "metrics", "n_atte
 """What does not change the result of a single trial, or is in its identity already."""
 
 
-def plan_job(config: JobConfig, env: Mapping[str, str], *, yes: bool = False) -> tuple[Plan, dict[str, Any]]:
+Warn = Callable[[str], None]
+
+
+def plan_job(
+    config: JobConfig, env: Mapping[str, str], *, yes: bool = False, warn: Warn = lambda _: None
+) -> tuple[Plan, dict[str, Any]]:
     """The plan that a configuration asks for, and the configuration as it may stand on disk. `yes` is consent to what
-    tasks want to know of this environment."""
+    tasks want to know of this environment; `warn` is told of keys that nothing reads."""
     consent = Consent(env, given=yes)
     disk = to_disk(config, env)
-    found = [task for source in (*config.datasets, *config.tasks) for task in _tasks_of(source, config, consent)]
+    found = [task for source in (*config.datasets, *config.tasks) for task in _tasks_of(source, config, consent, warn)]
     consent.ask()
     settings = {key: value for key, value in disk.items() if key not in _OUTSIDE_TRIALS}
     return make_plan(found, disk["agents"], settings, config.n_attempts), disk
 
 
-def _tasks_of(source: DatasetConfig | TaskConfig, config: JobConfig, consent: Consent) -> list[PlannedTask]:
+def _tasks_of(source: DatasetConfig | TaskConfig, config: JobConfig, consent: Consent, warn: Warn) -> list[PlannedTask]:
     selection = None
     if isinstance(source, TaskConfig):
         commit = f"@{source.git_commit_id}" if source.git_commit_id else ""
@@ -43,6 +48,8 @@ def _tasks_of(source: DatasetConfig | TaskConfig, config: JobConfig, consent: Co
     tasks = resolve_sources([place], selection, strict=config.strict, verify=not config.verifier.disable)
     for task in tasks:
         consent.note(task)
+        for key in task.unknown:
+            warn(f"{task.path / 'task.toml'}: {key}")
     return [
         PlannedTask(
             name=task.name,

@@ -125,8 +125,9 @@ async def _run_owed(
 async def _services(job: Job, env: Mapping[str, str], budget: JobBudget) -> AsyncIterator[TrialServices]:
     """What all trials share: opened before the first, closed after the last."""
     async with AsyncExitStack() as stack:
+        environment = job.config.environment
         lease = stack.enter_context(Lease(label=f"job {job.directory.name}"))
-        backend = await stack.enter_async_context(open_backend(job.config.environment.backend, lease))
+        backend = await stack.enter_async_context(open_backend(environment.backend, lease, environment.kwargs))
         await sweep(dict.fromkeys(backend.kinds, backend.destroy))
         images = open_images(backend, builds=job.config.n_concurrent_builds)
         stack.push_async_callback(images.close)

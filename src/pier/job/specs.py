@@ -166,14 +166,17 @@ def _check_agent(choice: AgentChoice, *, job_budget: bool) -> None:
 
 def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
     environment = config.environment
-    find("backend", environment.backend, BACKENDS)
+    options = getattr(find("backend", environment.backend, BACKENDS), "options", ())
     if environment.override_gpus:
         raise UsageError("environment.override_gpus: pier does not do this yet: GPUs", code="not-done")
     for name in ("cpu_enforcement_policy", "memory_enforcement_policy"):
         if getattr(environment, name) not in ("auto", "limit"):
             raise UsageError(f"environment.{name}: pier knows only auto and limit, which are the same", code="not-done")
-    if environment.kwargs:
-        raise UsageError(f"environment.kwargs: the backend {environment.backend} takes no options", code="not-done")
+    if unknown := [name for name in environment.kwargs if name not in options]:
+        known = f"only {', '.join(options)}" if options else "none"
+        raise UsageError(
+            f"environment.kwargs: {environment.backend} has no option {unknown[0]!r}, {known}", code="usage"
+        )
     return SandboxChoice(
         backend=environment.backend,
         image=fill(config.image, env, "image"),

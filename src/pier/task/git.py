@@ -115,6 +115,7 @@ def _git(args: list[str], cwd: Path, extra: dict[str, str] | None = None) -> str
         raise TaskError(f"git {args[0]} took longer than {_SECONDS} s", code="git", blame="infra") from None
     if done.returncode != 0:
         words = done.stderr.decode(errors="replace").strip().splitlines()
-        detail = words[-1] if words else f"exit code {done.returncode}"
+        fatal = next((word for word in words if word.startswith(("fatal: ", "error: "))), "")
+        detail = fatal or (words[-1] if words else f"exit code {done.returncode}")
         raise TaskError(f"git {args[0]} failed: {detail}", code="git", blame="infra", retryable=True)
     return done.stdout.decode().strip()
