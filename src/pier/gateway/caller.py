@@ -115,11 +115,6 @@ class Caller:
         """Begin a streamed answer."""
         self.request.start(status, _kept(headers, *_OF_STREAMS))
 
-    async def write(self, data: bytes) -> None:
-        """More of a streamed answer; waits while the agent reads slower than we write."""
-        if data:
-            await self.request.write(data)
-
     async def finish(self) -> None:
         await self.request.finish()
 

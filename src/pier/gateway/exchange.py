@@ -7,6 +7,7 @@ sees its last event; a failure reaches the agent in its own dialect; a stream th
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -99,8 +100,12 @@ class Exchange:
                 await self._guarded(self.caller.start(status, headers or {"Content-Type": self.renderer.content_type}))
 
     async def write(self, data: bytes) -> None:
-        self._last_write = asyncio.get_running_loop().time()
-        await self._guarded(self.caller.write(data))
+        if data:
+            self._last_write = time.monotonic()
+            try:
+                await self.caller.request.write(data)
+            except ConnectionError:
+                raise CallerGone from None
 
     async def finish(self) -> None:
         return await self._guarded(self.caller.finish())
@@ -166,7 +171,7 @@ class _Beat:
     async def __aenter__(self) -> None:
         if self._interval is not None:
             self._loop = asyncio.get_running_loop()
-            self._exchange._last_write = self._loop.time()
+            self._exchange._last_write = time.monotonic()
             self._wait(self._interval)
 
     def _wait(self, seconds: float) -> None:
@@ -174,7 +179,7 @@ class _Beat:
 
     def _tick(self) -> None:
         assert self._interval is not None
-        quiet = self._loop.time() - self._exchange._last_write
+        quiet = time.monotonic() - self._exchange._last_write
         if quiet < self._interval:
             self._wait(self._interval - quiet)
         elif self._task is None or self._task.done():

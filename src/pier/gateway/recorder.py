@@ -237,6 +237,8 @@ class CallRecord:
     recorder: Recorder
     number: int
     _unwritten: tuple[float, Mapping[str, Any], Body | bytes] | None = None
+    _given: bytes = field(default=b"", init=False)
+    """What the upstream sent last."""
 
     def edited(self, edits: list[Mapping[str, Any]]) -> None:
         """The gateway changed the request, for the reasons given."""
@@ -261,9 +263,16 @@ class CallRecord:
 
     def chunk(self, side: Side, data: bytes) -> None:
         """Bytes of an answer, before they go on."""
-        if self.recorder.on:
-            text = data.decode(errors="surrogateescape")
-            self._write("chunk", {"side": side, "text": text}, later=self.recorder.holds)
+        if not self.recorder.on:
+            return
+        if side == "delivered" and data and data == self._given:
+            rest = '"same":true'
+        else:
+            rest = f'"text":{encode_basestring(data.decode(errors="surrogateescape"))}'
+        self._given = data if side == "upstream" else self._given
+        line = f'{{"t":"chunk","c":{self.number},"at":{time.time():.5f},"side":"{side}",{rest}}}\n'
+        lines = [] if self._unwritten is None else self._first_lines()
+        self.recorder.write_lines([*lines, _encoded(line)], later=self.recorder.holds)
 
     def end(self, outcome: Outcome, status: int, *, error: str | None = None, usage: Usage | None = None) -> None:
         known = ((name, getattr(usage, name)) for name in _COUNTS) if usage else ()
@@ -289,18 +298,20 @@ class CallRecord:
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
+    return _encoded("".join((*_encoder(value, 0), "\n")))
+
+
+def _encoded(line: str) -> bytes:
+    """Also a line with half a character in it, or with bytes that are none."""
     try:
-        return "".join((*_encoder(value, 0), "\n")).encode()
+        return line.encode()
     except UnicodeEncodeError:
-        return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+        return json.dumps(json.loads(line), separators=(",", ":")).encode() + b"\n"
 
 
 def _line_of(kind: str, number: int, at: float, fields: Mapping[str, Any]) -> bytes:
     """A line of a call; `fields` has at least one."""
-    try:
-        return f'{{"t":"{kind}","c":{number},"at":{at:.5f},{"".join(_encoder(fields, 0))[1:]}\n'.encode()
-    except UnicodeEncodeError:
-        return _line({"t": kind, "c": number, "at": round(at, 5), **fields})
+    return _encoded(f'{{"t":"{kind}","c":{number},"at":{at:.5f},{"".join(_encoder(fields, 0))[1:]}\n')
 
 
 def _now() -> float:

@@ -259,7 +259,10 @@ class Reader:
             case "chunk":
                 upstream = value["side"] == "upstream" and call.attempts
                 answer = call.attempts[-1].answer if upstream else call.delivered
-                if answer:
+                if answer and value.get("same"):
+                    given = call.attempts[-1].answer if call.attempts else None
+                    answer.chunks.append(Chunk(at, given.chunks[-1].data if given and given.chunks else b""))
+                elif answer:
                     answer.chunks.append(Chunk(at, value["text"].encode(errors="surrogateescape")))
             case "edits":
                 call.edits.extend(value["edits"])

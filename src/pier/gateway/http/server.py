@@ -204,7 +204,10 @@ class Request:
             framed = b"%b%x\r\n%b\r\n" % (self._pending, len(data), data) if self.chunked else self._pending + data
             self._pending = b""
             self._connection.transport.write(framed)
-        await self._connection.drain()
+        if self._connection.full:
+            await self._connection.drain()
+        else:
+            self._connection.check()
 
     async def finish(self) -> None:
         """The end of a streamed answer."""
@@ -249,7 +252,7 @@ class Connection(asyncio.Protocol):
         self.state = "idle"
         self.since = 0.0
         self._rest = b""
-        self._lost = self._held = self._lingering = self._full = False
+        self._lost = self._held = self._lingering = self.full = False
         self._drained: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -282,10 +285,10 @@ class Connection(asyncio.Protocol):
         return False
 
     def pause_writing(self) -> None:
-        self._full = True
+        self.full = True
 
     def resume_writing(self) -> None:
-        self._full = False
+        self.full = False
         if self._drained and not self._drained.done():
             self._drained.set_result(None)
 
@@ -296,7 +299,7 @@ class Connection(asyncio.Protocol):
     async def drain(self) -> None:
         """Wait while too much is on its way to the client."""
         self.check()
-        while self._full:
+        while self.full:
             if self._drained is None or self._drained.done():
                 self._drained = self.loop.create_future()
             await asyncio.shield(self._drained)
