@@ -114,6 +114,7 @@ async def test_damaged_images_are_refused_and_leave_nothing(tmp_path: Path) -> N
         with pytest.raises(ImageError) as caught:
             await import_image(store, tmp_path / name, "x:1")
         assert caught.value.code == code, name
+        assert str(tmp_path / name) in caught.value.message
         assert store.find("x:1") is None
         assert list((store.root / "tmp").iterdir()) == []
 
