@@ -29,9 +29,12 @@ _MOST_AT_ONCE = 8
 """Connections by ssh, each of which is a process here and a session there."""
 
 
-def engine_address() -> str:
-    """Where an engine is expected; empty if nothing says so and the usual sockets are not there."""
-    if url := os.environ.get("DOCKER_HOST"):
+def engine_address(host: str = "", context: str = "") -> str:
+    """Where an engine is expected: at `host` or that of `context`, if one is given, else as the variables say; empty if
+    nothing says so and the usual sockets are not there."""
+    if context:
+        return _address_of(context)
+    if url := host or os.environ.get("DOCKER_HOST"):
         return url + _tls_from_variables(url)
     name = os.environ.get("DOCKER_CONTEXT") or _current_context()
     if name and name != "default":

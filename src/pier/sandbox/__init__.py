@@ -1,5 +1,7 @@
 """Sandboxes: the contract that every backend keeps, and the backends by name."""
 
+from collections.abc import Mapping
+
 from pier.lease import Lease
 from pier.plugin import find
 from pier.sandbox.contract import Backend, Capabilities, Limits, Mount, Process, Result, Sandbox, SandboxSpec
@@ -8,12 +10,12 @@ BACKENDS = {
     "local": "pier.sandbox.local:LocalBackend",
     "docker": "pier.sandbox.docker:DockerBackend",
 }
-"""The built-in backends. Each takes the `Lease` to write into as its only argument."""
+"""The built-in backends. Each takes the `Lease` to write into, and the `options` that its class names."""
 
 
-def open_backend(name: str, lease: Lease) -> Backend:
+def open_backend(name: str, lease: Lease, options: Mapping[str, str] | None = None) -> Backend:
     """The backend called `name`: built in, by entry point (`pier.backends`) or `module:Class`."""
-    return find("backend", name, BACKENDS)(lease)
+    return find("backend", name, BACKENDS)(lease, **(options or {}))
 
 
 __all__ = [

@@ -326,6 +326,8 @@ class Backend(ABC):
     """Starts sandboxes of one kind. One backend object serves many sandboxes at once; use it as a context manager."""
 
     name: str
+    options: tuple[str, ...] = ()
+    """What may be said of it by name, beside the lease, when it is made (`--ek NAME=VALUE`)."""
 
     @abstractmethod
     async def capabilities(self) -> Capabilities:

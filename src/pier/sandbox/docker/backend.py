@@ -22,7 +22,7 @@ from pier.lease import Held, Lease
 from pier.network.rules import Rules
 from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Sandbox, SandboxSpec
 from pier.sandbox.docker.box import KIND, LABEL, ContainerBox, remove
-from pier.sandbox.docker.client import Client, engine_error
+from pier.sandbox.docker.client import connect, engine_error
 from pier.sandbox.docker.compose.services import start_services
 from pier.sandbox.docker.compose.volumes import VOLUME, TrialVolumes, remove_volume
 from pier.sandbox.docker.config import attendant_plan, container_config
@@ -40,9 +40,11 @@ class DockerBackend(Backend):
     """Sandboxes that are containers of the engine that `pier.image.reach` finds."""
 
     name = "docker"
+    options = ("host", "context")
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease, *, host: str = "", context: str = "") -> None:
         self._lease = lease
+        self._where = (str(host), str(context))
         self._opened: Engine | None = None
         self._sandboxes: set[DockerSandbox] = set()
         self._opening = asyncio.Lock()
@@ -57,11 +59,15 @@ class DockerBackend(Backend):
 
     async def capabilities(self) -> Capabilities:
         engine = await self._engine()
+        limits = {"cpus": "cgroup", "memory": "cgroup", "processes": "cgroup", "open_files": "rlimit"}
+        if await engine.can_limit_disk():
+            limits["disk"] = "quota"
         return Capabilities(
             networks=await engine.networks(),
             switch_network=True,
-            limits={"cpus": "cgroup", "memory": "cgroup", "processes": "cgroup", "open_files": "rlimit"},
+            limits=limits,
             snapshot=True,
+            gpus=await engine.has_gpus(),
             compose=not engine.through_helper,
             bind_mounts=await engine.shares_disk(),
         )
@@ -69,21 +75,40 @@ class DockerBackend(Backend):
     async def _engine(self) -> Engine:
         async with self._opening:
             if self._opened is None:
-                self._opened = await Engine.open(engine_address(), self._lease)
+                self._opened = await Engine.open(engine_address(*self._where), self._lease)
             return self._opened
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        return await self.start_container(spec) if spec.compose is None else await start_services(self, spec)
+        if spec.compose is None:
+            return await self.start_container(spec)
+        if (await self._engine()).through_helper:
+            raise SandboxError(
+                "tasks of several services need pier to be root on the engine's host",
+                code="far_compose",
+                blame="user",
+                retryable=False,
+                hint="run pier as root on the engine's host",
+            )
+        return await start_services(self, spec)
 
     async def start_container(self, spec: SandboxSpec, more: Mapping[str, Any] | None = None) -> DockerSandbox:
         """Start one container; `more` replaces parts of what the engine is told of its host side, and adds `Binds`."""
-        if spec.network.mode not in (await self.capabilities()).networks:
+        offered = await self.capabilities()
+        if spec.network.mode not in offered.networks:
             raise PolicyError(
                 f"the Docker backend cannot enforce the network policy {spec.network.mode!r} here",
                 hint="use --env local",
             )
         Rules(spec.network.hosts)
-        if spec.limits.disk is not None:
+        if spec.gpus and not offered.gpus:
+            raise SandboxError(
+                "the Docker engine hands out no GPUs: it has no runtime for them",
+                code="no_gpu",
+                blame="user",
+                retryable=False,
+                hint="install the NVIDIA container toolkit on the engine's host: nvidia-ctk runtime configure",
+            )
+        if spec.limits.disk is not None and "disk" not in offered.limits:
             raise SandboxError(
                 "the Docker backend cannot limit the disk here: the engine's storage driver has no quotas",
                 code="no_limit",
@@ -176,12 +201,12 @@ class DockerBackend(Backend):
         await sandbox.box.stop()
 
     async def doctor(self) -> list[Finding]:
-        return await examine(self._lease)
+        return await examine(engine_address(*self._where), self._lease)
 
     async def destroy(self, held: Held) -> None:
-        docker = Client(held.data.get("engine") or engine_address())
+        ends = {SNAPSHOT: _remove_image, VOLUME: remove_volume}
+        docker, _ = await connect(held.data.get("engine") or engine_address(*self._where))
         try:
-            ends = {SNAPSHOT: _remove_image, VOLUME: remove_volume}
             await ends.get(held.kind, remove)(docker, held.data["name"])
         finally:
             await docker.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import aiodocker
@@ -13,6 +14,8 @@ from pier.image.reach import SshConnector, is_socket, open_connector, shown
 
 OLDEST = (1, 41)
 """The oldest version of the API that pier speaks: that of Docker 20.10 and podman 4."""
+
+_CONNECT_SECONDS = 60
 
 
 class Client(aiodocker.Docker):
@@ -40,7 +43,8 @@ async def connect(address: str) -> tuple[Client, dict[str, Any]]:
         raise no_engine()
     client = Client(address)
     try:
-        version = await client.version()
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            version = await client.version()
         _refuse_old(address, version)
         return client, version
     except (DockerError, aiohttp.ClientError, OSError, ValueError) as error:
@@ -77,7 +81,8 @@ def _refuse_old(address: str, version: dict[str, Any]) -> None:
 
 
 def _unreachable(address: str, error: BaseException, told: str) -> SandboxError:
-    where, why = shown(address), told.splitlines()[-1] if told else str(error)
+    why = told.splitlines()[-1] if told else str(error) or f"no answer in {_CONNECT_SECONDS} s"
+    where = shown(address)
     cause = error if isinstance(error, OSError) else error.__cause__ or error.__context__
     if isinstance(cause, PermissionError):
         return SandboxError(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pier.errors import PierError
-from pier.image.reach import engine_address, shown
+from pier.image.reach import shown
 from pier.lease import Lease
 from pier.sandbox.contract import Finding
 from pier.sandbox.docker.client import connect
 from pier.sandbox.docker.engine import Engine
 
 
-async def examine(lease: Lease) -> list[Finding]:
+async def examine(address: str, lease: Lease) -> list[Finding]:
     """Look at the engine, and enter nothing that is not pier's."""
     try:
-        address = engine_address()
         docker, version = await connect(address)
     except PierError as error:
         return [Finding("Docker engine", False, error.message, error.hint or "")]

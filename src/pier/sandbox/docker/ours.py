@@ -13,10 +13,9 @@ from typing import Any
 import aiodocker
 from aiodocker.exceptions import DockerError
 
-from pier.errors import SandboxError
 from pier.image.engine import engine_address
 from pier.image.model import Image
-from pier.sandbox.docker.box import engine_error
+from pier.sandbox.docker.client import Client, connect, engine_error
 from pier.sandbox.docker.holding import letting_go
 from pier.sandbox.docker.images import REPOSITORY, EngineImages, OnProgress
 
@@ -88,18 +87,11 @@ async def _remove(docker: aiodocker.Docker, image: OurImage) -> bool:
 
 
 @asynccontextmanager
-async def _engine() -> AsyncIterator[aiodocker.Docker]:
-    address = engine_address()
-    if not address:
-        raise SandboxError(
-            "no Docker engine was found: DOCKER_HOST is not set and the usual sockets are not there",
-            code="no_engine",
-            blame="user",
-            retryable=False,
-            hint="start an engine, or set DOCKER_HOST",
-        )
-    async with aiodocker.Docker(url=address) as docker:
-        try:
-            yield docker
-        except DockerError as error:
-            raise engine_error(error) from error
+async def _engine() -> AsyncIterator[Client]:
+    docker, _ = await connect(engine_address())
+    try:
+        yield docker
+    except DockerError as error:
+        raise engine_error(error) from error
+    finally:
+        await docker.close()
