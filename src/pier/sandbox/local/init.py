@@ -17,7 +17,6 @@ import resource
 import select
 import signal
 import socket
-import stat
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +28,6 @@ from pier.sandbox.local.wire import OUT_OF_MEMORY
 
 GO = b"1"
 _BLANK = {"no_new_privileges": False, "watched_memory": 0}
-_SMALL = 1 << 17
 _SPARE = 2
 _WATCH_MS = 100
 _PATIENCE = 5.0
@@ -185,9 +183,12 @@ class Init:
             self.own.take(message, taken)
             self._reap()
             return
-        if self.own is not None and message["op"] == "copy" and _is_small(message["request"], fds[0]):
-            wire.send(self.control, {"id": message["id"]} | worker.copy(message["request"], fds.pop()))
-            return
+        if self.own is not None and message["op"] == "copy":
+            answer = worker.copy(message["request"], fds[0], small=True)
+            if answer is not None:
+                fds.clear()
+                wire.send(self.control, {"id": message["id"]} | answer)
+                return
         while True:
             if not self.idle:
                 self.add_worker(fds)
@@ -419,9 +420,3 @@ class First(Init):
         self.jobs.pop(job, None)
         if answer:
             wire.send(self.control, answer)
-
-
-def _is_small(request: dict[str, Any], fd: int) -> bool:
-    """Whether a request about files takes but a moment: what it writes is all here already, and little."""
-    found = os.fstat(fd)
-    return request["op"] in ("write", "unpack") and stat.S_ISREG(found.st_mode) and found.st_size <= _SMALL

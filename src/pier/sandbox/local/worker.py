@@ -20,6 +20,7 @@ from typing import Any
 from pier.network import plumbing
 from pier.sandbox import seccomp, tree
 from pier.sandbox.local import kernel, launch, users, wire
+from pier.sandbox.tree.small import serve_small
 
 ALL_CHILDREN = 0x40000000
 """__WALL: children count, whatever signal they send at their end."""
@@ -91,7 +92,7 @@ class Worker:
         elif message["op"] == "probe":
             self._probe(message["mode"])
         else:
-            self._answer(copy(message["request"], fds[0]))
+            self._answer(copy(message["request"], fds[0]) or {})
 
     def _run(self, message: dict[str, Any], fds: list[int]) -> None:
         master = -1
@@ -155,8 +156,9 @@ class Worker:
             self.answer = {}
 
 
-def copy(request: dict[str, Any], fd: int) -> dict[str, Any]:
-    """Do a request about files, whose owner may be given by name. Closes `fd`."""
+def copy(request: dict[str, Any], fd: int, *, small: bool = False) -> dict[str, Any] | None:
+    """Do a request about files, whose owner may be given by name. Closes `fd`; or gives None, if it is to be done only
+    if it is small and may not be."""
     try:
         if isinstance(request.get("owner"), str):
             found = users.find(request["owner"])
@@ -164,7 +166,7 @@ def copy(request: dict[str, Any], fd: int) -> dict[str, Any]:
     except users.NoSuchUser as error:
         os.close(fd)
         return {"ok": False, "code": "no_such_user", "message": str(error)}
-    return tree.serve(request, fd)
+    return serve_small(request, fd) if small else tree.serve(request, fd)
 
 
 def _exit_code(status: int) -> int:
