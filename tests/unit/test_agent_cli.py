@@ -9,10 +9,13 @@ import pytest
 from click.testing import CliRunner
 
 from pier.agent.pack.store import PackStore, digest_tree
-from pier.agent.registry import AGENTS, pack_spec
+from pier.agent.registry import AGENTS, pack_spec, resolved
 from pier.cli.agent import agent
 from pier.errors import UsageError
 from pier.files import write_json
+from pier.job.layout import write_lock
+from pier.job.plan import Plan
+from tests.npm_registry import serve
 
 pytestmark = pytest.mark.plain
 
@@ -87,3 +90,19 @@ def test_an_unknown_agent_is_told_with_a_near_one(store: PackStore) -> None:
     assert isinstance(result.exception, UsageError) and "codex" in (result.exception.hint or "")
     with pytest.raises(UsageError, match="no versions"):
         pack_spec("oracle@1.0")
+
+
+def test_latest_becomes_a_number_once(store: PackStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with serve() as registry:
+        monkeypatch.setenv("npm_config_registry", registry.url)
+        monkeypatch.setenv("npm_config_cache", str(tmp_path / "npm-cache"))
+        registry.add("@openai/codex", "9.8.7", {})
+        assert resolved("codex@latest") == "codex@9.8.7"
+    assert resolved("codex") == "codex" and resolved("codex@1.0.0") == "codex@1.0.0"
+
+
+def test_a_jobs_lock_tells_what_packs_are_made_of(tmp_path: Path) -> None:
+    plan = Plan((), ({"name": "codex@1.2.3"}, {"name": "oracle"}, {"name": "no-such-agent"}), ())
+    write_lock(tmp_path, {"n_concurrent_trials": 1, "retry": {}}, plan)
+    packs = json.loads((tmp_path / "lock.json").read_text())["pier"]["packs"]
+    assert packs == {"codex@1.2.3": {"source": "npm", "package": "@openai/codex", "version": "1.2.3"}}

@@ -58,6 +58,18 @@ def pack_spec(name: str) -> PackSpec | None:
     return find_agent(name).pack
 
 
+def resolved(name: str) -> str:
+    """The name of an agent with the version that `latest` is now; other names as they are. Asks the registry."""
+    plain, _, version = name.rpartition("@")
+    if not plain or version != "latest":
+        return name
+    from pier.agent.pack.store import resolve
+
+    spec = pack_spec(name)
+    assert spec is not None
+    return f"{plain}@{resolve(spec).version}"
+
+
 def agent_names() -> list[str]:
     """All names that `find_agent` takes, beside `module:Class`."""
     return names("agent", AGENTS)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from pier.job.config import JobConfig
 
 REFUSED = {
     "--diff": "comparing a plan with earlier jobs",
@@ -178,6 +181,19 @@ def _with_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _with_versions(config: JobConfig) -> JobConfig:
+    """Agents of the version `latest` with the number that this is now, so that the job keeps to it."""
+    agents = []
+    for agent in config.agents:
+        if agent.name and agent.name.endswith("@latest"):
+            from pier.agent.registry import resolved
+
+            agent = agent.model_copy(update={"name": resolved(agent.name)})
+            click.echo(f"the newest version is {agent.name}", err=True)
+        agents.append(agent)
+    return config.model_copy(update={"agents": agents})
+
+
 @click.command(name="run")
 @_with_options
 def run(**flags: Any) -> None:
@@ -204,7 +220,7 @@ def run(**flags: Any) -> None:
     for name in flags["config"]:
         files = merge(files, read_file(Path(name)))
     origin = ", ".join(flags["config"]) or "the command line"
-    config = parse(apply_flags(files, flags), origin)
+    config = _with_versions(parse(apply_flags(files, flags), origin))
     if flags["print_config"]:
         print_config(config, env)
     elif flags["dry_run"]:

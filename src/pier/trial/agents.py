@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,8 +62,9 @@ class Brought:
     version: str
 
 
-async def bring_agent(agent: Agent, choice: AgentChoice) -> Brought:
-    """What must be mounted for the agent: its pack, built now if it is not there yet, and what its options ask for."""
+async def bring_agent(agent: Agent, choice: AgentChoice, say: Callable[[str], None]) -> Brought:
+    """What must be mounted for the agent: its pack, built now if it is not there yet, and what its options ask for.
+    `say` is told how a build goes."""
     mounts = agent.mounts(choice.options)
     if agent.pack is None:
         return Brought(mounts, agent.version or __version__)
@@ -71,7 +72,7 @@ async def bring_agent(agent: Agent, choice: AgentChoice) -> Brought:
         return Brought(mounts, agent.pack.version or "latest")
     from pier.agent.pack.store import ensure_pack
 
-    pack = await ensure_pack(agent.pack)
+    pack = await ensure_pack(agent.pack, lambda line: say(f"pack of {agent.name}: {line}"))
     return Brought((Mount(PACK_PATH, pack.path), *mounts), pack.version)
 
 

@@ -171,7 +171,7 @@ class _Trial:
     async def _set_up(self, agent: Agent) -> Brought:
         seconds = self._setup_seconds
         async with limit(seconds, lambda: _setup_too_long(agent, seconds)):
-            return await bring_agent(agent, self.spec.agent)
+            return await bring_agent(agent, self.spec.agent, self.record.log)
 
     async def _get_services(self, room: Room, name: str) -> Composition | None:
         if room.compose is None:

@@ -139,6 +139,7 @@ def resolve(spec: PackSpec) -> PackSpec:
     """The same spec with a version. Blocks; needs the package index."""
     if spec.source not in ("npm", "pypi"):
         raise AgentError(f"packs are built from npm or pypi, not from {spec.source!r}", code="pack", blame="user")
+    spec = replace(spec, package=npm.named(spec.package))
     return replace(spec, version=(npm if spec.source == "npm" else pypi).newest(spec))
 
 
