@@ -15,7 +15,7 @@ import pytest
 from pier.gateway import Gateway, Session, caller, recording
 from pier.gateway.canonical import Request, Turn
 from pier.gateway.dialect import DIALECTS
-from pier.gateway.http.server import Request as HttpRequest
+from pier.gateway.http.request import Request as HttpRequest
 from pier.gateway.http.server import Server
 from tests.gateway_fakes import HELLO, PATHS, fake_provider, request_body, streams
 

@@ -16,7 +16,7 @@ from multidict import CIMultiDict
 from pier.gateway.body import dump
 from pier.gateway.canonical import ErrorKind
 from pier.gateway.dialect import DIALECTS, Dialect, Route, recognise
-from pier.gateway.http.server import Request
+from pier.gateway.http.request import Request
 from pier.gateway.redact import redacted, redacted_path
 
 MAX_BODY = 64 * 1024 * 1024

@@ -19,7 +19,8 @@ from pier.gateway.cost import is_priced
 from pier.gateway.dialect import DIALECTS
 from pier.gateway.exchange import CallerGone
 from pier.gateway.flushing import Flusher
-from pier.gateway.http.server import Request, Server
+from pier.gateway.http.request import Request
+from pier.gateway.http.server import Server
 from pier.gateway.limiter import Retry
 from pier.gateway.metrics import Metrics
 from pier.gateway.providers import Directory, Provider, with_tokens

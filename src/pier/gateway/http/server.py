@@ -9,34 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from email.utils import formatdate
-from urllib.parse import unquote, urlsplit
 
-from pier.gateway.http.coding import TooLarge, inflate
-from pier.gateway.http.message import (
-    BadMessage,
-    Framing,
-    Length,
-    RequestHead,
-    find_head,
-    framing,
-    parse_request,
-    render,
-    status_line,
-    stays_open,
-)
+from pier.gateway.http.message import BadMessage, find_head, parse_request, render, status_line
+from pier.gateway.http.request import AHEAD, Request
 
 log = logging.getLogger(__name__)
-_AHEAD = 256 * 1024
-"""So much of a body, or of the next request, is taken in before anybody asks for it."""
 _LINGER = 2.0
 """Seconds in which a client may read an answer that came before it had sent its whole request."""
 
-Fields = Iterable[tuple[str, str]]
-Handle = Callable[["Request"], Awaitable[None]]
+Handle = Callable[[Request], Awaitable[None]]
 Refuse = Callable[[int, str], bytes]
 """The JSON body of an error, for what is not even a request."""
 
@@ -95,148 +78,6 @@ class Server:
         if self._sweeping:
             self._sweeping.cancel()
             self._sweeping = None
-
-
-class Request:
-    """One request, and where its answer goes. Exactly one of `reply` and `start` ... `finish` answers it."""
-
-    __slots__ = (
-        "_asked", "_body", "_broken", "_connection", "_continue", "_parts", "_pending", "_size", "_waiter",
-        "chunked", "closing", "finished", "head", "headers", "method", "path", "query_string", "started", "target",
-    )  # fmt: skip
-
-    def __init__(self, connection: Connection, head: RequestHead) -> None:
-        self._connection = connection
-        self.head = head
-        self.method = head.method
-        self.target = head.target
-        self.headers = head.headers
-        target = head.target
-        if not target.startswith("/"):
-            parts = urlsplit(target) if "://" in target else None
-            target = f"{parts.path or '/'}?{parts.query}" if parts else target
-        path, _, self.query_string = target.partition("?")
-        self.path = unquote(path) if "%" in path else path
-        self._body: Framing = framing(head.headers, head.minor) or Length(0)
-        expected = head.headers.get("Expect")
-        if expected is not None and expected.lower() != "100-continue":
-            raise BadMessage("no other expectation than 100-continue is met", 417)
-        self._continue = expected is not None and head.minor == 1
-        self._parts: list[bytes] = []
-        self._size = 0
-        self._asked = False
-        self._broken: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._pending = b""
-        self.started = False
-        """Whether an answer has begun."""
-        self.finished = False
-        self.chunked = False
-        self.closing = not stays_open(head.headers, head.minor)
-
-    @property
-    def received(self) -> bool:
-        """Whether all of it is here."""
-        return self._body.done
-
-    def feed(self, data: bytes) -> bytes:
-        """Take in more of the body; what comes after it."""
-        part, rest = self._body.feed(data)
-        if part:
-            self._parts.append(part)
-            self._size += len(part)
-        if not self._asked and self._size > _AHEAD:
-            self._connection.hold()
-        elif self._waiter and not self._waiter.done():
-            self._waiter.set_result(None)
-        return rest
-
-    async def read(self, limit: int) -> bytes:
-        """The body without its coding, once. `TooLarge` if it has more than `limit` bytes; `BadMessage` or `BadCoding`
-        if it cannot be read."""
-        if isinstance(self._body, Length) and self._size + self._body.left > limit:
-            raise TooLarge
-        if not self._body.done:
-            self._asked = True
-            if self._continue and not self._parts:
-                self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._connection.resume()
-            while not self._body.done:
-                if self._broken:
-                    raise self._broken
-                if self._size > limit:
-                    raise TooLarge
-                self._waiter = self._connection.loop.create_future()
-                await self._waiter
-        if self._size > limit:
-            raise TooLarge
-        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts.clear()
-        coding = self.headers.get("Content-Encoding")
-        if coding is None or coding.lower() == "identity":
-            return data
-        if len(data) < _AHEAD:
-            return inflate(data, coding, limit)
-        return await asyncio.to_thread(inflate, data, coding, limit)
-
-    def reply(self, status: int, fields: Fields, body: bytes, *, close: bool = False) -> None:
-        """A whole answer, sent at once."""
-        head = self._head(status, [*fields, ("Content-Length", str(len(body)))], close)
-        self.finished = True
-        if self.method == "HEAD":
-            body = b""
-        if len(body) < _AHEAD:
-            self._connection.transport.write(head + body)
-        else:
-            self._connection.transport.write(head)
-            self._connection.transport.write(body)
-
-    def start(self, status: int, fields: Fields) -> None:
-        """Begin a streamed answer. Its head goes with the first bytes, or by itself when there are none yet."""
-        self.chunked = self.head.minor == 1
-        more = [("Transfer-Encoding", "chunked")] if self.chunked else []
-        self._pending = self._head(status, [*fields, *more], close=not self.chunked)
-        self._connection.loop.call_soon(self._flush)
-
-    async def write(self, data: bytes) -> None:
-        """More of a streamed answer; waits while the client reads slower than we write."""
-        if data and self.method != "HEAD":
-            framed = b"%b%x\r\n%b\r\n" % (self._pending, len(data), data) if self.chunked else self._pending + data
-            self._pending = b""
-            self._connection.transport.write(framed)
-        if self._connection.full:
-            await self._connection.drain()
-        else:
-            self._connection.check()
-
-    async def finish(self) -> None:
-        """The end of a streamed answer."""
-        self.finished = True
-        end = b"0\r\n\r\n" if self.chunked and self.method != "HEAD" else b""
-        self._connection.transport.write(self._pending + end)
-        self._pending = b""
-        await self._connection.drain()
-
-    def _flush(self) -> None:
-        if self._pending:
-            pending, self._pending = self._pending, b""
-            self._connection.transport.write(pending)
-
-    def _head(self, status: int, fields: list[tuple[str, str]], close: bool) -> bytes:
-        self._connection.check()
-        self.closing = self.closing or close or not self._body.done or self._connection.server.retired
-        fields.append(("Date", _date()))
-        if self.closing:
-            fields.append(("Connection", "close"))
-        head = render(status_line(status), fields)
-        self.started = True
-        return head
-
-    def fail(self, error: Exception) -> None:
-        """Nothing more of the body comes: that is what `read` raises."""
-        self._broken = error
-        if self._waiter and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class Connection(asyncio.Protocol):
@@ -344,7 +185,7 @@ class Connection(asyncio.Protocol):
                 elif not self._rest:
                     return
             else:
-                if len(self._rest) > _AHEAD:
+                if len(self._rest) > AHEAD:
                     self.hold()
                 return
 
@@ -418,14 +259,3 @@ class Connection(asyncio.Protocol):
             if self.transport.can_write_eof():
                 self.transport.write_eof()
         self.loop.call_later(_LINGER, self.close)
-
-
-_dates: tuple[int, str] = (0, "")
-
-
-def _date() -> str:
-    global _dates
-    now = int(time.time())
-    if _dates[0] != now:
-        _dates = (now, formatdate(now, usegmt=True))
-    return _dates[1]
