@@ -6,7 +6,8 @@
 
 Each row is one run of a fresh process: wall time, trials a minute, CPU seconds and the most memory that the process and
 its children held together. Ratios between rows of one session are what counts; absolute numbers belong to the machine.
-Where compose is not installed Harbor gets a stand-in for it (`tests/harbor_compose.py`).
+All programs are compiled before the first row, as installed ones are. Where compose is not installed Harbor gets a
+stand-in for it (`tests/harbor_compose.py`).
 """
 
 from __future__ import annotations
@@ -140,10 +141,19 @@ async def bare_loop(trials: int, concurrency: int) -> None:
 
 
 def run_all(arguments: argparse.Namespace, place: Path) -> list[Row]:
-    env = {**os.environ, "PIER_HOME": str(place / "home")}
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    env |= {"PIER_HOME": str(place / "home"), "PYTHONPYCACHEPREFIX": str(place / "compiled")}
     make_task(place / "tasks" / "hello", "host")
     pier = [sys.executable, "-m", "pier", "run", "-p", "tasks", "-a", "oracle", "-q"]
     rows: list[Row] = []
+    bare = [sys.executable, __file__, "--bare"]
+    warm_up = [[*pier, "--job-name", "warm-up"], [*bare, "1", "1"]]
+    if arguments.harbor:
+        env |= harbor_compose.install_if_missing(place / "bin")
+        make_task(place / "docker" / "hello", arguments.harbor_image)
+        warm_up.append([arguments.harbor, "run", "--help"])
+    for command in warm_up:
+        subprocess.run(command, cwd=place, env=env, stdout=subprocess.DEVNULL, check=True)
 
     def row(what: str, trials: int, concurrency: int, command: list[str]) -> None:
         rows.append(measure(what, trials, concurrency, command, place, env))
@@ -154,10 +164,8 @@ def run_all(arguments: argparse.Namespace, place: Path) -> list[Row]:
         for trials in arguments.trials:
             size = ["-n", str(concurrency), "-k", str(trials)]
             row("pier run", trials, concurrency, [*pier, *size, "--job-name", f"j{trials}-{concurrency}"])
-            row("bare loop", trials, concurrency, [sys.executable, __file__, "--bare", str(trials), str(concurrency)])
+            row("bare loop", trials, concurrency, [*bare, str(trials), str(concurrency)])
             if arguments.harbor:
-                make_task(place / "docker" / "hello", arguments.harbor_image)
-                env |= harbor_compose.install_if_missing(place / "bin")
                 harbor = [arguments.harbor, "run", "-p", "docker", "-a", "oracle", "-y", "-q", "-o", "harbor-jobs"]
                 row("harbor run", trials, concurrency, [*harbor, *size])
     if arguments.large:
