@@ -170,6 +170,78 @@ def opencode(root: Path, name: str, turns: int, output: str) -> None:
         database.commit()
 
 
+def pi(root: Path, name: str, turns: int, output: str) -> None:
+    at = "2026-01-01T00:00:02Z"
+
+    def message(**fields: Any) -> dict[str, Any]:
+        return {"type": "message", "timestamp": at, "message": fields}
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield {"type": "session", "version": 3, "id": name, "timestamp": at, "cwd": "/app"}
+        yield message(role="user", content=[text("Go.")])
+        for n in range(turns):
+            call = {"type": "toolCall", "id": f"c{n}", "name": "bash", "arguments": {"n": n}}
+            usage = {"input": 8, "cacheRead": 2, "output": 5, "totalTokens": 15}
+            yield message(role="assistant", content=[call], model="m", usage=usage, responseId=f"r{n}")
+            picture = [{"type": "image", "mimeType": "image/png", "data": PIXEL}] if n == 0 else []
+            yield message(role="toolResult", toolCallId=f"c{n}", content=[text(output), *picture])
+
+    lines(root / "sessions" / "--app--" / f"{name}.jsonl", rows())
+
+
+def kimi(root: Path, name: str, turns: int, output: str) -> None:
+    def event(**fields: Any) -> dict[str, Any]:
+        return {"type": "context.append_loop_event", "event": fields, "time": 1767225602000}
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield {"type": "metadata", "protocol_version": "1.5", "created_at": 1767225600000}
+        said = {"role": "user", "content": [text("Go.")], "origin": {"kind": "user"}}
+        yield {"type": "context.append_message", "message": said, "time": 1767225601000}
+        for n in range(turns):
+            yield event(type="step.begin", uuid=f"s{n}")
+            yield event(type="tool.call", toolCallId=f"c{n}", name="Bash", args={"n": n})
+            picture = [text(output), {"type": "image_url", "imageUrl": {"url": URL}}]
+            yield event(type="tool.result", toolCallId=f"c{n}", result={"output": picture if n == 0 else output})
+            yield event(type="step.end", uuid=f"s{n}", usage={"inputOther": 8, "inputCacheRead": 2, "output": 5})
+
+    lines(root / "sessions" / "wd" / f"session_{name}" / "agents" / "main" / "wire.jsonl", rows())
+
+
+def cline(root: Path, name: str, turns: int, output: str) -> None:
+    path = root / "sessions" / name / f"{name}.messages.json"
+    path.parent.mkdir(parents=True)
+    with path.open("w") as file:
+        head = {"version": 1, "sessionId": name, "origin": {"version": "3.0"}}
+        file.write(json.dumps(head)[:-1] + ', "messages": [')
+        file.write(json.dumps({"role": "user", "content": [text("Go.")], "ts": 1767225601000}))
+        for n in range(turns):
+            call = {"type": "tool_use", "id": f"c{n}", "name": "run", "input": {"n": n}}
+            used = {"inputTokens": 10, "outputTokens": 5}
+            source = {"type": "base64", "media_type": "image/png", "data": PIXEL}
+            picture = [{"type": "image", "source": source}] if n == 0 else []
+            given = {"type": "tool_result", "tool_use_id": f"c{n}", "content": [text(output), *picture]}
+            answer = {"id": f"m{n}", "role": "assistant", "content": [call], "ts": 1767225602000, "metrics": used}
+            file.write(", " + json.dumps(answer))
+            file.write(", " + json.dumps({"role": "user", "content": [given], "ts": 1767225602000}))
+        file.write('], "system_prompt": "You are."}')
+
+
+def copilot(root: Path, name: str, turns: int, output: str) -> None:
+    def event(kind: str, **data: Any) -> dict[str, Any]:
+        return {"type": kind, "data": data, "timestamp": "2026-01-01T00:00:02Z"}
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield event("session.start", sessionId=name, copilotVersion="1.0")
+        yield event("user.message", content="Go.")
+        for n in range(turns):
+            yield event("session.usage_record", usage={"inputTokens": 10, "outputTokens": 5})
+            asked = [{"toolCallId": f"c{n}", "name": "bash", "arguments": {"n": n}}]
+            yield event("assistant.message", messageId=f"m{n}", content="", toolRequests=asked)
+            yield event("tool.execution_complete", toolCallId=f"c{n}", success=True, result={"content": output})
+
+    lines(root / "session-state" / name / "events.jsonl", rows())
+
+
 BUILDERS: dict[str, Callable[[Path, str, int, str], None]] = {
     "claude-code": claude_code,
     "codex": codex_cli,
@@ -179,8 +251,14 @@ BUILDERS: dict[str, Callable[[Path, str, int, str], None]] = {
     "openhands": openhands,
     "qwen-code": qwen_code,
     "goose": goose,
+    "pi": pi,
+    "kimi": kimi,
+    "cline": cline,
+    "copilot": copilot,
 }
 AGENTS = sorted(BUILDERS)
+PICTURED = [agent for agent in AGENTS if agent != "copilot"]
+"""Those whose logs hold the pictures that tools gave."""
 
 
 def check(found: Trajectory, turns: int, output: str) -> None:
@@ -200,7 +278,7 @@ def test_no_reader_is_left_out() -> None:
     assert set(BUILDERS) == set(READERS)
 
 
-@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("agent", PICTURED)
 def test_pictures_that_tools_gave_are_kept(agent: str, tmp_path: Path) -> None:
     BUILDERS[agent](tmp_path / "logs", "one", 3, "out")
     (session,) = find_sessions(tmp_path / "logs", agent)
@@ -225,7 +303,7 @@ def test_several_sessions_in_several_directories_are_all_found(agent: str, tmp_p
     assert sorted(len(trajectory_of(session).agent_steps) for session in sessions) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("agent", ["claude-code", "codex", "gemini-cli", "qwen-code", "mini-swe-agent"])
+@pytest.mark.parametrize("agent", [agent for agent in AGENTS if agent not in ("goose", "opencode", "openhands")])
 def test_a_log_that_ends_anywhere_gives_a_valid_trajectory(agent: str, tmp_path: Path) -> None:
     BUILDERS[agent](tmp_path, "one", 3, "out")
     (session,) = find_sessions(tmp_path, agent)
@@ -282,3 +360,41 @@ def test_elements_larger_than_what_is_read_at_once(tmp_path: Path) -> None:
     rows = ["x" * size for size in (10, 65_536, 300_000, 1)]
     path.write_text(json.dumps({"l": rows, "n": 123456}, indent=1))
     assert list(members(path, "l")) == [*(("l", row) for row in rows), ("n", 123456)]
+
+
+def test_sub_agents_and_compactions_of_kimi_cline_and_copilot(tmp_path: Path) -> None:
+    kimi(tmp_path / "kimi", "one", 1, "agent-0 says: found")
+    main = tmp_path / "kimi/sessions/wd/session_one/agents"
+    kimi(tmp_path / "other", "x", 2, "inner")
+    (main / "agent-0").mkdir()
+    (tmp_path / "other/sessions/wd/session_x/agents/main/wire.jsonl").rename(main / "agent-0/wire.jsonl")
+    with (main / "main/wire.jsonl").open("a") as file:
+        file.write(json.dumps({"type": "context.apply_compaction", "summary": "So far.", "time": 1767225603000}) + "\n")
+    (session,) = find_sessions(tmp_path / "kimi", "kimi")
+    found = trajectory_of(session)
+    assert [len(inner.agent_steps) for inner in found.subagent_trajectories or []] == [2]
+    assert found.steps[-1].extra == {"kind": "compaction"}
+    cline(tmp_path / "cline", "one", 1, "out")
+    cline(tmp_path / "side", "two", 3, "out")
+    inner = tmp_path / "side/sessions/two/two.messages.json"
+    inner.rename(tmp_path / "cline/sessions/one/agent_two.messages.json")
+    (session,) = find_sessions(tmp_path / "cline", "cline")
+    assert [len(kid.agent_steps) for kid in trajectory_of(session).subagent_trajectories or []] == [3]
+    assert session.extra["system_prompt"] == "You are."
+    copilot(tmp_path / "copilot", "one", 2, "out")
+    log = tmp_path / "copilot/session-state/one/events.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    beside = [{**row, "agentId": "c1"} for row in rows[2:5]]
+    late = {
+        "type": "session.compaction_complete",
+        "data": {"summaryContent": "So far."},
+        "timestamp": rows[-1]["timestamp"],
+    }
+    lines(log, iter([*rows[:6], *beside, *rows[6:], late]))
+    (session,) = find_sessions(tmp_path / "copilot", "copilot")
+    found = trajectory_of(session)
+    assert (len(found.agent_steps), found.steps[-1].text) == (2, "So far.")
+    (kid,) = found.subagent_trajectories or []
+    assert len(kid.agent_steps) == 1
+    observed = found.agent_steps[1].observation
+    assert observed is not None and observed.results[0].subagent_trajectory_ref

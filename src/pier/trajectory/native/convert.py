@@ -23,6 +23,10 @@ READERS = {
     "openhands": "pier.trajectory.native.openhands:find",
     "qwen-code": "pier.trajectory.native.qwen_code:find",
     "goose": "pier.trajectory.native.goose:find",
+    "pi": "pier.trajectory.native.pi:find",
+    "kimi": "pier.trajectory.native.kimi:find",
+    "cline": "pier.trajectory.native.cline:find",
+    "copilot": "pier.trajectory.native.copilot:find",
 }
 """For each agent the function that finds its sessions in a directory or file."""
 

@@ -1,0 +1,91 @@
+"""Copilot's events: a line per event of a session, those of sub-agents among them, marked with their agent's id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pier.trajectory.model import Metrics
+from pier.trajectory.native.assemble import Assembler, Session, records
+
+NAME = "copilot"
+
+
+def find(root: Path) -> list[Session]:
+    """The sessions below a directory, or in one file. Sub-agents are children that read the same file."""
+    paths = [root] if root.is_file() else sorted(root.rglob("events.jsonl"))
+    found = []
+    for path in paths:
+        head = next(records(path), {})
+        if head.get("type") != "session.start":
+            continue
+        session = Session(NAME, path, read, id=str((head.get("data") or {}).get("sessionId") or path.parent.name))
+        agents = dict.fromkeys(row["agentId"] for row in records(path) if row.get("agentId"))
+        session.children = [Session(NAME, path, partial(read, agent=id_), id=str(id_)) for id_ in agents]
+        found.append(session)
+    return found
+
+
+def read(session: Session, assembler: Assembler, agent: str | None = None) -> Iterator[None]:
+    used: dict[str, Any] = {}
+    for row in records(session.path):
+        data, at = row.get("data") or {}, row.get("timestamp")
+        kind = row.get("type")
+        if kind == "session.start":
+            session.version = str(data.get("copilotVersion") or session.version)
+            session.model = session.model or data.get("selectedModel")
+        if (row.get("agentId") or None) != agent:
+            continue
+        match kind:
+            case "user.message":
+                assembler.say("user", str(data.get("content") or ""), at)
+            case "system.message":
+                assembler.say("system", str(data.get("content") or ""), at)
+            case "session.usage_record":
+                used = data.get("usage") or {}
+            case "assistant.message":
+                _answer(data, at, used, session, assembler)
+                used = {}
+            case "tool.execution_complete":
+                _result(data, at, session, assembler)
+            case "session.compaction_complete":
+                before = data.get("preCompactionTokens")
+                assembler.compacted(str(data.get("summaryContent") or ""), at, tokens_before=before)
+            case "session.error" | "session.warning" | "abort":
+                assembler.say("system", str(data.get("message") or data.get("reason") or ""), at, kind=kind)
+            case _:
+                pass
+        yield
+
+
+def _answer(data: dict[str, Any], at: str | None, used: dict[str, Any], session: Session, assembler: Assembler) -> None:
+    session.model = session.model or data.get("model")
+    assembler.turn(data.get("messageId"), at, data.get("model"))
+    assembler.text(str(data.get("content") or ""))
+    assembler.think(str(data.get("reasoningText") or ""))
+    for request in data.get("toolRequests") or ():
+        assembler.call(str(request.get("toolCallId")), str(request.get("name")), request.get("arguments") or {})
+    if used:
+        extra = {"cache_write_tokens": used.get("cacheWriteTokens"), "reasoning_tokens": used.get("reasoningTokens")}
+        assembler.count(
+            Metrics(
+                prompt_tokens=used.get("inputTokens"),
+                completion_tokens=used.get("outputTokens"),
+                cached_tokens=used.get("cacheReadTokens"),
+                extra={name: count for name, count in extra.items() if count} or None,
+            )
+        )
+
+
+def _result(data: dict[str, Any], at: str | None, session: Session, assembler: Assembler) -> None:
+    told = data.get("result") or {}
+    code = (data.get("shellExecution") or {}).get("exitCode")
+    extra: dict[str, Any] = {} if code is None else {"exit_code": code}
+    if data.get("success") is False:
+        extra["is_error"] = True
+    said = told.get("content") or (data.get("error") or {}).get("message") or ""
+    call = str(data.get("toolCallId"))
+    child = next((child.id for child in session.children if child.id in (call, data.get("agentId"))), None)
+    assembler.observe(call, str(said), at, child=child, **extra)
