@@ -21,7 +21,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         import_bash_image(found, tmp_path_factory.mktemp("image"))
         yield found
         assert found.containers() == []
-        assert found.docker("volume", "ls", "-q") == ""
+        assert found.docker("volume", "ls", "-q", "--filter", "name=pier-volume") == ""
 
 
 @pytest.fixture
@@ -99,7 +99,12 @@ cp page alias answer order env user variables hostname lookup /logs/artifacts/
 """
 
 
-async def test_services_find_one_another_and_hold_the_policy(docker: Engine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["own", "helper"])
+async def test_services_find_one_another_and_hold_the_policy(
+    docker: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    if way == "helper":
+        monkeypatch.setenv("PIER_DOCKER_HELPER", "1")
     hook = "[[verifier.collect]]\nservice = 'db'\ncommand = 'echo $COLOUR > /dump'\n"
     toml = TOML.replace("[verifier]\n", f"{hook}[verifier]\n")
     toml = f'artifacts = [{{source = "/dump", service = "db"}}, {{source = "/etc/note.txt", service = "web"}}]\n{toml}'

@@ -13,6 +13,7 @@ from typing import Any
 from pier.network.decision import Decision
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.docker.group import ContainerGroup, until_frozen
+from pier.sandbox.docker.hub import Member, Places
 from pier.sandbox.docker.mux import Mux
 from pier.sandbox.local.channel import Channel, close_all
 from pier.sandbox.local.network import Network
@@ -21,6 +22,8 @@ EVENT = -2
 """The number of messages that answer nothing: a decision of the network policy, the end of the container."""
 _OWN = 1 << 40
 """Requests of the helper's own have numbers from here on, so that they are not taken for pier's."""
+
+_GRACE_SECONDS = 0.25
 
 
 class Attended:
@@ -136,11 +139,21 @@ class Attended:
         if (terminal := self._terminals.pop(id, 0)) > 0:
             outputs.append(terminal)
         answer = {"oom": self._group.oom_kills()} | answer
+        if answer.get("lost"):
+            self._start(self._pass_back_unless_gone(id, answer))
+            return
         streams = [stream for number in outputs if (stream := self._mux.stream(number)) is not None]
         if streams:
             self._start(self._pass_back_after(id, answer, streams))
         else:
             self._tell(id, answer | {"after": outputs})
+
+    async def _pass_back_unless_gone(self, id: int, answer: dict[str, Any]) -> None:
+        """A command whose keeper died may have been killed with everything else, which is another story."""
+        await asyncio.sleep(_GRACE_SECONDS)
+        assert self._channel is not None
+        if not self._channel.closed:
+            self._tell(id, answer)
 
     async def _pass_back_after(self, id: int, answer: dict[str, Any], streams: list[Any]) -> None:
         """What a command wrote goes before the news that it ended."""
@@ -192,6 +205,17 @@ class Attended:
         assert self._channel is not None
         await self._network.enforce(self._channel, policy)
         return {}
+
+    async def settle(self) -> dict[str, Any]:
+        """Tell of what was tried without a network."""
+        assert self._channel is not None
+        await self._network.settle(self._channel)
+        return {}
+
+    def member(self, places: Places) -> Member:
+        """The container as one that joins private networks."""
+        assert self._channel is not None
+        return Member(self._channel, self._network.answer, [(network, host) for network, host in places])
 
     async def leave(self) -> None:
         """End the attendant and everything that is served for it. Of a frozen container everything is killed."""

@@ -68,7 +68,7 @@ class DockerBackend(Backend):
             limits=limits,
             snapshot=True,
             gpus=await engine.has_gpus(),
-            compose=not engine.through_helper,
+            compose=True,
             bind_mounts=await engine.shares_disk(),
         )
 
@@ -79,17 +79,7 @@ class DockerBackend(Backend):
             return self._opened
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        if spec.compose is None:
-            return await self.start_container(spec)
-        if (await self._engine()).through_helper:
-            raise SandboxError(
-                "tasks of several services need pier to be root on the engine's host",
-                code="far_compose",
-                blame="user",
-                retryable=False,
-                hint="run pier as root on the engine's host",
-            )
-        return await start_services(self, spec)
+        return await self.start_container(spec) if spec.compose is None else await start_services(self, spec)
 
     async def start_container(self, spec: SandboxSpec, more: Mapping[str, Any] | None = None) -> DockerSandbox:
         """Start one container; `more` replaces parts of what the engine is told of its host side, and adds `Binds`."""

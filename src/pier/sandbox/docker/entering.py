@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pier.network.decision import OnDecision
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import seccomp
 from pier.sandbox.docker.group import ContainerGroup, until_frozen
+from pier.sandbox.docker.hub import Hub, Member, Places
 from pier.sandbox.local.box import kill_and_wait
 from pier.sandbox.local.channel import Channel
 from pier.sandbox.local.network import Network
@@ -39,6 +41,14 @@ class Entered(ABC):
     @abstractmethod
     def network(self, policy: NetworkPolicy, on_decision: OnDecision | None) -> Network:
         """What serves its network."""
+
+    @abstractmethod
+    async def open_hub(
+        self,
+        others: list[tuple[Entered, Network, Places]],
+        names: Mapping[int, Mapping[str, int]],
+    ) -> Callable[[], Awaitable[None]]:
+        """Make private networks for containers that were entered the same way; what ends them comes back."""
 
     @abstractmethod
     async def leave(self) -> None:
@@ -132,6 +142,23 @@ class OwnEntered(Entered):
 
     def network(self, policy: NetworkPolicy, on_decision: OnDecision | None) -> Network:
         return Network(policy, on_decision)
+
+    async def open_hub(
+        self,
+        others: list[tuple[Entered, Network, Places]],
+        names: Mapping[int, Mapping[str, int]],
+    ) -> Callable[[], Awaitable[None]]:
+        hub = Hub()
+
+        async def close() -> None:
+            hub.close()
+
+        try:
+            await hub.open([Member(one.channel, network.answer, places) for one, network, places in others], names)
+        except BaseException:
+            hub.close()
+            raise
+        return close
 
     async def leave(self) -> None:
         if hasattr(self, "channel"):

@@ -25,6 +25,7 @@ from pier.network.policy import NetworkPolicy
 from pier.sandbox import seccomp
 from pier.sandbox.docker.attended import Attended
 from pier.sandbox.docker.doorkeeper import fork_doorkeeper
+from pier.sandbox.docker.hub import Hub
 from pier.sandbox.docker.mux import Broken, Mux
 from pier.sandbox.local.channel import Channel
 from pier.sandbox.local.network import offered_modes
@@ -70,6 +71,7 @@ class Far:
     def __init__(self, doorkeeper: socket.socket) -> None:
         self._sock = doorkeeper
         self._attended: dict[str, Attended] = {}
+        self._hubs: dict[str, Hub] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._heard = 0.0
         self._mux: Mux
@@ -130,7 +132,7 @@ class Far:
             self._start(self._manage(message))
         elif attended is None:
             self._answer(key, message["id"], {"error": "the container is not attended", "code": "sandbox_gone"})
-        elif message["op"] in ("listen", "network"):
+        elif message["op"] in ("listen", "network", "settle"):
             self._start(self._arrange(attended, message))
         else:
             attended.take(message)
@@ -144,12 +146,26 @@ class Far:
             answer: dict[str, Any] = {}
             if message["op"] == "enter":
                 answer = await self._enter(message["container"], message["pid"], message["plan"])
+            elif message["op"] == "open_hub":
+                await self._open_hub(message)
+            elif message["op"] == "close_hub" and (hub := self._hubs.pop(message["container"], None)):
+                hub.close()
             elif message["op"] == "leave" and (attended := self._attended.pop(message["container"], None)):
                 await attended.leave()
         except (SandboxError, OSError) as error:
             self._answer("", message["id"], {"error": str(error), "code": getattr(error, "code", "sandbox")})
         else:
             self._answer("", message["id"], answer)
+
+    async def _open_hub(self, message: dict[str, Any]) -> None:
+        """Private networks for several containers; they go with the connection at the latest."""
+        hub = self._hubs[message["container"]] = Hub()
+        names = {int(number): each for number, each in message["names"]}
+        try:
+            await hub.open([self._attended[key].member(places) for key, places in message["members"]], names)
+        except BaseException:
+            hub.close()
+            raise
 
     async def _enter(self, key: str, pid: int, plan: dict[str, Any]) -> dict[str, Any]:
         attended = Attended(self._mux, key, pid)
@@ -166,6 +182,8 @@ class Far:
         try:
             if message["op"] == "listen":
                 answer = await attended.listen(message)
+            elif message["op"] == "settle":
+                answer = await attended.settle()
             else:
                 answer = await attended.set_network(NetworkPolicy(message["mode"], tuple(message["hosts"])))
         except (PolicyError, SandboxError) as error:

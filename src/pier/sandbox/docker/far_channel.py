@@ -8,7 +8,7 @@ import fcntl
 import os
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from pier.errors import PolicyError, SandboxError
@@ -16,11 +16,13 @@ from pier.network.decision import Decision, OnDecision
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.docker.attended import EVENT
 from pier.sandbox.docker.entering import Entered
+from pier.sandbox.docker.hub import Places
 from pier.sandbox.docker.mux import Mux, Stream
 from pier.sandbox.local.channel import Channel, OnAnswer, close_all
 from pier.sandbox.local.network import Network
 
 _LEAVE_SECONDS = 60
+_SETTLE_SECONDS = 5
 
 
 class FarChannel(Channel):
@@ -134,6 +136,23 @@ class FarEntered(Entered):
         self._far.on_decision = network.note
         return network
 
+    async def open_hub(
+        self,
+        others: list[tuple[Entered, Network, Places]],
+        names: Mapping[int, Mapping[str, int]],
+    ) -> Callable[[], Awaitable[None]]:
+        members = [[one._key, places] for one, _, places in others if isinstance(one, FarEntered)]
+        told = [[number, dict(each)] for number, each in names.items()]
+        request = {"container": self._key, "members": members, "names": told}
+        await self._helper.ask({"op": "open_hub"} | request)
+
+        async def close() -> None:
+            with contextlib.suppress(SandboxError, TimeoutError):
+                async with asyncio.timeout(_LEAVE_SECONDS):
+                    await self._helper.ask({"op": "close_hub", "container": self._key})
+
+        return close
+
     async def leave(self) -> None:
         self.channel.close()
         with contextlib.suppress(SandboxError, TimeoutError):
@@ -146,6 +165,12 @@ class FarNetwork(Network):
 
     def note(self, decision: Decision) -> None:
         self._gatekeeper.ledger.note(decision)
+
+    async def settle(self, channel: Channel) -> None:
+        if self.policy.mode == "none" and not channel.closed:
+            with contextlib.suppress(SandboxError, TimeoutError):
+                async with asyncio.timeout(_SETTLE_SECONDS):
+                    await channel.ask({"op": "settle"})
 
     async def enforce(self, channel: Channel, policy: NetworkPolicy) -> None:
         self.policy = policy

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pier.errors import TaskError
 from pier.network import lan
 from pier.network.decision import Decision, OnDecision
-from pier.network.names import Names
 from pier.network.policy import NONE, NetworkPolicy
 from pier.sandbox.compose.model import MAIN, Compose, Composition, Service
 from pier.sandbox.contract import Limits, Mount, SandboxSpec
@@ -49,8 +47,7 @@ class ServiceGroup:
         self._hosts = {name: number for number, name in enumerate(self._compose.services, lan.FIRST)}
         self._processes: dict[str, ServiceProcess] = {}
         self._volumes: TrialVolumes | None = None
-        self._names: Names | None = None
-        self._hub = -1
+        self._close_hub: Callable[[], Awaitable[None]] | None = None
         self._stopping: asyncio.Task[None] | None = None
         if len(self._networks) > lan.MOST or len(self._hosts) > lan.LAST - lan.FIRST:
             raise TaskError(f"{self._compose.path}: too many services or networks", code="compose")
@@ -138,24 +135,17 @@ class ServiceGroup:
 
     async def _connect(self) -> None:
         """Make the private networks, link every service to its own, and answer for names there."""
-        channel = self.sandboxes[MAIN].box.channel
-        _, fds = await channel.ask({"op": "hub", "networks": len(self._networks)})
-        self._hub, resolver = fds
         names: dict[int, dict[str, int]] = {number: {} for number in self._networks.values()}
-        askers: dict[tuple[int, int], Callable[[bytes], Coroutine[Any, Any, bytes | None]]] = {}
         for service in self._compose.services.values():
-            sandbox = self.sandboxes[service.name]
+            own = (service.name, *([service.hostname] if service.hostname else []))
             for network, aliases in service.networks.items():
-                for name in (service.name, *aliases, *([service.hostname] if service.hostname else [])):
+                for name in (*own, *aliases):
                     names[self._networks[network]].setdefault(name.lower(), self._hosts[service.name])
-            askers |= dict.fromkeys(self._places(service), sandbox.network.answer)
-        self._names = Names(names, askers)
-        self._names.serve(resolver)
-        await _all(self._join(service) for service in self._compose.services.values())
-
-    async def _join(self, service: Service) -> None:
-        request = {"op": "join", "places": self._places(service)}
-        await self.sandboxes[service.name].box.channel.ask(request, [self._hub])
+        members = [
+            (sandbox.box.entered, sandbox.network, self._places(self._compose.services[name]))
+            for name, sandbox in self.sandboxes.items()
+        ]
+        self._close_hub = await self.sandboxes[MAIN].box.entered.open_hub(members, names)
 
     async def set_network(self, policy: NetworkPolicy) -> None:
         """Put a policy in force in every service, and prove it in every one."""
@@ -192,11 +182,8 @@ class ServiceGroup:
     async def _stop(self) -> None:
         await asyncio.gather(*(process.stop() for process in self._processes.values()))
         outcomes = await asyncio.gather(*(one.stop() for one in self.sandboxes.values()), return_exceptions=True)
-        if self._names is not None:
-            self._names.close()
-        if self._hub >= 0:
-            os.close(self._hub)
-            self._hub = -1
+        if self._close_hub is not None:
+            await self._close_hub()
         if self._volumes is not None:
             await self._volumes.remove()
         for outcome in outcomes:
