@@ -2,7 +2,7 @@
 
 Forked from a zygote, it joins the container's control groups and namespaces; its children, the workers, are born into
 the container's pid namespace, it is not. So nothing inside sees, signals or traces it, and commands, files and sockets
-work as in a local sandbox. It ends when the container or pier does. Standard library only.
+work as in a local sandbox. It ends when the container does, and ends it when pier is gone. Standard library only.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
         attendant = Attendant(control, plan, census, container, (proc, inside))
         wire.send(control, {"id": 0, "ready": True, "proof": plumbing.probe("none")})
         attendant.serve()
+        signal.pidfd_send_signal(container, signal.SIGKILL)
     except OSError as error:
         with contextlib.suppress(OSError):
             wire.send(control, {"id": 0, "error": str(error), "errno": error.errno or 0})
