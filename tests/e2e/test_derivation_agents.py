@@ -17,6 +17,7 @@ import pytest
 from pier.agent.pack import PackStore
 from pier.agent.registry import pack_spec
 from pier.trajectory.model import Trajectory
+from pier.trajectory.native.convert import find_sessions, trajectory_of
 from pier.trajectory.rules import validate_file
 from pier.trajectory.write import read
 
@@ -74,6 +75,25 @@ def run(agent: str, script: dict[str, Any], folder: Path) -> Trajectory:
     return read(place)
 
 
+def native(agent: str, folder: Path) -> Trajectory:
+    """The same trial as the agent's own log tells it."""
+    (place,) = folder.glob("jobs/job/*/agent")
+    (session,) = find_sessions(place, agent)
+    return trajectory_of(session)
+
+
+def work(trajectory: Trajectory) -> list[tuple[str, list[tuple[str, dict[str, Any]]], int | None]]:
+    """What an agent did, step by step: its words, its calls, its tokens."""
+    return [
+        (
+            step.text.strip(),
+            [(call.function_name, call.arguments) for call in step.tool_calls or ()],
+            step.metrics.prompt_tokens if step.metrics else None,
+        )
+        for step in trajectory.agent_steps
+    ]
+
+
 def breakdown(trajectory: Trajectory) -> dict[str, int]:
     extra = (trajectory.final_metrics.extra if trajectory.final_metrics else None) or {}
     return {kind: part["calls"] for kind, part in extra["breakdown"].items()}
@@ -88,6 +108,9 @@ def test_a_sub_agent_of_claude_code_is_embedded(tmp_path: Path) -> None:
     assert observed is not None
     refs = observed.results[0].subagent_trajectory_ref or []
     assert [ref.trajectory_id for ref in refs] == [inner.trajectory_id]
+    own = native("claude-code", tmp_path)
+    assert work(own) == work(trajectory)
+    assert [work(each) for each in own.subagent_trajectories or []] == [work(inner)]
 
 
 @pytest.mark.parametrize("agent", ["claude-code", "codex"])
@@ -102,3 +125,6 @@ def test_work_goes_on_after_a_compaction(agent: str, tmp_path: Path) -> None:
     assert [step.message for step in trajectory.agent_steps] == ["I will look first.", "", "", "Done."]
     assert all(step.observation for step in trajectory.agent_steps if step.tool_calls)
     assert any((step.extra or {}).get("compaction") for step in trajectory.steps if step.source == "user")
+    own = native(agent, tmp_path)
+    assert work(own) == work(trajectory)
+    assert ((own.final_metrics and own.final_metrics.extra) or {})["summarization_count"] == 1

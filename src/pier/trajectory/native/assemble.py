@@ -144,6 +144,17 @@ class Assembler:
         self.totals.compactions += 1
         self.say("system", summary, at, kind="compaction", **extra)
 
+    def take_back(self, summary: str) -> dict[str, Any]:
+        """If the open step is the model call that wrote this summary, it is no step of the work; what it used."""
+        turn = self._open
+        said = "\n\n".join(turn.text).strip() if turn else ""
+        if turn is None or turn.calls or not said or said not in summary:
+            return {}
+        self._open = None
+        if turn.metrics is None:
+            return {}
+        return {"input_tokens": turn.metrics.prompt_tokens, "output_tokens": turn.metrics.completion_tokens}
+
     def turn(self, key: str | None, at: str | None, model: str | None = None) -> None:
         """A model call begins; the step before it is whole."""
         self.close()

@@ -54,7 +54,8 @@ def read(session: Session, assembler: Assembler) -> Iterator[None]:
             case "token_usage_record":
                 assembler.count(_metrics(payload.get("usage") or {}))
             case "compacted":
-                assembler.compacted(payload.get("message") or "", at)
+                summary = payload.get("message") or ""
+                assembler.compacted(summary, at, **assembler.take_back(summary))
             case "event_msg":
                 _event(payload, assembler, exits)
         yield
