@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pier.errors import PierError
 from pier.image.model import Image, ImageConfig
 from pier.lease import Lease
 from pier.sandbox import Limits, Mount, SandboxSpec, open_backend
@@ -157,6 +158,17 @@ async def test_uid_without_passwd_entry(backend: LocalBackend, image: Image) -> 
         assert result.text == "4321\n8765\n/\n"
 
 
+async def test_ids_that_are_none_end_no_sandbox(backend: LocalBackend, image: Image) -> None:
+    async with await backend.start(SandboxSpec(image)) as sandbox:
+        rows = [f"mallory:x:{number}:0::/:/bin/sh" for number in ("²", "9" * 5000, "4294967296", "-1", "1e3", "")]
+        await sandbox.write_file("/etc/passwd", "\n".join([*rows, "root:x:0:0:root:/root:/bin/sh", ""]).encode())
+        await sandbox.write_file("/etc/group", "\n".join(f"wheel:x:{'9' * 5000}:root" for _ in range(2)).encode())
+        for user in ("mallory", "²", "9" * 5000, "0:²"):
+            with pytest.raises(PierError):
+                await sandbox.exec("true", user=user)
+        assert (await sandbox.exec("id -u", user="root")).text == "0\n"
+
+
 async def test_memory_is_watched_where_no_group_can_be(backend: LocalBackend, image: Image) -> None:
     async with await backend.start(SandboxSpec(image, limits=Limits(memory=64 << 20))) as sandbox:
         result = await sandbox.exec("head -c 400000000 /dev/zero | tail", timeout=120, output_limit=100)
@@ -177,7 +189,7 @@ async def test_doctor_tries_a_sandbox(backend: LocalBackend) -> None:
 
 
 async def test_root_without_shifted_mounts(backend: LocalBackend, image: Image, tmp_path: Path) -> None:
-    """On a file system that cannot be mounted with other ids, such as overlayfs, sandboxes start and own their files."""
+    """On a file system that cannot be mounted with other ids, like overlayfs, sandboxes start and own their files."""
     if os.geteuid() != 0:
         pytest.skip("only root's sandboxes have shifted ids")
     for name in ("upper", "work", "merged"):

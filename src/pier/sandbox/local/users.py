@@ -32,7 +32,7 @@ def find(wanted: str) -> User:
     row = next((row for row in _rows("/etc/passwd", 7) if who in (row[0], row[2])), None)
     if row is not None:
         name, uid, gid, home = row[0], int(row[2]), int(row[3]), row[5] or "/"
-    elif who.isdigit():
+    elif _is_id(who):
         name, uid, gid, home = who, int(who), 0, "/root" if who == "0" else "/"
     else:
         raise NoSuchUser(f"there is no user {who!r} in the sandbox")
@@ -43,7 +43,7 @@ def find(wanted: str) -> User:
 
 
 def _group(wanted: str) -> int:
-    if wanted.isdigit():
+    if _is_id(wanted):
         return int(wanted)
     for row in _rows("/etc/group", 4):
         if row[0] == wanted:
@@ -63,4 +63,9 @@ def _rows(path: str, fields: int) -> list[list[str]]:
     finally:
         os.close(fd)
     rows = [row.split(":") for row in data.decode(errors="surrogateescape").splitlines()]
-    return [row for row in rows if len(row) == fields and row[2].isdigit() and (fields < 7 or row[3].isdigit())]
+    return [row for row in rows if len(row) == fields and all(map(_is_id, row[2 : 4 if fields == 7 else 3]))]
+
+
+def _is_id(text: str) -> bool:
+    """Whether this is a number that the kernel takes for an id; Python knows more digits than it does."""
+    return text.isascii() and text.isdigit() and len(text) < 11 and int(text) < 0xFFFFFFFF
