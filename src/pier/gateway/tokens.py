@@ -6,6 +6,7 @@ servers such as vLLM give token ids.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from pier.gateway.body import Body, dump
 from pier.gateway.dialect import DIALECTS, BadResponse
 from pier.gateway.translate import Memory
 from pier.gateway.turns import TurnBuilder
+
+_MAY_HAVE_EXTRAS = re.compile(rb"usage|token_ids|logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Extras:
 
     def strip_event(self, event: bytes, value: Any) -> bytes:
         """The same for an event as bytes, whose decoded data is `value` (None: no JSON in it)."""
-        if value is None:
+        if value is None or not _MAY_HAVE_EXTRAS.search(event):
             return event
         kept = self.strip(value)
         if kept is None:

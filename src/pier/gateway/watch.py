@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
+from json.decoder import JSONDecoder
 from typing import Any
 
 from pier.gateway.canonical import DialectName, Usage
@@ -13,6 +13,7 @@ from pier.gateway.dialect.gemini_body import read_usage as read_gemini
 from pier.gateway.dialect.openai import read_usage as read_openai
 
 MAX_EVENT = 64 * 1024 * 1024
+_scan = JSONDecoder().scan_once  # pyright: ignore[reportAttributeAccessIssue]
 _END_OF_EVENT = re.compile(rb"\r?\n\r?\n|\r\r")
 
 
@@ -59,6 +60,7 @@ class Watch:
 
     def __init__(self, dialect: DialectName) -> None:
         self._dialect = dialect
+        self._look = getattr(Watch, f"_see_{dialect}")
         self.done = False
         """The dialect's proper last event was seen."""
         self.finished = False
@@ -74,11 +76,14 @@ class Watch:
             self.done = self.finished = True
             return None
         try:
-            value = json.loads(data.decode())
-        except ValueError:
+            text = data.decode().strip()
+            value, end = _scan(text, 0)
+        except (ValueError, StopIteration, RecursionError):
             raise Broken("the provider sent an event that is not JSON") from None
+        if end != len(text):
+            raise Broken("the provider sent an event that is not JSON")
         if isinstance(value, dict):
-            getattr(self, f"_see_{self._dialect}")(value)
+            self._look(self, value)
         return value
 
     def see_whole(self, value: Mapping[str, Any]) -> None:
@@ -115,9 +120,11 @@ class Watch:
     def _see_chat(self, value: dict[str, Any]) -> None:
         if "error" in value and "choices" not in value:
             self._fail(value)
-        self._count(value.get("usage"))
-        if any(isinstance(choice, dict) and choice.get("finish_reason") for choice in value.get("choices") or ()):
-            self.finished = True
+        if usage := value.get("usage"):
+            self._count(usage)
+        for choice in value.get("choices") or ():
+            if isinstance(choice, dict) and choice.get("finish_reason"):
+                self.finished = True
 
     def _see_responses(self, value: dict[str, Any]) -> None:
         kind = value.get("type")
