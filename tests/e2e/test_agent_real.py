@@ -31,8 +31,11 @@ SCRIPT = ROOT / "examples" / "scripts" / "bug-fix.yaml"
 TASK = ROOT / "examples" / "tasks" / "bug-fix"
 HARBOR = ROOT / ".cache" / "peers" / "harbor" / "bin" / "python"
 TERMINUS = "terminus-2"
+EXAMPLE = "continue_cli:Continue"
+"""The agent of the guide on adding one."""
+sys.path.append(str(ROOT / "examples" / "agents"))
 CALLS = 4
-ENDS_BY_CALL = ("mini-swe-agent", "openhands")
+ENDS_BY_CALL = ("mini-swe-agent", "openhands", EXAMPLE)
 """Agents that end by calling a tool, so that their last turn has a call too."""
 INPUT, OUTPUT = 1000, 10
 """The tokens of each turn; turn `n` uses `n` times as many, so that no turn can pass for another."""
@@ -53,7 +56,7 @@ written: list[Path] = []
 
 def chosen() -> list[str]:
     wanted = os.environ.get("PIER_TEST_AGENTS", "")
-    return wanted.split(",") if wanted else [name for name in AGENTS if find_agent(name).dialect is not None]
+    return wanted.split(",") if wanted else [*(name for name in AGENTS if find_agent(name).dialect), EXAMPLE]
 
 
 def need_agent(name: str) -> None:
@@ -70,9 +73,8 @@ def run_trial(name: str, jobs: Path, script: Path, *extra: str, task: Path = TAS
     python = str(HARBOR) if name == TERMINUS else sys.executable
     command = [python, "-m", "pier", "run", "-p", str(task), "-a", name]
     command += ["-m", f"script:{script}", "--jobs-dir", str(jobs), "--job-name", "job", *extra]
-    environ = {**os.environ, "PIER_PACKS": str(PACKS)}
-    if name == TERMINUS:
-        environ["PYTHONPATH"] = str(ROOT / "src")
+    path = ROOT / ("src" if name == TERMINUS else "examples/agents")
+    environ = {**os.environ, "PIER_PACKS": str(PACKS), "PYTHONPATH": str(path)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
     results = list(jobs.glob("job/*/result.json"))
     assert results, done.stdout + done.stderr
@@ -105,7 +107,7 @@ def check(name: str, result: dict[str, Any], turns: int) -> None:
     """The bug is fixed, and the trajectory tells all of it: turns, tokens and calls, as the agent's own log does."""
     assert result["exception_info"] is None
     assert result["verifier_result"]["rewards"] == {"reward": 1.0}
-    assert result["agent_info"]["name"] == name and result["agent_info"]["version"]
+    assert result["agent_info"]["name"] == find_agent(name).name and result["agent_info"]["version"]
     place = result["directory"] / "agent" / "trajectory.json"
     assert validate_file(place) == []
     written.append(place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,6 +122,11 @@ def test_mini_swe_agent_takes_its_adapter_from_the_provider(model: str, name: st
     assert config["model"]["model_name"] == name and config["model"].get("model_class") == kind
     assert config["model"]["model_kwargs"]["api_base"] == ENDPOINT.url + base
     assert config["agent"]["step_limit"] == 3 and config["run"]["task"] == "Fix the 'bug'."
+
+
+def test_the_agent_of_the_guide_is_the_one_of_the_examples() -> None:
+    root = Path(__file__).parents[2]
+    assert (root / "examples/agents/continue_cli.py").read_text() in (root / "docs/guides/add-an-agent.md").read_text()
 
 
 scalars = st.one_of(st.text(max_size=20), st.booleans(), st.integers(-(2**60), 2**60), st.lists(st.text(max_size=5)))

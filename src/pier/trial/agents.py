@@ -42,7 +42,7 @@ def check_choice(agent: Agent, choice: AgentChoice) -> None:
     if choice.direct and not agent.direct:
         raise UsageError(
             f"the agent {agent.name} cannot be run with --direct: "
-            + ("it calls no model" if agent.dialect is None else "it keeps no log of its own that pier reads"),
+            + ("it calls no model" if agent.dialect is None else "it is set up for models behind the gateway alone"),
             hint="leave out --direct; the gateway takes -m PROVIDER/MODEL and your key",
             code="no-direct",
         )
