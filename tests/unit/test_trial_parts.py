@@ -161,7 +161,7 @@ def test_where_trials_run(tmp_path: Path) -> None:
 
 def test_what_a_backend_cannot_run_is_refused(tmp_path: Path) -> None:
     compose = write_task(tmp_path / "a", **{"environment__docker-compose.yaml": "services: {}"})
-    with pytest.raises(PierError, match="'docker' is the one") as caught:
+    with pytest.raises(PierError, match="'docker' can") as caught:
         check_support(compose, Capabilities(), "local")
     assert caught.value.blame == "user" and not caught.value.retryable
     for line in ('os = "windows"', "gpus = 1"):

@@ -138,12 +138,15 @@ def tell(outcome: Outcome) -> str:
     if outcome.rewards is not None:
         words.append(", ".join(f"{key} {value:g}" for key, value in outcome.rewards.items()) or "no rewards")
     if outcome.fault is not None:
-        words.append(f"{outcome.fault.type} ({outcome.fault.blame}): {_first_line(outcome.fault.message)}")
+        words.append(f"{outcome.fault.type} ({outcome.fault.blame}): {in_short(outcome.fault.message)}")
     return "; ".join(words) or ("cancelled" if outcome.cancelled else "no verdict")
 
 
-def _first_line(text: str) -> str:
-    line = "".join(each if each.isprintable() else "?" for each in text.strip().partition("\n")[0])
+def in_short(text: str) -> str:
+    """The first line of a message, or all of one that goes on behind a colon, cut to what a terminal holds."""
+    first = text.strip().partition("\n")[0]
+    line = " ".join(text[:1000].split()) if first.endswith(":") else first
+    line = "".join(each if each.isprintable() else "?" for each in line)
     return line if len(line) <= 160 else line[:157] + "..."
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 from pier.job.layout import groups_of, usage
 from pier.job.ledger import Ledger
 from pier.job.metrics import Summary
+from pier.job.progress import in_short
 
 
 def print_report(
@@ -69,26 +70,28 @@ def _passes(summary: Summary) -> str:
 
 def _print_faults(ledger: Ledger, out: Console) -> None:
     faults: Counter[tuple[str, str]] = Counter()
-    example: dict[tuple[str, str], str] = {}
+    example: dict[tuple[str, str], tuple[str, str]] = {}
     for trial in ledger.plan.trials:
         outcome = ledger.outcomes.get(trial.id)
         if outcome is not None and outcome.fault is not None:
             key = (outcome.fault.type, outcome.fault.blame)
             faults[key] += 1
-            example.setdefault(key, trial.name)
+            example.setdefault(key, (trial.name, in_short(outcome.fault.message)))
     for (type, blame), count in faults.most_common():
-        trial = example[type, blame]
-        out.print(f"{count} × {type} (blame: {blame}), e.g. {trial}", style="red", highlight=False, markup=False)
+        trial, message = example[type, blame]
+        told = f"{count} × {type} (blame: {blame}), e.g. {trial}: {message}"
+        out.print(told, style="red", highlight=False, markup=False)
 
 
 def next_command(directory: Path, ledger: Ledger, *, interrupted: bool = False) -> str:
     """The one command that most likely comes next."""
     if interrupted or any(True for _ in ledger.owed()):
         return f"pier job resume {directory}"
-    outcomes = [ledger.outcomes[id] for id in ledger.plan.by_id]
-    if any(outcome.fault is not None and outcome.rewards is None for outcome in outcomes):
-        infra = any(o.fault and o.fault.blame in ("infra", "provider") and o.rewards is None for o in outcomes)
-        return f"pier job retry {directory} --only {'infra' if infra else 'errored'}"
+    broken = [(t, o.fault) for t in ledger.plan.trials if (o := ledger.outcomes[t.id]).fault and o.rewards is None]
+    if any(fault is not None and fault.blame in ("infra", "provider") for _, fault in broken):
+        return f"pier job retry {directory} --only infra"
+    if broken:
+        return f"pier trial show {directory / broken[0][0].name}"
     failed = next((t for t in ledger.plan.trials if not any((ledger.outcomes[t.id].rewards or {}).values())), None)
     if failed is not None:
         return f"pier trial show {directory / failed.name}"

@@ -54,18 +54,16 @@ def check_support(task: Task, capabilities: Capabilities, backend: str) -> None:
     """Refuse what the backend cannot run, before anything starts."""
     environment = task.config.environment
     if task.compose and not capabilities.compose:
-        message = (
-            f"{task.compose}: this task is made of several services; the backend 'docker' is the one for such tasks"
-        )
-        raise _refusal(f"{message}, and {backend!r} cannot run them", "compose")
+        message = f"{task.compose}: this task is made of several services, which the backend {backend!r} cannot run"
+        raise _refusal(f"{message}; 'docker' can", "compose", hint="run it with --env docker")
     if environment.os != "linux":
         raise _refusal(f"{task.name}: the backend {backend!r} runs no {environment.os} tasks", "unsupported")
     if (environment.gpus or environment.tpu) and not capabilities.gpus:
         raise _refusal(f"{task.name}: the backend {backend!r} has no GPUs or TPUs", "unsupported")
 
 
-def _refusal(message: str, code: str) -> SandboxError:
-    return SandboxError(message, code=code, blame="user", retryable=False)
+def _refusal(message: str, code: str, hint: str | None = None) -> SandboxError:
+    return SandboxError(message, code=code, blame="user", retryable=False, hint=hint)
 
 
 def agent_room(task: Task, choice: SandboxChoice, environ: Mapping[str, str] | None = None) -> Room:
