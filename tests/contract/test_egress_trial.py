@@ -8,10 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from pier.image.importing import import_image
+from pier.image.store import ImageStore
+from pier.network.policy import NetworkPolicy
+from pier.trial.images import ImageWish
+from pier.trial.services import open_services
 from pier.trial.spec import AgentChoice
+from tests.busybox import busybox_image
 from tests.trial_runs import TOML, open_bench, write_task
 
 pytestmark = pytest.mark.plain
+
+ALLOWLIST = NetworkPolicy("allowlist", ("allowed.invalid",))
 
 
 async def test_decisions_and_refusals_of_a_trial(tmp_path: Path) -> None:
@@ -36,3 +44,14 @@ async def test_attempts_without_a_network_are_summed_up(tmp_path: Path) -> None:
         quiet = await bench.run(task, AgentChoice("command", options={"command": "true"}))
     assert result.pier is not None and result.pier.network_refused == {"ip anywhere": 3}
     assert quiet.pier is not None and quiet.pier.network_refused == {}
+
+
+@pytest.mark.parametrize(("network", "links"), [(NetworkPolicy("none"), "lo"), (ALLOWLIST, "eth0 lo")])
+async def test_a_build_has_the_network_that_its_task_says(tmp_path: Path, network: NetworkPolicy, links: str) -> None:
+    context = tmp_path / "context"
+    context.mkdir()
+    (context / "Dockerfile").write_text("FROM busybox\nRUN echo $(ls /sys/class/net) > /links\n")
+    await import_image(ImageStore(), busybox_image(tmp_path / "busybox").layers[0], "busybox")
+    async with open_services("local", label="test") as services:
+        image = await services.images.get(ImageWish(context=context, network=network))
+    assert (image.layers[-1] / "links").read_text().split() == links.split()

@@ -124,6 +124,28 @@ def test_deadlines() -> None:
     assert Deadline(None, float("inf"), None, 1).seconds is None
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("", None),
+        ('[metadata.pier]\nbuild_network = "none"\n', NONE),
+        ('[metadata.pier]\nbuild_network = ["A.org", "b.org:80"]\n', NetworkPolicy("allowlist", ("a.org", "b.org:80"))),
+    ],
+)
+def test_the_network_of_builds(tmp_path: Path, said: str, expected: NetworkPolicy | None) -> None:
+    task = write_task(
+        tmp_path / "t", toml=TOML.replace('docker_image = "host"\n', "") + said, environment__Dockerfile=""
+    )
+    assert agent_room(task, SandboxChoice()).wish.network == expected
+    assert verifier_room(task, 0, SandboxChoice()).wish.network == expected
+
+
+def test_a_network_of_builds_that_is_none(tmp_path: Path) -> None:
+    task = write_task(tmp_path / "t", toml=TOML + "[metadata.pier]\nbuild_network = 7\n")
+    with pytest.raises(TaskError, match=r"task\.toml: metadata\.pier\.build_network: 7 is not public"):
+        agent_room(task, SandboxChoice())
+
+
 def test_networks_of_phases(tmp_path: Path) -> None:
     more = '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org"]\n'
     task = write_task(tmp_path / "t", toml=TOML.replace("[agent]\n", more))

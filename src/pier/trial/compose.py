@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from pier.agent.contract import AGENT_LOGS
@@ -53,7 +54,8 @@ def service_wish(service: Service) -> ImageWish | None:
 async def service_images(compose: Compose, main: ImageWish, images: TrialImages) -> dict[str, Image]:
     """The images of all services, each fetched or built once."""
     wishes = {name: main if name == MAIN else service_wish(service) for name, service in compose.services.items()}
-    found = await asyncio.gather(*(images.get(wish or main) for wish in wishes.values()))
+    asked = (replace(wish or main, network=main.network) for wish in wishes.values())
+    found = await asyncio.gather(*(images.get(wish) for wish in asked))
     return dict(zip(wishes, found, strict=True))
 
 

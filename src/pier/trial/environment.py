@@ -22,6 +22,7 @@ from pier.task.config import Environment
 from pier.task.load import COMPOSE_NAMES
 from pier.trial.compose import compose_variables, service_wish
 from pier.trial.images import ImageWish
+from pier.trial.network import build_network
 from pier.trial.record import TrialRecord
 from pier.trial.spec import SandboxChoice
 from pier.verifier.folders import ARTIFACTS, LOGS, VERIFIER_LOGS, make_folders
@@ -70,8 +71,14 @@ def agent_room(task: Task, choice: SandboxChoice, environ: Mapping[str, str] | N
     """What the agent works in. `environ` is what the task's own variables are filled from."""
     context = task.environment_dir if task.dockerfile else None
     if task.compose is not None:
-        return _services_room(task, task.config.environment, task.compose, choice, environ)
-    return _room(task, task.config.environment, context, choice)
+        room = _services_room(task, task.config.environment, task.compose, choice, environ)
+    else:
+        room = _room(task, task.config.environment, context, choice)
+    return _with_build_network(task, room)
+
+
+def _with_build_network(task: Task, room: Room) -> Room:
+    return replace(room, wish=replace(room.wish, network=build_network(task)))
 
 
 def _services_room(
@@ -105,6 +112,10 @@ def _room(task: Task, table: Environment, context: Path | None, choice: SandboxC
 
 def verifier_room(task: Task, step_index: int, choice: SandboxChoice, environ: Mapping[str, str] | None = None) -> Room:
     """What a separate verifier works in: its own image, or a fresh copy of what the agent began with."""
+    return _with_build_network(task, _verifier_room(task, step_index, choice, environ))
+
+
+def _verifier_room(task: Task, step_index: int, choice: SandboxChoice, environ: Mapping[str, str] | None) -> Room:
     own = task.steps[step_index].verifier_environment
     if own.compose is not None:
         return _services_room(task, own.table, own.compose, choice, environ)

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pier.errors import ImageError
+from pier.errors import ImageError, PolicyError
 from pier.image.model import HOST, Image
-from pier.network.policy import NONE, PUBLIC
+from pier.network.policy import NONE, PUBLIC, NetworkPolicy
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend
 from pier.task.digest import tree_digest
@@ -25,6 +25,8 @@ class ImageWish:
     dockerfile: Path | None = None
     args: tuple[tuple[str, str], ...] = ()
     target: str | None = None
+    network: NetworkPolicy | None = None
+    """What its RUN steps may reach; None is everything that the machine can offer."""
 
     @property
     def is_build(self) -> bool:
@@ -105,7 +107,12 @@ def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
         from pier.sandbox.building import SandboxRunner
 
         networks = (await builder.capabilities()).networks
-        network = PUBLIC if "public" in networks else NONE
+        network = wish.network or (PUBLIC if "public" in networks else NONE)
+        if network.mode not in networks:
+            raise PolicyError(
+                f"this machine cannot build with the network mode {network.mode!r}, which the task asks for",
+                hint="pier doctor",
+            )
         assert wish.context is not None
         return await build_image(
             store,

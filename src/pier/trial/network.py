@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pier.errors import PolicyError
+from pier.errors import PolicyError, TaskError
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.contract import Capabilities
-from pier.task import Step
+from pier.task import Step, Task
 from pier.task.config import Environment
 from pier.task.hosts import normalise_host
 
@@ -53,6 +53,21 @@ def _verifier_policy(step: Step, baseline: NetworkPolicy, override: NetworkPolic
     own = step.verifier_environment.own_table and step.verifier_mode == "separate"
     start = step.verifier_environment.table.policy if own else baseline
     return step.verifier.policy or start
+
+
+def build_network(task: Task) -> NetworkPolicy | None:
+    """What the Dockerfiles of a task may reach while they are built: `metadata.pier.build_network` of its file is
+    `public`, `none`, or a list of hosts. None if nothing is said, which is public."""
+    own = task.config.metadata.get("pier")
+    said = own.get("build_network") if isinstance(own, dict) else None
+    if said is None or said in ("public", "none"):
+        return None if said is None else NetworkPolicy(said)
+    if not isinstance(said, list) or not all(isinstance(host, str) for host in said):
+        message = (
+            f"{task.path / 'task.toml'}: metadata.pier.build_network: {said!r} is not public, none or a list of hosts"
+        )
+        raise TaskError(message, code="task_toml")
+    return with_hosts(NetworkPolicy("none"), tuple(said))
 
 
 def with_hosts(policy: NetworkPolicy, hosts: tuple[str, ...]) -> NetworkPolicy:
