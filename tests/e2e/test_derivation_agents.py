@@ -113,7 +113,7 @@ def test_a_sub_agent_of_claude_code_is_embedded(tmp_path: Path) -> None:
     assert [work(each) for each in own.subagent_trajectories or []] == [work(inner)]
 
 
-@pytest.mark.parametrize("agent", ["claude-code", "codex"])
+@pytest.mark.parametrize("agent", ["claude-code", "codex", "kimi"])
 def test_work_goes_on_after_a_compaction(agent: str, tmp_path: Path) -> None:
     trajectory = run(agent, COMPACTION, tmp_path)
     counted = breakdown(trajectory)

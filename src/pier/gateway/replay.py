@@ -17,6 +17,8 @@ from pier.gateway.recording import Call, read
 
 _VOLATILE = frozenset({"metadata", "user", "prompt_cache_key", "client_metadata", "safety_identifier"})
 """Fields that identify a client's run and change nothing in what is asked."""
+_ENOUGH = 50
+"""So many differences are counted of two requests that have little in common."""
 
 
 class Replay:
@@ -60,7 +62,7 @@ class Replay:
                 return self._left.pop(index)
         if not self._left:
             raise UsageError("the recording is used up: the agent asks more than it did then", code="replay-over")
-        expected = self._left[0]
+        expected = self._nearest(x, asked)
         if expected.dialect != x.caller.route.dialect:
             words = f"it was made in the dialect {expected.dialect}, not {x.caller.route.dialect}"
         elif expected.stream != x.stream:
@@ -71,9 +73,26 @@ class Replay:
             f"this request is not in the recording; call {expected.number} differs: {words}", code="replay"
         )
 
+    def _nearest(self, x: Exchange, asked: Mapping[str, Any]) -> Call:
+        """The call that the agent most likely meant: of those left, the one that is most alike."""
+        alike = [call for call in self._left if call.dialect == x.caller.route.dialect and call.stream == x.stream]
+
+        def distance(call: Call) -> int:
+            return len(_first(differences(_essence(call.request), asked), _ENOUGH))
+
+        return min(alike or self._left, key=distance)
+
 
 def _essence(body: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in body.items() if name not in _VOLATILE}
+    kept = {name: value for name, value in body.items() if name not in _VOLATILE}
+    if isinstance(kept.get("system"), list):
+        kept["system"] = [part for part in kept["system"] if not _is_billing(part)]
+    return kept
+
+
+def _is_billing(part: Any) -> bool:
+    """Claude Code's first line of a system prompt, which has a checksum of the rest in it."""
+    return isinstance(part, dict) and str(part.get("text")).startswith("x-anthropic-billing-header:")
 
 
 def differences(old: Any, new: Any, where: str = "$") -> Iterator[str]:
@@ -92,10 +111,21 @@ def differences(old: Any, new: Any, where: str = "$") -> Iterator[str]:
         if len(old) != len(new):
             yield f"{where} has {len(new)} entries instead of {len(old)}"
     elif old != new:
-        yield f"{where} was {_short(old)}, is {_short(new)}"
+        at = _same_until(old, new) if isinstance(old, str) and isinstance(new, str) else 0
+        yield f"{where} was {_short(old, at)}, is {_short(new, at)}"
 
 
-def _short(value: Any) -> str:
+def _same_until(old: str, new: str) -> int:
+    return next((place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+
+
+def _short(value: Any, at: int = 0) -> str:
+    """A value in one line; of a long text the part where it differs, with a little before it."""
+    if isinstance(value, str):
+        start = max(0, at - 40) if len(value) > 160 else 0
+        piece = value[start : start + 160]
+        before, after = "..." if start else "", "..." if start + 160 < len(value) else ""
+        return json.dumps(f"{before}{piece}{after}", ensure_ascii=False)
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 160 else f"{text[:80]} ... {text[-60:]}"
 
