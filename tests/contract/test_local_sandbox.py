@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.errors import PierError
+from pier.errors import PierError, SandboxError
 from pier.image.model import Image, ImageConfig
 from pier.lease import Lease
 from pier.sandbox import Limits, Mount, SandboxSpec, open_backend
@@ -186,6 +186,32 @@ async def test_doctor_tries_a_sandbox(backend: LocalBackend) -> None:
     found = {one.subject: one for one in await backend.doctor()}
     assert found["sandboxes"].ok and found["kernel"].ok
     assert all(one.ok or one.fix for one in found.values())
+
+
+async def test_a_home_that_cannot_hold_sandboxes_is_told(
+    image: Image, tmp_path: Path, pier_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose root is an overlay: overlays cannot lie on top of it."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount the file system that this is about")
+    for name in ("lower", "upper", "work", "merged"):
+        (tmp_path / name).mkdir()
+    options = f"lowerdir={tmp_path}/lower,upperdir={tmp_path}/upper,workdir={tmp_path}/work"
+    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, str(tmp_path / "merged")], check=True)
+    try:
+        monkeypatch.setenv("PIER_HOME", str(tmp_path / "merged/home"))
+        with Lease() as lease:
+            async with open_backend("local", lease) as backend:
+                for root in (image, host_image()):
+                    with pytest.raises(SandboxError, match="cannot hold sandboxes") as caught:
+                        await backend.start(SandboxSpec(root))
+                    assert caught.value.code == "no_place" and "PIER_HOME" in (caught.value.hint or "")
+                found = {one.subject: one for one in await backend.doctor()}
+                assert not found["sandboxes"].ok and "PIER_HOME" in found["sandboxes"].fix
+            assert lease.held() == []
+        assert not list((tmp_path / "merged/home/sandboxes").iterdir())
+    finally:
+        subprocess.run(["umount", str(tmp_path / "merged")], check=True)
 
 
 async def test_root_without_shifted_mounts(backend: LocalBackend, image: Image, tmp_path: Path) -> None:

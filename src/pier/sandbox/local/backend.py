@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 from typing import get_args
 
@@ -19,16 +20,16 @@ from pier.sandbox.host import HostRoot, host_image, prepare
 from pier.sandbox.local import sweeping
 from pier.sandbox.local.box import KIND, Box, make_private
 from pier.sandbox.local.changes import merge
-from pier.sandbox.local.doctor import examine
+from pier.sandbox.local.doctor import HOMES, examine
 from pier.sandbox.local.network import offered_modes
 from pier.sandbox.local.plan import layers_of, limits_of, make_plan
-from pier.sandbox.local.root import APT_OF_ONE_ID
+from pier.sandbox.local.root import APT_OF_ONE_ID, NO_OVERLAY
 from pier.sandbox.local.sandbox import LocalSandbox
 from pier.sandbox.local.snapshots import KIND as SNAPSHOT
 from pier.sandbox.local.snapshots import Snapshots
 from pier.sandbox.local.zygotes import Zygotes
 
-_LOST_ZYGOTE_TRIES = 2
+_LOST = ("zygote_gone", "sandbox_gone")
 
 
 class LocalBackend(Backend):
@@ -87,27 +88,33 @@ class LocalBackend(Backend):
         return sandbox
 
     async def _start_box(self, spec: SandboxSpec, frozen: tuple[Path, ...]) -> Box:
-        """Start what runs a sandbox; with another zygote, when the one that was asked died meanwhile."""
+        """Start what runs a sandbox; once more, when the zygote that was asked or the init that it gave was killed."""
         host = await self._prepare_host() if spec.image.is_host else None
         enforced = limits_of(self._groups)
         limits = spec.limits
         wanted = {name for name in ("memory", "processes", "cpus") if getattr(limits, name) is not None}
         cage = (self._groups, limits) if self._groups is not None and wanted else None
         layers = [*layers_of(spec, host), *map(str, frozen)]
-        for last in range(_LOST_ZYGOTE_TRIES):
+        for last in range(2):
             plan = make_plan(spec, host, enforced_by=enforced, caged=cage is not None)
             box = Box(self._lease, self._zygotes, self._base)
             try:
                 await box.start(plan, layers, cage)
             except BaseException as error:
                 await asyncio.shield(box.stop())
-                if isinstance(error, SandboxError) and error.code == "zygote_gone" and not last:
+                if isinstance(error, SandboxError) and error.code in _LOST and not last:
                     continue
+                if isinstance(error, SandboxError) and NO_OVERLAY in error.message:
+                    raise self._no_place(error) from error
                 raise
             if limits.disk is not None:
                 box.watch_disk(limits.disk)
             return box
         raise AssertionError("the last try returns or raises")
+
+    def _no_place(self, error: Exception) -> SandboxError:
+        message = f"the file system of {self._base} cannot hold sandboxes: {error}"
+        return SandboxError(message, code="no_place", blame="user", retryable=False, hint=HOMES)
 
     async def _prepare_host(self) -> HostRoot:
         async with self._host_lock:
@@ -116,7 +123,14 @@ class LocalBackend(Backend):
                 directory = self._base / id
                 self._lease.write(KIND, id, {"directory": str(directory), "groups": []})
                 make_private(directory)
-                self._host = await asyncio.to_thread(prepare, directory, whole=self._ids.mode == "root")
+                try:
+                    self._host = await asyncio.to_thread(prepare, directory, whole=self._ids.mode == "root")
+                except OSError as error:
+                    await self._zygotes.remove(directory)
+                    self._lease.strike(KIND, id)
+                    if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EINVAL):
+                        raise
+                    raise self._no_place(error) from error
             return self._host
 
     async def snapshot(self, sandbox: LocalSandbox) -> Image:
@@ -159,7 +173,7 @@ class LocalBackend(Backend):
         self._sandboxes.discard(sandbox)
 
     async def doctor(self) -> list[Finding]:
-        problem = ""
+        problem = mend = ""
         shifted = True
         try:
             async with await self.start(SandboxSpec(host_image())) as sandbox:
@@ -167,7 +181,8 @@ class LocalBackend(Backend):
                 shifted = sandbox.box.shifted
         except (SandboxError, OSError) as error:
             problem = str(error)
-        return examine(self._ids, self._groups, problem, shifted=shifted)
+            mend = HOMES if isinstance(error, SandboxError) and error.code == "no_place" else ""
+        return examine(self._ids, self._groups, problem, mend, shifted=shifted)
 
     async def destroy(self, held: Held) -> None:
         await sweeping.destroy(held, self._zygotes)

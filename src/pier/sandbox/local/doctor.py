@@ -12,16 +12,18 @@ from pier.sandbox import cgroup, seccomp
 from pier.sandbox.contract import Finding
 from pier.sandbox.local.network import offered_modes
 
+HOMES = "set PIER_HOME to a directory on ext4, xfs, btrfs or tmpfs"
+"""What to do about a file system that sandboxes cannot be kept on."""
 _KERNEL = (5, 12)
 _OTHERS = "open files by rlimit; disk is watched, and what writes too much is killed"
 
 
-def examine(ids: IdMap, groups: cgroup.Hierarchies | None, problem: str, *, shifted: bool) -> list[Finding]:
-    """All findings. `problem` is why a sandbox could not be started a moment ago, empty if one could; `shifted` whether
-    its files could be mounted with other ids."""
+def examine(ids: IdMap, groups: cgroup.Hierarchies | None, problem: str, mend: str, *, shifted: bool) -> list[Finding]:
+    """All findings. `problem` is why a sandbox could not be started a moment ago, empty if one could, and `mend` what
+    helps, if that is known; `shifted` whether its files could be mounted with other ids."""
     return [
         _kernel(),
-        _namespaces(problem),
+        _namespaces(problem, mend),
         _ids(ids, shifted),
         _host_image(ids),
         _limits(groups),
@@ -36,10 +38,10 @@ def _kernel() -> Finding:
     return Finding("kernel", numbers >= _KERNEL, release, "" if numbers >= _KERNEL else "install Linux 5.12 or newer")
 
 
-def _namespaces(problem: str) -> Finding:
+def _namespaces(problem: str, mend: str) -> Finding:
     if not problem:
         return Finding("sandboxes", True, "one was started, ran a command and was removed")
-    return Finding("sandboxes", False, problem, _mend_namespaces())
+    return Finding("sandboxes", False, problem, mend or _mend_namespaces())
 
 
 def _mend_namespaces() -> str:
@@ -67,7 +69,7 @@ def _ids(ids: IdMap, shifted: bool) -> Finding:
             False,
             "root: a file system here refuses mounts with other ids, so files in sandboxes have the same ids outside; "
             "sandboxes are user namespaces all the same",
-            f"set PIER_HOME to a directory on ext4, xfs or btrfs (it is {pier_home()})",
+            f"{HOMES} (it is {pier_home()})",
         )
     details = {
         "root": "root: ids in sandboxes are 100000 to 165535 outside",

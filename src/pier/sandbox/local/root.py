@@ -26,6 +26,9 @@ HOST = "/host"
 POINTS = ("m", "d", "x", "e", "b", "b/proc", "b/sys", "b/dev")
 """Directories of a zygote's root that its clones mount at; `/e` is empty and cannot be written to."""
 
+NO_OVERLAY = "cannot mount overlay"
+"""What the error says when layers cannot be put together, mostly because of the file system that is to be on top."""
+
 APT_OF_ONE_ID = "/m/etc/apt/apt.conf.d/99pier-one-id"
 """Tells apt not to become a user that does not exist."""
 
