@@ -80,14 +80,20 @@ def test_serve_without_a_key_says_what_to_do() -> None:
     assert "export ANTHROPIC_API_KEY" in done.stderr
 
 
-async def read_until_killed(url: str, key: str, mark: bytes, process: subprocess.Popen[str]) -> bytes:
-    """A streamed answer up to the moment that `mark` arrives; the gateway is killed then."""
+async def read_until_killed(
+    url: str, key: str, mark: bytes, process: subprocess.Popen[str], written: Path | None = None
+) -> bytes:
+    """A streamed answer up to the moment that `mark` arrives; the gateway is killed then. With `written`, once the last
+    call of that recording has an answer: what is streamed follows a moment after it was delivered."""
     raw = b""
     async with aiohttp.ClientSession() as http:
         headers, body = {"Authorization": f"Bearer {key}"}, request_body("chat", "last", stream=True)
         async with http.post(url + STREAM_PATHS["chat"], json=body, headers=headers) as response:
             while mark not in raw:
                 raw += await asyncio.wait_for(response.content.readany(), 60)
+            async with asyncio.timeout(60):
+                while written and not recording.read(written).calls[-1].answer:
+                    await asyncio.sleep(0.01)
             process.send_signal(signal.SIGKILL)
             process.wait(60)
     return raw
@@ -108,7 +114,8 @@ async def test_a_killed_gateway_loses_nothing_that_the_agent_has_seen(
             for stream in (False, True):
                 where = (STREAM_PATHS if stream else PATHS)["chat"]
                 assert (await post(url, where, key, request_body("chat", str(stream), stream=stream)))[0] == 200
-            raw = await read_until_killed(url, key, mark, process)
+            waits = path if outcome == "interrupted" else None
+            raw = await read_until_killed(url, key, mark, process, waits)
     calls = recording.read(path).generations()
     assert [call.outcome for call in calls] == ["ok", "ok", outcome]
     assert [call.request["messages"][0]["content"] for call in calls] == ["False", "True", "last"]
