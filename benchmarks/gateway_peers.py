@@ -114,6 +114,7 @@ def litellm(port: int, folder: str) -> Iterator[Place | None]:
         "model_list:\n  - model_name: m\n    litellm_params:\n      model: openai/m\n"
         f"      api_base: http://127.0.0.1:{port}/v1\n      api_key: k\n"
         "litellm_settings:\n  telemetry: false\n"
+        "general_settings:\n  dangerously_permit_weak_or_unset_master_key: true\n"
     )
     command = [str(Path(python).parent / "litellm"), "--config", str(config), "--host", "127.0.0.1", "--port", str(own)]
     with running(*command, LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR") as process:

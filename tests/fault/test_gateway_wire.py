@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import os
+import shutil
 import signal
 import ssl
 import subprocess
@@ -195,6 +196,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
 async def test_tls_is_checked(certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate.with_suffix(".crt"), certificate)

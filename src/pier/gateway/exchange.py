@@ -101,7 +101,8 @@ class Exchange:
 
     async def write(self, data: bytes) -> None:
         if data:
-            self._last_write = time.monotonic()
+            self._last_write = now = time.monotonic()
+            self.record.recorder.pass_on(now)
             try:
                 await self.caller.request.write(data)
             except ConnectionError:

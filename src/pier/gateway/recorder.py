@@ -1,10 +1,10 @@
 """Writes what passes through a session, as it passes: the write side of `pier.gateway.recording`.
 
 A request is in the file while its upstream works on it, and all of the call before the agent gets the last of its
-answer: killing the gateway at any instant loses no turn that the agent has. What is streamed meanwhile follows within a
-twentieth of a second. All of it is on disk within a second, and with `durable="power"` the end of a call is so before
-its last event is delivered. What comes again in the next request (messages, tools, a long system prompt) is stored
-once and referred to.
+answer: killing the gateway at any instant loses no turn that the agent has. What is streamed meanwhile is written
+before it is passed on, but for bursts, which follow within a twentieth of a second. All of it is on disk within a
+second, and with `durable="power"` the end of a call is so before its last event is delivered. What comes again in the
+next request (messages, tools, a long system prompt) is stored once and referred to.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weakref import ref
 from pier.files import Journal
 from pier.gateway.body import Array, Body
 from pier.gateway.canonical import Usage
-from pier.gateway.flushing import Flusher
+from pier.gateway.flushing import HOLD, Flusher
 from pier.gateway.redact import redacted
 
 FORMAT = 1
@@ -57,6 +57,7 @@ class Recorder:
         self._durable = durable
         self._flusher = flusher
         self._failure: OSError | None = None
+        self._passed = 0.0
         self._calls = 0
         self._open = 0
         self._start_over()
@@ -117,6 +118,12 @@ class Recorder:
             except OSError:
                 self._start_over()
                 raise
+
+    def pass_on(self, now: float) -> None:
+        """To be called before more of a stream is handed to the agent: what waits is written, but in a burst."""
+        if self._waiting and now - self._passed >= HOLD:
+            self._passed = now
+            self._write_waiting()
 
     def flush(self) -> None:
         """Write what waits. If that fails, so does the call that adds the next line."""
