@@ -20,6 +20,7 @@ from pier.sandbox.contract import Process, Sandbox, Stream
 
 _IDLE = re.compile(r"(exec )?(sleep (infinity|inf|\d+[smhd]?)|tail -f /dev/null)")
 _TAIL = 2000
+_LOST = 137
 _SLOWEST = 60.0
 
 
@@ -59,13 +60,16 @@ class ServiceProcess:
     async def _watch(self, process: Process) -> None:
         """Wait for the end, and start it again as `restart` says. What the agent works in is never started again: what
         it ran would then run beside the tests."""
-        pause = 0.1
-        code = (await process.wait()).exit_code
+        pause, code = 0.1, _LOST
         wanted = "no" if self.service.name == MAIN else self.service.restart
-        while wanted == "always" or (wanted == "on-failure" and code):
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _SLOWEST)
-            code = (await (await self._spawn()).wait()).exit_code
+        try:
+            code = (await process.wait()).exit_code
+            while wanted == "always" or (wanted == "on-failure" and code):
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _SLOWEST)
+                code = (await (await self._spawn()).wait()).exit_code
+        except (SandboxError, TaskError) as error:
+            self._hear("stdout", f"[{error}]\n".encode())
         self._hear("stdout", f"[ended with exit code {code}]\n".encode())
         self.ended.set_result(code)
 

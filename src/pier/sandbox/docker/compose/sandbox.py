@@ -22,16 +22,19 @@ from pier.sandbox.contract import (
 
 
 class ServicesSandbox(Sandbox):
-    """The service `main`; a policy holds for all services, and stopping it ends all of them."""
+    """The service `main`; a policy holds for all services, and stopping it ends all of them. When the container of a
+    sidecar is lost, what a trial does at its turning points fails as if its own were."""
 
     def __init__(
         self,
         sandboxes: Mapping[str, Sandbox],
+        check: Callable[[], None],
         set_network: Callable[[NetworkPolicy], Awaitable[None]],
         stop: Callable[[], Awaitable[None]],
     ) -> None:
         self._sandboxes = sandboxes
         self._main = sandboxes[MAIN]
+        self._check = check
         self._set_network = set_network
         self._stop = stop
         self.id = self._main.id
@@ -67,6 +70,7 @@ class ServicesSandbox(Sandbox):
         max_bytes: int | None = None,
         keep_empty: bool = True,
     ) -> list[str]:
+        self._check()
         return await self._main.download(source, target, exclude=exclude, max_bytes=max_bytes, keep_empty=keep_empty)
 
     async def read_file(self, source: str, *, max_bytes: int = OUTPUT_LIMIT) -> bytes:
@@ -82,12 +86,14 @@ class ServicesSandbox(Sandbox):
         await self._main.remove(target)
 
     async def changes(self) -> list[Change] | None:
+        self._check()
         return await self._main.changes()
 
     async def listen(self, port: int, factory: ProtocolFactory, *, host: str = "127.0.0.1") -> Listener:
         return await self._main.listen(port, factory, host=host)
 
     async def kill_all(self) -> int:
+        self._check()
         return await self._main.kill_all()
 
     async def snapshot(self) -> Image:

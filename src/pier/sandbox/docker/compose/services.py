@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pier.errors import TaskError
+from pier.errors import SandboxError, TaskError
 from pier.network import lan
 from pier.network.decision import Decision, OnDecision
 from pier.network.policy import NONE, NetworkPolicy
@@ -31,7 +31,7 @@ async def start_services(backend: DockerBackend, spec: SandboxSpec) -> ServicesS
     except BaseException:
         await asyncio.shield(group.stop())
         raise
-    return ServicesSandbox(group.sandboxes, group.set_network, group.stop)
+    return ServicesSandbox(group.sandboxes, group.check, group.set_network, group.stop)
 
 
 class ServiceGroup:
@@ -146,6 +146,12 @@ class ServiceGroup:
             for name, sandbox in self.sandboxes.items()
         ]
         self._close_hub = await self.sandboxes[MAIN].box.entered.open_hub(members, names)
+
+    def check(self) -> None:
+        """Raise if the container of a service is gone: what the agent did then says nothing about it."""
+        for name, sandbox in self.sandboxes.items():
+            if sandbox.box.channel.closed:
+                raise SandboxError(f"the service {name!r} is lost: {sandbox.box.channel.lost()}", code="sandbox_gone")
 
     async def set_network(self, policy: NetworkPolicy) -> None:
         """Put a policy in force in every service, and prove it in every one."""
