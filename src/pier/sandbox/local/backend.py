@@ -176,7 +176,8 @@ class LocalBackend(Backend):
         problem = mend = ""
         shifted = True
         try:
-            async with await self.start(SandboxSpec(host_image())) as sandbox:
+            sandbox = await self.start(SandboxSpec(host_image()))
+            async with sandbox:
                 await sandbox.exec(["true"])
                 shifted = sandbox.box.shifted
         except (SandboxError, OSError) as error:
