@@ -238,8 +238,8 @@ def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:
     """Remove what is half made or not needed, and with a budget what was not used for longest: first what only makes
     builds faster, then images.
 
-    With `--env docker`: the images that pier brought to the engine and that no container uses, oldest first. Images
-    that others brought there are never touched.
+    With `--env docker`: the images that pier brought to the engine and that no container uses, oldest first, and,
+    without a budget, its volumes with copies of packs. What others brought there is never touched.
     """
     from dataclasses import asdict
 
@@ -262,14 +262,17 @@ def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:
 
 
 def _collect_engine(limit: int | None, dry_run: bool, as_json: bool) -> None:
-    from pier.sandbox.docker.ours import collect_ours
+    from pier.sandbox.docker.ours import collect_our_volumes, collect_ours
 
     removed = asyncio.run(collect_ours(max_size=limit, dry_run=dry_run))
+    volumes = asyncio.run(collect_our_volumes(dry_run=dry_run)) if limit is None else []
     freed = sum(one.size for one in removed)
     if as_json:
-        click.echo(json.dumps({"images": [one.reference for one in removed], "freed": freed}, indent=2))
+        told = {"images": [one.reference for one in removed], "volumes": volumes, "freed": freed}
+        click.echo(json.dumps(told, indent=2))
         return
-    click.echo(f"{'would remove' if dry_run else 'removed'} {len(removed)} images, {_size_text(freed)}")
+    more = f" and {len(volumes)} volumes" if volumes else ""
+    click.echo(f"{'would remove' if dry_run else 'removed'} {len(removed)} images{more}, {_size_text(freed)}")
 
 
 def _store() -> ImageStore:

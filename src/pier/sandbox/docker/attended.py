@@ -222,13 +222,14 @@ class Attended:
         for id in list(self._listeners):
             self._unlisten(id)
         await self._network.close()
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         if self._channel is not None:
             self._channel.close()
         if self._group.is_frozen():
             self._kill()
         if self._pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             ended = self._loop.create_future()
             self._loop.add_reader(self._pidfd, lambda: ended.done() or ended.set_result(None))
             await ended

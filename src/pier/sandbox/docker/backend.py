@@ -170,7 +170,7 @@ class DockerBackend(Backend):
         self._lease.write(SNAPSHOT, id, {"engine": engine.address, "name": reference})
         try:
             container = engine.docker.containers.container(f"pier-{sandbox.id}")
-            made = await container.commit(repository=reference, pause=False)
+            made = await container.commit(repository=reference, pause=False, config={})
         except DockerError as error:
             self._lease.strike(SNAPSHOT, id)
             raise engine_error(error) from error

@@ -24,6 +24,7 @@ KIND = "container"
 LABEL = "dev.pier.sandbox"
 _START_SECONDS = 120
 _STOP_SECONDS = 60
+_AGAIN_SECONDS = 0.5
 _CHANGES = {0: "changed", 1: "added", 2: "removed"}
 
 
@@ -108,7 +109,14 @@ async def remove(docker: aiodocker.Docker, name: str) -> None:
     container = docker.containers.container(name)
     try:
         async with asyncio.timeout(_STOP_SECONDS):
-            await container.delete(force=True, v=True)
+            try:
+                await container.delete(force=True, v=True)
+            except DockerError as error:
+                if error.status != 500:
+                    raise
+                # Some engines fail to kill what is just ending.
+                await asyncio.sleep(_AGAIN_SECONDS)
+                await container.delete(force=True, v=True)
     except TimeoutError:
         raise SandboxError(f"the engine did not remove {name} in {_STOP_SECONDS} s", code="stop_timeout") from None
     except DockerError as error:

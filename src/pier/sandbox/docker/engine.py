@@ -145,6 +145,8 @@ class Engine:
             self._zygotes.close()
             self._zygotes = None
         try:
+            if self._packs is not None:
+                await self._packs.close()
             if self._helper is not None:
                 await self._helper.close()
                 self._helper = None

@@ -161,6 +161,9 @@ class OwnEntered(Entered):
         return close
 
     async def leave(self) -> None:
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         if hasattr(self, "channel"):
             self.channel.close()
         if self._group.is_frozen():

@@ -22,20 +22,18 @@ from pier.home import pier_home
 from pier.image.reach import is_socket, shown
 from pier.lease import Lease
 from pier.network.policy import NetworkMode
+from pier.sandbox.docker.box import KIND, LABEL, remove
 from pier.sandbox.docker.client import Client, engine_error
 from pier.sandbox.docker.entering import Entrance
 from pier.sandbox.docker.far_channel import FarChannel, FarEntered
 from pier.sandbox.docker.mux import Broken, Mux
 from pier.sandbox.docker.runtime import IDLE, Runtime, find_runtime
 
-KIND = "container"
-LABEL = "dev.pier.sandbox"
 REPOSITORY = "pier/helper"
 _START_SECONDS = 120
 _PING_SECONDS = 15.0
 _SILENCE_SECONDS = 60.0
 """Who does not answer for that long is gone."""
-_STOP_SECONDS = 20
 _CAPABILITIES = ["SYS_ADMIN", "SYS_PTRACE", "NET_ADMIN"]
 _UNCONFINED = ["seccomp=unconfined", "apparmor=unconfined", "label=disable"]
 
@@ -96,7 +94,7 @@ class Helper(Entrance):
             if error.status != 404:
                 raise
             data = await asyncio.to_thread(runtime.archive)
-            query = {"fromSrc": "-", "repo": REPOSITORY, "tag": digest, "message": "pier's helper"}
+            query = {"fromSrc": "-", "repo": name, "message": "pier's helper"}
             async with self._docker._query("images/create", "POST", params=query, data=data) as answer:
                 told = await answer.text()
             if '"error"' in told:
@@ -238,19 +236,5 @@ class Helper(Entrance):
         if self._tasks:
             await asyncio.wait(self._tasks)
         self._tasks = []
-        await self._remove()
+        await remove(self._docker, self.name)
         self._lease.strike(KIND, self.id)
-
-    async def _remove(self) -> None:
-        container = self._docker.containers.container(self.name)
-        try:
-            async with asyncio.timeout(_STOP_SECONDS):
-                await container.delete(force=True, v=True)
-        except TimeoutError:
-            raise SandboxError(f"the engine did not remove {self.name}", code="stop_timeout") from None
-        except DockerError as error:
-            if error.status == 409:
-                with contextlib.suppress(DockerError, TimeoutError):
-                    await container.wait(condition="removed", timeout=_STOP_SECONDS)
-            elif error.status != 404:
-                raise engine_error(error) from error

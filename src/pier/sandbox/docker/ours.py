@@ -18,6 +18,7 @@ from pier.image.model import Image
 from pier.sandbox.docker.client import Client, connect, engine_error
 from pier.sandbox.docker.holding import letting_go
 from pier.sandbox.docker.images import REPOSITORY, EngineImages, OnProgress
+from pier.sandbox.docker.volumes import collect_volumes
 
 _LATEST = ":latest"
 
@@ -54,6 +55,12 @@ async def collect_ours(*, max_size: int | None = None, dry_run: bool = False) ->
                     removed.append(image)
                     size -= image.size
         return removed
+
+
+async def collect_our_volumes(*, dry_run: bool = False) -> list[str]:
+    """Remove the volumes with copies of directories that no container uses; their names."""
+    async with _engine() as docker:
+        return await collect_volumes(docker, dry_run=dry_run)
 
 
 async def pull_there(reference: str, on_progress: OnProgress | None = None) -> Image:

@@ -13,6 +13,7 @@ import secrets
 import stat
 import tarfile
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from aiodocker.exceptions import DockerError
 from pier.lease import Lease
 from pier.sandbox.docker.box import KIND, LABEL, remove
 from pier.sandbox.docker.client import Client, engine_error
+from pier.sandbox.docker.holding import holding, letting_go
 
 PREFIX = "pier-pack-"
 _INSIDE = "/pack"
@@ -37,9 +39,11 @@ class PackVolumes:
         self._image = image
         self._known: dict[Path, str] = {}
         self._locks: dict[Path, asyncio.Lock] = {}
+        self._held = AsyncExitStack()
 
     async def ensure(self, directory: Path) -> str:
-        """The name of the volume with the content that `directory` had when it was first asked for."""
+        """The name of the volume with the content that `directory` had when it was first asked for. It is kept until
+        `close`, also while no container uses it."""
         async with self._locks.setdefault(directory, asyncio.Lock()):
             if directory not in self._known:
                 self._known[directory] = await self._fill(directory)
@@ -47,6 +51,7 @@ class PackVolumes:
 
     async def _fill(self, directory: Path) -> str:
         name = PREFIX + await asyncio.to_thread(digest_of, directory)
+        await self._held.enter_async_context(holding(name))
         id = secrets.token_hex(6)
         self._lease.write(KIND, id, {"engine": self._docker.address, "name": f"pier-{id}"})
         host = {"NetworkMode": "none", "Binds": [f"{name}:{_INSIDE}"]}
@@ -70,6 +75,10 @@ class PackVolumes:
             self._lease.strike(KIND, id)
         return name
 
+    async def close(self) -> None:
+        """Let the volumes go, for whoever collects."""
+        await self._held.aclose()
+
     async def _is_whole(self, container: Any) -> bool:
         try:
             async with self._docker._query(
@@ -88,17 +97,23 @@ async def collect_volumes(docker: Client, *, dry_run: bool = False) -> list[str]
     containers: list[dict[str, Any]] = await docker._query_json("containers/json", params={"all": "1"})
     used = {mount.get("Name") for container in containers for mount in container.get("Mounts") or []}
     found = sorted(row["Name"] for row in rows if row["Name"].startswith(PREFIX) and row["Name"] not in used)
-    if dry_run:
-        return found
     removed: list[str] = []
     for name in found:
-        try:
-            async with docker._query(f"volumes/{name}", "DELETE"):
+        with letting_go(name) as is_free:
+            if is_free and (dry_run or await _remove(docker, name)):
                 removed.append(name)
-        except DockerError as error:
-            if error.status not in (404, 409):
-                raise engine_error(error) from error
     return removed
+
+
+async def _remove(docker: Client, name: str) -> bool:
+    """Whether it is gone; an engine keeps what a container that was made meanwhile uses."""
+    try:
+        async with docker._query(f"volumes/{name}", "DELETE"):
+            return True
+    except DockerError as error:
+        if error.status in (404, 409):
+            return error.status == 404
+        raise engine_error(error) from error
 
 
 def digest_of(directory: Path) -> str:

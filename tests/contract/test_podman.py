@@ -1,0 +1,61 @@
+"""podman instead of Docker, by its compatible socket: entered by pier itself and by a helper."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from pier.image.model import Image
+from pier.lease import Lease
+from pier.sandbox import open_backend
+from pier.sandbox.conformance import CHECKS, Check, verify
+from pier.sandbox.contract import Backend
+from tests.busybox import busybox_image
+from tests.podman import Podman, podman, podman_missing
+
+SELECTED = (
+    "exit_codes", "timeout_kills_daemons", "upload_tree", "served_from_outside", "none_refuses_at_once",
+    "allowlist_refuses_at_once", "kill_all", "memory_limit_is_told", "snapshot", "stop_while_busy",
+)  # fmt: skip
+
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(podman_missing() is not None, reason=str(podman_missing())),
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Podman]:
+    with podman() as running:
+        yield running
+        assert running.run("ps", "-aq") == ""
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
+    return busybox_image(tmp_path_factory.mktemp("image"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["", "1"], ids=["own", "helper"])
+async def backend(
+    request: pytest.FixtureRequest, engine: Podman, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Backend]:
+    home = tmp_path_factory.mktemp("root")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIER_HOME", str(home))
+        patch.setenv("DOCKER_HOST", engine.url)
+        patch.setenv("PIER_DOCKER_HELPER", request.param)
+        with Lease(home / "leases") as lease:
+            async with open_backend("docker", lease) as opened:
+                await opened.capabilities()
+                yield opened
+            assert lease.held() == []
+
+
+@pytest.mark.parametrize("check", [check for check in CHECKS if check.name in SELECTED], ids=lambda check: check.name)
+async def test_promise(check: Check, backend: Backend, image: Image, tmp_path: Path) -> None:
+    await verify(check, backend, image, tmp_path)
