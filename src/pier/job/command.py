@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 from collections.abc import Mapping
@@ -122,6 +123,7 @@ def _run_owed(job: Job, env: Mapping[str, str], progress: Progress) -> bool:
         return False
     from pier.job.runner import run_job
 
+    gc.freeze()  # what is loaded now stays, and is looked at by no collection of what trials leave
     with Interrupts() as interrupts:
         return asyncio.run(run_job(job, env, progress, interrupts))
 

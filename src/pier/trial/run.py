@@ -31,6 +31,7 @@ from pier.trial.configfile import task_reference, trial_config
 from pier.trial.environment import Room, agent_room, check_support, furnish, sandbox_limits, start_room
 from pier.trial.grading import GradingPlace
 from pier.trial.health import wait_until_healthy
+from pier.trial.images import ImageWish
 from pier.trial.model import AgentInfo, ModelInfo, PierInfo, TimingInfo, TrialResult, VerifierResult
 from pier.trial.network import NetworkPlan, check_network, plan_network
 from pier.trial.outcome import StepOutcome, captured, combined_rewards, exception_info, stops_after
@@ -62,6 +63,7 @@ class _Trial:
         self.clock = Clock(self.record, on_phase)
         self.outcomes: list[StepOutcome] = []
         self.image: Image | None = None
+        self.images: dict[ImageWish, Image] = {}
         config = trial_config(spec, self.environ)
         self.config = self.redactor.value(config) if self.redactor.longest else config
         self.result = TrialResult(
@@ -191,7 +193,9 @@ class _Trial:
         self.result.agent_info = self._agent_info(stage.agent, stage.agent_version)
 
     async def _get_image(self, room: Room) -> Image:
-        image = await self.services.images.get(room.wish)
+        if room.wish not in self.images:
+            self.images[room.wish] = await self.services.images.get(room.wish)
+        image = self.images[room.wish]
         self.image = self.image or image
         return image
 
