@@ -16,14 +16,26 @@ import pytest
 from tests.busybox import busybox_image
 from tests.engine import Engine, engine, missing
 from tests.job_tasks import PATIENCE, make_task, pier, rewards_of, start_pier, trials_of, wait_for
+from tests.ways import free_port, make_certificates, tls_options
 
 pytestmark = [pytest.mark.docker, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 IMAGE = "test/bash"
+ASKS = """\
+#!/bin/sh
+wget -q -O /tmp/answer --header "Content-Type: application/json" --header "Authorization: Bearer $PIER_API_KEY" \\
+  --post-data '{"model": "m", "messages": [{"role": "user", "content": "hello"}]}' "$OPENAI_BASE_URL/chat/completions"
+"""
 
 
 @pytest.fixture(scope="module")
-def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def secure(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """The directory of the engine's certificates, and the port where it asks for them."""
+    return make_certificates(tmp_path_factory.mktemp("tls") / "certificates"), free_port()
+
+
+@pytest.fixture(scope="module")
+def docker(secure: tuple[Path, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """An engine that has one image: busybox and this machine's bash with its libraries."""
     layer = busybox_image(tmp_path_factory.mktemp("image")).layers[0]
     told = subprocess.run(["ldd", "/bin/bash"], capture_output=True, text=True, check=True).stdout
@@ -35,7 +47,7 @@ def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     packed = BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         archive.add(layer, ".")
-    with engine() as running:
+    with engine(*tls_options(*secure)) as running:
         running.docker("import", "--change", "ENV GREETING=hello", "-", IMAGE, stdin=packed.getvalue())
         yield running
         assert running.containers() == []
@@ -66,6 +78,21 @@ def test_a_dockerfile_is_built_once_and_brought_to_the_engine(job: Path, docker:
     pier("run", "-p", "tasks", "-a", "oracle", "-k", "2", "--env", "docker", "--job-name", "b", cwd=job)
     assert rewards_of(job / "jobs" / "b") == [1, 1]
     assert any(row.startswith("pier/") for row in docker.docker("images", "--format", "{{.Repository}}").split())
+
+
+def test_a_far_engine_gets_the_agent_and_its_model_calls_come_back(
+    job: Path, secure: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_TLS_VERIFY", "1")
+    monkeypatch.setenv("DOCKER_CERT_PATH", str(secure[0]))
+    (job / "agent" / "bin").mkdir(parents=True)
+    (job / "agent" / "bin" / "asks").write_text(ASKS)
+    (job / "agent" / "bin" / "asks").chmod(0o755)
+    (job / "model.yaml").write_text("turns:\n  - text: hi\n")
+    agent = ["-a", "command", "--ak", "command=asks", "--ak", f"mount={job / 'agent'}", "-m", "script:model.yaml"]
+    there = ["--env", "docker", "--ek", f"host=tcp://127.0.0.1:{secure[1]}", "--image", IMAGE]
+    pier("run", "-p", "tasks", *agent, *there, "-k", "2", "--job-name", "far", cwd=job, DOCKER_HOST="")
+    assert rewards_of(job / "jobs" / "far") == [1, 1]
 
 
 def test_a_container_that_is_removed_during_a_trial_is_the_infrastructures_fault(job: Path, docker: Engine) -> None:
