@@ -89,8 +89,7 @@ LOOKS = """\
 cd /work || exit 1
 wget -qO- http://web:8080/index.html > page
 wget -qO- http://WWW:8080/index.html > alias
-nc db 5432 > answer
-nc database 5432 >> answer
+for name in db database; do until nc $name 5432 >> answer; do sleep 0.1; done; done
 cat /shared/order > order; cat /shared/env > env; cat /shared/user > user
 echo "$FROM_FILE $FROM_OUTSIDE" > variables
 nslookup refused.test > lookup 2>&1
