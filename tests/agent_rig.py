@@ -17,7 +17,6 @@ from pier.agent.pack import Pack, PackStore
 from pier.agent.registry import pack_spec
 from pier.endpoint import GATEWAY_PORT
 from pier.gateway.answering import Policy
-from pier.gateway.budget import Budget
 from pier.gateway.server import Gateway
 from pier.gateway.session import Session
 from pier.image.model import HOST, Image
@@ -43,14 +42,14 @@ def need_pack(name: str) -> Pack:
 
 
 @asynccontextmanager
-async def stage(name: str, model: Policy, budget: Budget | None = None) -> AsyncIterator[tuple[Sandbox, Session]]:
-    """A sandbox with the agent's pack, and a model that it may call."""
+async def stage(name: str, model: Policy, *, recording: Path | None = None) -> AsyncIterator[tuple[Sandbox, Session]]:
+    """A sandbox with the agent's pack, and a model that it may call; `recording` keeps what went over the wire."""
     mounts = (Mount(PACK_PATH, need_pack(name).path),)
     with Lease() as lease:
         async with LocalBackend(lease) as backend, Gateway() as gateway:
             async with await backend.start(SandboxSpec(Image(HOST, HOST), mounts=mounts)) as sandbox:
                 await sandbox.write_file(f"{DESK}/note.txt", b"hello\n")
                 await sandbox.write_file(f"{AGENT_LOGS}/.keep", b"")
-                session = gateway.session("scripted", upstream=model, budget=budget or Budget())
+                session = gateway.session("scripted", upstream=model, recording=recording)
                 await sandbox.listen(GATEWAY_PORT, gateway.protocol_factory(session))
                 yield sandbox, session

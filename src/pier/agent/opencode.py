@@ -50,11 +50,11 @@ class OpenCode(PackedAgent):
             "autoupdate": False,
             "share": "disabled",
             "snapshot": False,
-            "permission": "allow",
+            "permission": {"*": "allow"},
             "mcp": {name: _mcp(server) for name, server in mcp_servers(run).items()},
         }
         if run.options.get("disable_web_search"):
-            config["tools"] = {"webfetch": False, "websearch": False}
+            config["permission"] |= {"webfetch": "deny", "websearch": "deny"}
         if run.endpoint:
             sdk, path = SDKS[choice(self.name, run.options, "dialect", tuple(SDKS), default="chat")]
             entry: dict[str, Any] = {"name": run.endpoint.model, "tool_call": True}
