@@ -1,16 +1,7 @@
-"""Process 1 of a sandbox: builds its root, runs commands or hands them to workers, and reaps.
-
-It never executes a program, so its memory belongs to the namespace outside and nothing inside can trace or read it. Its
-first thread keeps its rights over the sandbox's own namespaces and sleeps until they are needed; the second one, which
-serves pier and starts commands, has given them up, and so has all that it starts. When pier's end of the control
-socket closes, it ends, and the kernel ends everything inside with it.
-
-It begins without a plan, readies what all sandboxes have alike, and waits: for long, as a spare, or not.
-"""
+"""The loop of whoever serves a sandbox: takes pier's requests, runs commands or hands them to workers, and reaps."""
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import os
 import resource
@@ -22,64 +13,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from pier.network import counting, plumbing
-from pier.sandbox.local import kernel, root, wire, worker
+from pier.sandbox.local import wire, worker
 from pier.sandbox.local.census import Census
 from pier.sandbox.local.wire import OUT_OF_MEMORY
 
-GO = b"1"
-_BLANK = {"no_new_privileges": False, "watched_memory": 0}
 _SPARE = 2
 _WATCH_MS = 100
 _PATIENCE = 5.0
 """Seconds that killing one command's tree may take before everything inside is killed instead."""
-
-
-def main(control: socket.socket, config: dict[str, Any]) -> None:
-    """Run in the clone that a zygote made. Packets from `control`: one that says that the ids are mapped, the plan with
-    the files that it counts on, and from then on pier's requests. Does not return."""
-    try:
-        if control.recv(1) == GO:
-            _begin(control, config)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            wire.receive(control)
-            wire.send(control, {"id": 0, "error": str(error), "errno": error.errno or 0})
-    finally:
-        os._exit(1)
-
-
-def _begin(control: socket.socket, config: dict[str, Any]) -> None:
-    many_ids = config["many_ids"]
-    _become_root(many_ids=many_ids)
-    root.mount_proc()
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    proc = os.open("/b/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    init = First(control, _BLANK | config, Census(proc, without=frozenset({1})))
-    texts = root.prepare(config["masks"], many_ids=many_ids)
-    proof = plumbing.probe("none")
-    _thread.start_new_thread(init.run, ())
-    received = wire.receive(control)
-    if received is None:
-        return
-    plan, (_, *trees) = received
-    try:
-        root.build(plan, texts, trees, many_ids=many_ids)
-        wire.send(control, {"id": 0, "ready": True, "proof": proof})
-    except OSError as error:
-        wire.send(control, {"id": 0, "error": str(error), "errno": error.errno or 0})
-        return
-    root.leave()
-    init.attend(plan)
-
-
-def _become_root(*, many_ids: bool) -> None:
-    kernel.set_name("pier-init")
-    if many_ids:
-        os.setgroups([])
-    os.setresgid(0, 0, 0)
-    os.setresuid(0, 0, 0)
-    os.umask(0o022)
-    set_limits({"RLIMIT_CORE": 0})
 
 
 def set_limits(limits: dict[str, int]) -> None:
@@ -92,7 +33,7 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 class Init:
-    """The loop of whoever serves a sandbox, with workers for what there is to do."""
+    """One sandbox's loop. Process 1 of a local one is a `First`, a container's is an `Attendant`."""
 
     own: worker.Worker | None = None
     """Runs a command without a fork, where this process may itself have commands as children."""
@@ -364,59 +305,3 @@ class Init:
             sock.listen(1024)
             answer = {"id": message["id"], "port": sock.getsockname()[1]}
             wire.send(self.control, answer, [sock.fileno()])
-
-
-class First(Init):
-    """Process 1: a thread with the rights over its namespaces, which waits, and one without, which serves."""
-
-    def __init__(self, control: socket.socket, plan: dict[str, Any], census: Census) -> None:
-        super().__init__(control, plan, census)
-        self.own = worker.Worker(control, self._on_free, many_ids=plan["many_ids"])
-        self._plan: dict[str, Any] = {}
-        self._wanted: dict[str, Any] | None = None
-        self._begin, self._ask, self._done = (_thread.allocate_lock() for _ in range(3))
-        for lock in (self._begin, self._ask, self._done):
-            lock.acquire()
-
-    def run(self) -> None:
-        """The thread that serves. It gives its rights up before there is anything to serve."""
-        try:
-            worker.confine(self.confine)
-            self.confine["filter"] = b""
-            self._begin.acquire()
-            self.memory = self._plan["watched_memory"]
-            self.confine["no_new_privileges"] = self._plan["no_new_privileges"]
-            if self._plan["no_new_privileges"]:
-                kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-            set_limits(self._plan["rlimits"])
-            if self._plan["cores"]:
-                os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: self._plan["cores"]])
-            self.serve()
-        finally:
-            os._exit(1)
-
-    def attend(self, plan: dict[str, Any]) -> None:
-        """Let the other thread begin, and do for it what needs rights."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-        self._plan = plan
-        self._begin.release()
-        while True:
-            self._ask.acquire()
-            message = self._wanted
-            assert message is not None
-            try:
-                super()._change_network(message)
-            except OSError as error:
-                wire.send(self.control, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
-            finally:
-                self._done.release()
-
-    def _change_network(self, message: dict[str, Any]) -> None:
-        self._wanted = message
-        self._ask.release()
-        self._done.acquire()
-
-    def _on_free(self, job: int, answer: dict[str, Any]) -> None:
-        self.jobs.pop(job, None)
-        if answer:
-            wire.send(self.control, answer)

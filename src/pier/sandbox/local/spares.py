@@ -13,7 +13,7 @@ import signal
 import socket
 from typing import Any
 
-from pier.sandbox.local import init, kernel
+from pier.sandbox.local import first, kernel
 from pier.sandbox.local.root import HOST
 
 _NAMESPACES = (
@@ -99,12 +99,12 @@ class Spares:
             signal.set_wakeup_fd(-1)
             self.close()
             ours.close()
-            init.main(theirs, self._config)
+            first.main(theirs, self._config)
         theirs.close()
         spare = Spare(pid, pidfd, ours, self.layers)
         try:
             write_maps(pid, maps)
-            ours.send(init.GO)
+            ours.send(first.GO)
         except OSError:
             os.kill(pid, signal.SIGKILL)
             spare.close()
