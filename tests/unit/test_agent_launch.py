@@ -82,6 +82,16 @@ def test_claude_code_options_become_flags_and_plan_mode_is_off() -> None:
     assert "--disallowedTools" not in free.argv
 
 
+TAKE_EFFORT = ("claude-code", "codex", "gemini-cli", "mini-swe-agent", "goose", "kimi", "copilot", "aider", "openhands")
+
+
+@pytest.mark.parametrize("name", [*TAKE_EFFORT, "pi", "cline"])
+def test_the_effort_of_the_command_line_reaches_the_agent(name: str) -> None:
+    """`--effort` sets `reasoning_effort`."""
+    assert "reasoning_effort" in find_agent(name).options
+    assert "low" in told(launch(name, options={"reasoning_effort": "low"})).lower()
+
+
 def test_a_wrong_choice_is_told_with_what_is_allowed() -> None:
     with pytest.raises(UsageError, match="low, medium, high"):
         launch("claude-code", options={"reasoning_effort": "enormous"})

@@ -13,6 +13,7 @@ HOME = f"{AGENT_LOGS}/cline"
 PROVIDER = "openai-compatible"
 FLAGS = (
     Flag("thinking", "--thinking", ("none", "low", "medium", "high", "xhigh")),
+    Flag("reasoning_effort", "--thinking", ("none", "low", "medium", "high", "xhigh")),
     Flag("max_consecutive_mistakes", "--retries"),
 )
 

@@ -18,7 +18,8 @@ APIS = {
     "responses": ("openai-responses", "/v1"),
     "gemini": ("google-generative-ai", "/v1beta"),
 }
-FLAGS = (Flag("thinking", "--thinking", ("off", "minimal", "low", "medium", "high", "xhigh", "max")),)
+LEVELS = ("off", "minimal", "low", "medium", "high", "xhigh", "max")
+FLAGS = (Flag("thinking", "--thinking", LEVELS), Flag("reasoning_effort", "--thinking", LEVELS))
 
 
 class Pi(PackedAgent):
@@ -28,7 +29,7 @@ class Pi(PackedAgent):
     dialect = "chat"
     takes_mcp = False
     pack = PackSpec("npm", "@earendil-works/pi-coding-agent", "0.87.1")
-    options = ("thinking", "dialect", "model")
+    options = ("thinking", "reasoning_effort", "dialect", "model")
 
     def launch(self, run: AgentRun) -> Launch:
         argv = [f"{PACK_PATH}/bin/node", ENTRY, "--print", "--mode", "json"]
@@ -47,7 +48,7 @@ class Pi(PackedAgent):
         api, path = APIS[choice(self.name, run.options, "dialect", tuple(APIS), default="chat")]
         model = {
             "id": endpoint.model,
-            "reasoning": bool(run.options.get("thinking")),
+            "reasoning": bool(run.options.get("thinking") or run.options.get("reasoning_effort")),
             "contextWindow": endpoint.context_window or 200_000,
             "maxTokens": endpoint.max_output_tokens or 32_000,
             "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
