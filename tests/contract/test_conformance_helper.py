@@ -137,5 +137,4 @@ async def test_a_directory_comes_along_where_the_engine_cannot_see_it(
             result = await sandbox.exec("/opt/pack/tool && touch /opt/pack/new")
             assert (result.text, result.ok) == ("from the pack\n", False)
             assert await sandbox.read_file("/opt/pack/large") == (pack / "large").read_bytes()
-            assert await collect_our_volumes() == []
-    assert await collect_our_volumes(dry_run=True) == []
+        await collect_our_volumes()

@@ -122,11 +122,14 @@ def _kind(fd: int) -> str:
 class FarEntered(Entered):
     """A container that the helper has entered."""
 
-    def __init__(self, helper: FarChannel, channel: FarChannel, key: str, proof: dict[str, str]) -> None:
+    def __init__(
+        self, helper: FarChannel, channel: FarChannel, key: str, proof: dict[str, str], left: Callable[[], None]
+    ) -> None:
         self.channel = self._far = channel
         self.proof = proof
         self._helper = helper
         self._key = key
+        self._left = left
 
     def oom_kills(self) -> int:
         return self._far.oom
@@ -158,6 +161,7 @@ class FarEntered(Entered):
         with contextlib.suppress(SandboxError, TimeoutError):
             async with asyncio.timeout(_LEAVE_SECONDS):
                 await self._helper.ask({"op": "leave", "container": self._key})
+        self._left()
 
 
 class FarNetwork(Network):

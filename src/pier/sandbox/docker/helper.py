@@ -223,7 +223,10 @@ class Helper(Entrance):
             with contextlib.suppress(SandboxError):
                 self._own.send({"op": "leave", "container": name, "id": 0})
             raise
-        return FarEntered(self._own, channel, name, answer["proof"])
+        return FarEntered(self._own, channel, name, answer["proof"], lambda: self._forget(name))
+
+    def _forget(self, name: str) -> None:
+        self._channels.pop(name, None)
 
     async def close(self) -> None:
         """End it and remove its container."""
