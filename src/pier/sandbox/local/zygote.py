@@ -114,6 +114,9 @@ class Zygote:
                 self._look(message)
             elif message["op"] == "forget":
                 self._forget(message["path"])
+        except ConnectionError:
+            problem = "the init that was to run the sandbox has been killed"
+            wire.send(self.sock, {"id": message["id"], "error": problem, "code": "sandbox_gone"})
         except OSError as error:
             wire.send(self.sock, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
         finally:
