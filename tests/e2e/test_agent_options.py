@@ -12,7 +12,8 @@ import pytest
 from pier.agent.contract import AgentRun
 from pier.agent.registry import find_agent
 from pier.gateway.canonical import Request, Text, ToolCall, Turn, Usage
-from tests.agent_rig import DESK, stage
+from tests.agent_rig import DESK, PACKS, need_pack, stage
+from tests.job_tasks import make_task, pier, trials_of
 
 
 class Listener:
@@ -113,3 +114,30 @@ async def test_a_temperature(name: str, options: dict[str, Any]) -> None:
 async def test_variables_of_the_user_go_before_those_of_pier() -> None:
     model = await ask("claude-code", {}, {"CLAUDE_CODE_EXTRA_BODY": json.dumps({"metadata": {"user_id": "of-mine"}})})
     assert "of-mine" in str(model.work)
+
+
+def test_several_agents_in_one_job_file(tmp_path: Path) -> None:
+    turns = [{"shell": "echo hi > /tmp/answer; echo $NOTE > /logs/agent/note"}, {"finish": "Done."}]
+    (tmp_path / "script.json").write_text(json.dumps(turns))
+    make_task(tmp_path / "task")
+    model = f"script:{tmp_path / 'script.json'}"
+    agents: list[dict[str, Any]] = [
+        {"name": "codex", "kwargs": {"reasoning_effort": "xhigh"}, "env": {"NOTE": "${NOTE_OF_MINE}"}},
+        {"name": "pi", "kwargs": {"thinking": "low"}, "env": {"NOTE": "other"}},
+    ]
+    for agent in agents:
+        need_pack(agent["name"])
+        agent["model_name"] = model
+    job = {"agents": agents, "datasets": [{"path": "task"}], "job_name": "j"}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    pier("run", "-c", "job.json", cwd=tmp_path, PIER_PACKS=str(PACKS), NOTE_OF_MINE="seen")
+    found = {}
+    for trial in trials_of(tmp_path / "jobs" / "j"):
+        result = json.loads((trial / "result.json").read_text())
+        assert result["verifier_result"]["rewards"] == {"reward": 1} and result["agent_info"]["model_info"]
+        recorded = (trial / "agent" / "recording.jsonl").read_text()
+        found[result["agent_info"]["name"]] = ((trial / "agent" / "note").read_text(), "xhigh" in recorded)
+        assert "${NOTE_OF_MINE}" in (trial / "config.json").read_text() or result["agent_info"]["name"] == "pi"
+    assert found == {"codex": ("seen\n", True), "pi": ("other\n", False)}
+    packs = json.loads((tmp_path / "jobs" / "j" / "lock.json").read_text())["pier"]["packs"]
+    assert set(packs) == {"codex", "pi"} and packs["codex"]["version"]
