@@ -3,14 +3,11 @@ the tests' own. Packs as in `test_agent_real`."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun
-from pier.agent.pack import PackStore
 from pier.agent.registry import find_agent
 from pier.endpoint import GATEWAY_PORT
 from pier.gateway.script import Script
@@ -19,11 +16,11 @@ from pier.image.model import Image
 from pier.lease import Lease
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend, Mount, SandboxSpec
+from tests.agent_rig import need_pack
 from tests.busybox import busybox_image
 from tests.engine import engine, missing
 
-PACKS = Path(os.environ.get("PIER_PACKS") or Path(__file__).parents[2] / ".cache" / "packs")
-AGENTS = ("claude-code", "codex", "opencode", "pi")
+AGENTS = ("claude-code", "codex", "opencode", "pi", "mini-swe-agent")
 TURNS = [{"shell": "cat note.txt > seen.txt"}, {"shell": "echo done >> seen.txt"}, {"finish": "I have seen it."}]
 
 
@@ -56,10 +53,7 @@ async def local_backend() -> AsyncIterator[Backend]:
 
 async def drive(backend: Backend, image: Image, name: str) -> None:
     """Let the agent do what the script says, as root and as nobody in particular."""
-    agent = find_agent(name)()
-    pack = PackStore(PACKS).find(agent.pack) if agent.pack else None
-    if pack is None:
-        pytest.skip(f"the pack of {name} is not built: .ci/packs {name}")
+    agent, pack = find_agent(name)(), need_pack(name)
     async with Gateway() as gateway:
         spec = SandboxSpec(image, mounts=(Mount(PACK_PATH, pack.path),))
         async with await backend.start(spec) as sandbox:
