@@ -219,7 +219,8 @@ class Pier:
         return clock.lap()
 
     async def memory(self) -> float | None:
-        """Of several, since they share what they were forked from; that one process serves all and is not counted."""
+        """Of several, since they share what they were forked from; that one process serves all and is not counted. The
+        inits that it made ahead are."""
         sandboxes = await asyncio.gather(*(self._begin() for _ in range(IDLE)))
         found = {pid for zygote in self._backend.zygotes for pid in _descendants(zygote)} - {*self._backend.zygotes}
         total = _megabytes(found)
