@@ -12,7 +12,7 @@ import pytest
 
 from pier.agent.contract import PACK_PATH
 from pier.lease import Lease
-from pier.sandbox.contract import Mount, SandboxSpec
+from pier.sandbox.contract import Backend, Mount, SandboxSpec
 from pier.sandbox.local import LocalBackend
 from tests.agent_rig import need_pack
 from tests.contract.test_pack_roots import ROOTS, make_root
@@ -29,7 +29,7 @@ KINDS = {
 
 
 @pytest.fixture
-async def backend() -> AsyncIterator[LocalBackend]:
+async def backend() -> AsyncIterator[Backend]:
     with Lease() as lease:
         async with LocalBackend(lease) as found:
             yield found
@@ -37,7 +37,7 @@ async def backend() -> AsyncIterator[LocalBackend]:
 
 @pytest.mark.parametrize("root", ROOTS)
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_program_of_a_real_pack_starts(kind: str, root: str, backend: LocalBackend, tmp_path: Path) -> None:
+async def test_a_program_of_a_real_pack_starts(kind: str, root: str, backend: Backend, tmp_path: Path) -> None:
     name, command, expected = KINDS[kind]
     pack = need_pack(name)
     users = (None, "12345") if (await backend.capabilities()).users else (None,)
