@@ -192,7 +192,7 @@ def _make_certificates(root: Path) -> None:
 
 
 class _Files(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         return
 
 
