@@ -66,19 +66,89 @@ def test_a_runner_killed_in_a_phase(tmp_path: Path, pier_home: Path, phase: str)
         waits = phase not in ("start", "seal")
         wait_for(lambda: list(gate.glob(f"{phase}.*")) if waits else _reached(job, "gated", phase), child)
         _kill(child)
+    _assert_it_goes_on(tmp_path, pier_home, command, [gate], in_time=waits)
+
+
+def _assert_it_goes_on(
+    tmp_path: Path, pier_home: Path, command: list[str], gates: list[Path], *, in_time: bool = True
+) -> None:
+    """After a kill: what was finished stays as it is, the rest is done, and nothing is left. `in_time`: the trial that
+    was under way cannot have come further."""
+    job = tmp_path / "jobs" / "j"
     (quick,) = (trial for trial in trials_of(job) if trial.name.startswith("a-quick"))
     before = snapshot(quick)
     begun = {trial.name for trial in trials_of(job)}
     sealed = {trial.name for trial in trials_of(job) if (trial / "result.json").exists()}
-    assert sealed == {quick.name} or not waits
+    assert sealed == {quick.name} or not in_time
     assert "interrupted" in pier("job", "list", cwd=tmp_path).stdout
-    (gate / "go").touch()
+    for gate in gates:
+        (gate / "go").touch()
     pier(*command, cwd=tmp_path)
     assert rewards_of(job) == [1, 1, 1]
     assert snapshot(quick) == before
     kept = list((job / ".retries").iterdir()) if (job / ".retries").is_dir() else []
     assert len(kept) == len(begun - sealed)
     _assert_nothing_is_owned(pier_home)
+
+
+@pytest.mark.plain
+def test_a_runner_killed_while_it_builds(tmp_path: Path, pier_home: Path) -> None:
+    """The phase `prepare`, in the middle of a RUN."""
+    for name in ("a-quick", "gated", "later"):
+        make_task(tmp_path / "tasks" / name)
+    task = tmp_path / "tasks" / "gated"
+    (task / "task.toml").write_text('schema_version = "1.1"\n[environment]\nnetwork_mode = "no-network"\n')
+    wait = "touch /gate/prepare && while [ ! -e /gate/go ]; do sleep 0.05; done"
+    (task / "environment" / "Dockerfile").write_text(f"FROM host\nRUN --mount=type=cache,target=/gate {wait}\n")
+    command = ["run", "-p", "tasks", "-a", "oracle", "-n", "1", "--job-name", "j"]
+    job = tmp_path / "jobs" / "j"
+    with start_pier(*command, cwd=tmp_path) as child:
+        gates = wait_for(lambda: [path.parent for path in pier_home.rglob("caches/*/prepare")], child)
+        wait_for(lambda: _reached(job, "gated", "prepare"), child)
+        _kill(child)
+    assert not _reached(job, "gated", "start")
+    _assert_it_goes_on(tmp_path, pier_home, command, gates)
+
+
+INSTALLED = """
+from pier.agent.contract import Agent, AgentRun, Launch, PackSpec
+
+class Installed(Agent):
+    name = "installed"
+    pack = PackSpec("npm", "installed")
+
+    def launch(self, run: AgentRun) -> Launch:
+        return Launch(["/bin/sh", "-c", "echo hi > /tmp/answer"])
+"""
+NPM = """#!/bin/sh
+mkdir /gate/first 2>/dev/null || { touch /gate/setup.$$; while [ ! -e /gate/go ]; do sleep 0.05; done; }
+mkdir -p node_modules/installed
+echo '{"version": "1.4.2"}' > node_modules/installed/package.json
+"""
+"""A stand-in that installs an agent at once the first time, and then waits at the gate."""
+
+
+def test_a_runner_killed_while_an_agent_is_installed(
+    tmp_path: Path, pier_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The phase `setup`, in the middle of the sandbox's own npm."""
+    gate = tmp_path / "gate"
+    for name in ("a-quick", "gated", "later"):
+        make_task(tmp_path / "tasks" / name)
+    (gate / "bin").mkdir(parents=True)
+    for name, text in (("npm", NPM), ("node", "#!/bin/sh\n")):
+        (gate / "bin" / name).write_text(text)
+        (gate / "bin" / name).chmod(0o755)
+    (tmp_path / "own_agents.py").write_text(INSTALLED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    command = ["run", "-p", "tasks", "-a", "own_agents:Installed", "--install-in-sandbox", "-n", "1"]
+    command += ["--job-name", "j", "--ae", f"PATH=/gate/bin:{os.defpath}", *gate_mount(gate)]
+    with start_pier(*command, cwd=tmp_path) as child:
+        wait_for(lambda: list(gate.glob("setup.*")), child)
+        _kill(child)
+    (unfinished,) = (tmp_path / "jobs" / "j").glob("gated__*")
+    assert (unfinished / "trial.log").read_text().endswith(" phase setup\n")
+    _assert_it_goes_on(tmp_path, pier_home, command, [gate])
 
 
 @pytest.mark.plain
