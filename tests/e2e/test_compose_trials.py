@@ -140,6 +140,43 @@ async def test_services_find_one_another_and_hold_the_policy(
     assert [row for row in rows if row.get("name") == "refused.test" and not row["allowed"]]
 
 
+SEALED = """\
+services:
+  main: {image: "{image}", volumes: ["./a.conf:/etc/a/a.conf:ro", "./b.conf:/run/b.conf"], depends_on: [side]}
+  side:
+    image: {image}
+    volumes: [{type: bind, source: ./a.conf, target: /a.conf, read_only: true}]
+    command: ["sh", "-c", "echo x > /a.conf || echo kept; sleep 1000"]
+    healthcheck: {test: "! echo x >> /a.conf && test -s /a.conf", interval: 100ms}
+"""
+
+BREAKS = """\
+cd /etc/a
+echo x > a.conf; echo x >> a.conf; rm -f a.conf; mv a.conf b.conf; chmod 777 a.conf; touch new; mv new a.conf
+umount a.conf; mount -o remount,rw a.conf
+echo more >> /run/b.conf
+cat a.conf /run/b.conf > /logs/artifacts/seen
+"""
+
+
+@pytest.mark.parametrize("way", ["own", "helper"])
+async def test_a_file_that_is_mounted_read_only_stays_as_it_is(
+    docker: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    if way == "helper":
+        monkeypatch.setenv("PIER_DOCKER_HELPER", "1")
+    files = {"environment__a.conf": "setting a\n", "environment__b.conf": "setting b\n"}
+    test = "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"
+    task = compose_task(tmp_path / "task", SEALED, test=test, **files)
+    async with docker_bench(tmp_path / "trials") as bench:
+        result = await bench.run(task, AgentChoice("command", options={"command": BREAKS}))
+        trial = bench.last
+    assert result.exception_info is None, result.exception_info
+    seen = trial / "artifacts" / "logs" / "artifacts" / "seen"
+    assert seen.read_text() == "setting a\nsetting b\nmore\n"
+    assert "kept" in (trial / "services" / "side.log").read_text()
+
+
 SMALL = """\
 services:
   main: {image: "{image}", depends_on: [side]}

@@ -75,6 +75,8 @@ class Attendant(Init):
             finally:
                 for fd in fds:
                     os.close(fd)
+        elif message["op"] == "seal":
+            self._by_child(message, lambda: self._seal(message))
         else:
             super()._take(message, fds)
 
@@ -85,6 +87,13 @@ class Attendant(Init):
         else:
             lan.join(fds[0], [(network, host) for network, host in message["places"]])
         wire.send(self.control, {"id": message["id"]}, made)
+
+    def _seal(self, message: dict[str, Any]) -> None:
+        """Mount a file on itself, read-only. Nothing inside may undo that: commands have no right to mount."""
+        path = message["path"]
+        kept = os.statvfs(path).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC)
+        kernel.bind(path, path, read_only=True, flags=kept)
+        wire.send(self.control, {"id": message["id"]})
 
     def _kill_all(self) -> int:
         """As for a local sandbox, but by a child: here the signal would reach the host's processes."""

@@ -164,9 +164,12 @@ class ServiceGroup:
         return all(self._compose.networks[name] for name in service.networks)
 
     async def _bring_files(self, service: Service) -> None:
+        sandbox = self.sandboxes[service.name]
         for volume in service.volumes:
             if volume.source is not None and not volume.source.is_dir():
-                await self.sandboxes[service.name].upload(volume.source, volume.target)
+                await sandbox.upload(volume.source, volume.target)
+                if volume.read_only:
+                    await sandbox.box.channel.ask({"op": "seal", "path": volume.target})
 
     async def _bring_up(self, process: ServiceProcess) -> None:
         for name, condition in process.service.depends_on.items():
