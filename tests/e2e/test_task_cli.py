@@ -64,6 +64,32 @@ def test_check_without_running(tmp_path: Path) -> None:
     assert "no such task" in pier("task", "check", tmp_path / "none", code=2)
 
 
+SERVICES = """\
+services:
+  main: {image: x, environment: {KEY: "${KEY:?}"}, cpus: "${COUNT}", ports: ["80:80"]}
+  side: {image: x}
+"""
+
+
+def test_check_reads_compose_files(tmp_path: Path) -> None:
+    toml = TOML + 'env = {KEY = "${A_KEY_THAT_NOBODY_HAS}", COUNT = "${A_COUNT_THAT_NOBODY_HAS}"}\n'
+    asked = "[[verifier.collect]]\nservice = 'side'\ncommand = 'true'\n"
+    named = {"environment__docker-compose.yaml": SERVICES, "environment__Dockerfile": ""}
+    write_task(tmp_path / "good", toml=toml + asked, **named)
+    said = pier("task", "check", tmp_path / "good")
+    assert "errors: 0" in said and "services.main.ports: not published" in said
+    write_task(tmp_path / "hook", toml=toml + asked.replace("side", "nobody"), **named)
+    assert "task.toml: verifier.collect: there is no service 'nobody'" in pier(
+        "task", "check", tmp_path / "hook", code=1
+    )
+    named["environment__docker-compose.yaml"] = SERVICES + "  far: {image: x, privileged: true, cap_add: [ALL]}\n"
+    write_task(tmp_path / "bad", toml=toml, **named)
+    rows = json.loads(pier("task", "check", "--json", tmp_path / "bad", code=1))["problems"]
+    (row,) = (row for row in rows if row["level"] == "error")
+    assert row["where"].endswith("environment/docker-compose.yaml: services.far.privileged")
+    assert row["message"] == "is not supported, and neither are its neighbours cap_add"
+
+
 def test_list_and_show(tmp_path: Path) -> None:
     for name in ("one", "two", "three"):
         write_task(tmp_path / "set" / name)

@@ -60,9 +60,10 @@ def check(
     """Look for what is wrong with tasks; with --run, prove that they can be solved and not got for free."""
     from pier.task.lint import lint
     from pier.task.sources import find_tasks
+    from pier.trial.lint import lint_services
 
     paths = [origin.path for source in sources for origin in find_tasks(source)]
-    problems = [problem for path in paths for problem in lint(path)]
+    problems = [problem for path in paths for problem in (*lint(path), *lint_services(path))]
     failed = any(problem.level == "error" or strict for problem in problems)
     if not as_json:
         _print_problems(problems, len(paths))

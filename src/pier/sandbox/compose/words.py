@@ -37,8 +37,9 @@ class Place:
             raise self.error("must be a mapping")
         found = {str(key): each for key, each in value.items() if not str(key).startswith("x-")}
         if known is not None and (strange := [key for key in found if key not in known]):
+            others = f", and neither are its neighbours {', '.join(strange[1:])}" if strange[1:] else ""
             raise self.at(strange[0]).error(
-                "is not supported", "leave it out; docs/reference/compose.md lists the keys that are"
+                f"is not supported{others}", "leave it out; docs/reference/compose.md lists the keys that are"
             )
         return found
 
