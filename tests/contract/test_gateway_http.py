@@ -134,6 +134,7 @@ LINES = [
     b"GET / HTTP/1.1\r\n\r\n",
     b"GET / HTTP/1.1 \r\nHost: x\r\n\r\n",
     b"GET / http/1.1\r\nHost: x\r\n\r\n",
+    b"GET http://[x/ HTTP/1.1\r\nHost: x\r\n\r\n",
     b"GET / HTTP/2.0\r\nHost: x\r\n\r\n",
     b"GET /\r\n\r\n",
     b"GET / HTTP/1.1\nHost: x\n\n",
@@ -248,6 +249,32 @@ async def test_a_flood_behind_a_call_waits_outside() -> None:
         go_on.set()
         for _ in range(21):
             assert (await wire.answer())[0] == 200
+
+
+async def test_who_asks_on_and_never_reads_is_not_answered_on() -> None:
+    async def answer(request: HttpRequest) -> None:
+        nonlocal answered
+        answered += 1
+        request.reply(200, [], b"x" * 1_000_000)
+
+    answered, loop = 0, asyncio.get_running_loop()
+    server = Server(answer, lambda status, message: b"")
+    listening = await loop.create_server(server, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname(), limit=2**16)
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
+    async with asyncio.timeout(LIMIT):
+        while not any(connection.full for connection in server.connections):
+            await asyncio.sleep(0.01)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert answered < 100
+        for _ in range(100):
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(1_000_000)
+    assert answered == 100
+    writer.close()
+    listening.close()
+    await server.shutdown(1)
 
 
 async def test_an_old_client_gets_its_stream_without_chunks() -> None:

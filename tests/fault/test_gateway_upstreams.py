@@ -12,6 +12,7 @@ import pytest
 
 from pier.gateway import Gateway, recording
 from pier.gateway.dialect import DIALECTS
+from pier.gateway.exchange import _Beat
 from pier.gateway.limiter import Retry
 from pier.gateway.recording import Call
 from pier.gateway.turns import TurnBuilder, stream_turn
@@ -365,3 +366,30 @@ async def test_a_body_that_only_the_provider_can_read(client: str, tmp_path: Pat
         answer = await post(case.url, STREAM_PATHS[client], case.session.key, body)
         assert answer[0] == 200
         case.check_failure(True, answer, "")
+
+
+class StuckReader:
+    """An exchange whose agent takes the first sign of life only after a while."""
+
+    _last_write = 0.0
+
+    def __init__(self) -> None:
+        self.signs = 0
+        self.reads = asyncio.Event()
+
+    async def show_life(self) -> None:
+        self.signs += 1
+        if self.signs == 1:
+            await self.reads.wait()
+
+
+async def test_an_agent_that_reads_late_still_gets_signs_of_life() -> None:
+    stuck = StuckReader()
+    async with asyncio.timeout(60), _Beat(stuck, 0.01):  # type: ignore[arg-type]
+        while not stuck.signs:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert stuck.signs == 1
+        stuck.reads.set()
+        while stuck.signs < 3:
+            await asyncio.sleep(0.01)

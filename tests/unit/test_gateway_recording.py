@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pier.errors import UsageError
+from pier.files import Journal
 from pier.gateway import recording
 from pier.gateway.body import parse
 from pier.gateway.canonical import Usage
 from pier.gateway.dialect.contract import BadRequest
+from pier.gateway.flushing import Flusher
 from pier.gateway.recorder import Recorder
 from pier.gateway.shelf import Shelf
 
@@ -185,6 +187,35 @@ def test_a_running_session_can_be_followed(tmp_path: Path) -> None:
     one.end("cancelled", 499)
     assert [call.outcome for call in reader.poll()] == ["cancelled"]
     assert reader.poll() == []
+
+
+def test_a_name_that_comes_twice_is_stored_as_it_came(tmp_path: Path) -> None:
+    path, raw = tmp_path / "calls.jsonl", b'{"messages":[{"a":1},{"b":2}],"tools":[{"c":3}],"messages":"x","z":1}'
+    recorder = make(path)
+    recorder.call(FACTS, parse(raw)).end("ok", 200)
+    recorder.close("done")
+    assert recording.read(path).calls[0].body == raw
+
+
+async def test_after_a_full_disk_nothing_refers_to_what_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, raw = tmp_path / "calls.jsonl", json.dumps({"messages": [{"role": "user", "content": "x" * 300}]}).encode()
+    flusher = Flusher()
+    recorder = Recorder(path, {"id": "s"}, flusher=flusher)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append_lines", full_disk)
+        recorder.write_lines([b"{}\n"], later=True)
+        recorder.flush()
+    with pytest.raises(OSError, match="full"):
+        recorder.call(FACTS, parse(raw)).end("ok", 200)
+    recorder.call(FACTS, parse(raw)).end("ok", 200)
+    await flusher.close()
+    assert [call.body for call in recording.read(path).calls] == [raw]
+
+
+def full_disk(journal: Journal, lines: bytes) -> None:
+    raise OSError("the disk is full")
 
 
 def test_fields_are_edited_in_place() -> None:

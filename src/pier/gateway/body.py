@@ -115,6 +115,8 @@ def _parse(raw: bytes, earlier: Earlier) -> Body:
                 grown[name] = known, count
         else:
             value[name], at = _scan(text, start)
+            arrays.pop(name, None)
+            grown.pop(name, None)
         fields[name] = (start, at)
         at = _skip(text, at)
     if _skip(text, at + 1) != len(text):

@@ -183,8 +183,9 @@ class _Beat:
         quiet = time.monotonic() - self._exchange._last_write
         if quiet < self._interval:
             self._wait(self._interval - quiet)
-        elif self._task is None or self._task.done():
-            self._task = self._loop.create_task(self._beat())
+        else:
+            if self._task is None or self._task.done():
+                self._task = self._loop.create_task(self._beat())
             self._wait(self._interval)
 
     async def _beat(self) -> None:

@@ -103,6 +103,7 @@ class Recorder:
             return
         if self._failure:
             failure, self._failure = self._failure, None
+            self._start_over()  # these lines are lost, and with them what they define
             raise failure
         self._waiting += lines
         if not later:

@@ -45,9 +45,12 @@ class Request:
         self.target = head.target
         self.headers = head.headers
         target = head.target
-        if not target.startswith("/"):
-            parts = urlsplit(target) if "://" in target else None
-            target = f"{parts.path or '/'}?{parts.query}" if parts else target
+        if not target.startswith("/") and "://" in target:
+            try:
+                parts = urlsplit(target)
+            except ValueError:
+                raise BadMessage("the address of the request cannot be read") from None
+            target = f"{parts.path or '/'}?{parts.query}"
         path, _, self.query_string = target.partition("?")
         self.path = unquote(path) if "%" in path else path
         self._body: Framing = framing(head.headers, head.minor) or Length(0)

@@ -60,7 +60,7 @@ class Server:
         """Close each connection as soon as it has nothing to answer."""
         self.retired = True
         for connection in list(self.connections):
-            if connection.request is None:
+            if connection.request is None or connection.request.finished:
                 connection.close()
 
     async def shutdown(self, patience: float) -> None:
@@ -207,6 +207,8 @@ class Connection(asyncio.Protocol):
     async def _answer(self, request: Request) -> None:
         try:
             await self.server.handle(request)
+            if self.full:
+                await self.drain()
         except asyncio.CancelledError:
             self.abort()
             raise
@@ -229,7 +231,7 @@ class Connection(asyncio.Protocol):
             self.abort()
         elif not request.received:
             self._linger()
-        elif request.closing:
+        elif request.closing or self.server.retired:
             self.close()
         else:
             self.request = None
