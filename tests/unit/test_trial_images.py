@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pier.errors import ImageError
 from pier.image.model import Image
+from pier.network.policy import NONE
 from pier.trial.images import ImageWish, TrialImages
 
 pytestmark = pytest.mark.plain
@@ -116,3 +118,16 @@ async def test_closing_ends_what_is_under_way() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert maker.at_once == 0
+
+
+async def test_what_is_built_otherwise_is_another_image(tmp_path: Path) -> None:
+    maker = Maker()
+    maker.go.set()
+    images = TrialImages(maker.resolve, maker.build)
+    plain = context(tmp_path, "a", "FROM x")
+    wishes = [
+        replace(plain, **more)
+        for more in ({}, {"network": NONE}, {"args": (("a", "b c=d"),)}, {"args": (("a", "b"), ("c", "d"))})
+    ]
+    assert len({(await images.get(wish)).digest for wish in wishes}) == 4
+    await images.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from pathlib import Path
@@ -18,11 +19,12 @@ from pier.task.config import Environment
 from pier.trial.agents import Deadline, make_agent
 from pier.trial.configfile import trial_config
 from pier.trial.environment import agent_room, check_support, verifier_room
+from pier.trial.grading import _Logs
 from pier.trial.model import ExceptionInfo
 from pier.trial.network import check_network, plan_network, with_hosts
 from pier.trial.outcome import StepOutcome, combined_rewards, exception_info, stops_after
 from pier.trial.read import read_result
-from pier.trial.record import OutputFile, printable
+from pier.trial.record import OutputFile, TrialRecord, printable
 from pier.trial.redact import Redactor, env_on_disk, secret_values
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialSpec
 from tests.trial_runs import TOML, write_task
@@ -240,3 +242,28 @@ def test_environment_tables_are_closed_values() -> None:
     table = Environment(network_mode="no-network")
     with pytest.raises(ValueError, match="frozen"):
         table.network_mode = "public"  # type: ignore[misc]
+
+
+class SlowSandbox:
+    """Gives its logs only when it is asked again."""
+
+    asked = 0
+
+    async def download(self, source: str, target: Path, **_: object) -> list[str]:
+        self.asked += 1
+        if self.asked == 1:
+            await asyncio.sleep(600)
+        target.mkdir()
+        (target / "report.txt").write_text("told")
+        return []
+
+
+async def test_logs_that_were_cut_off_are_taken_again(tmp_path: Path) -> None:
+    record = TrialRecord(tmp_path, Redactor(()))
+    logs = _Logs(SlowSandbox(), tmp_path / "verifier", record)  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(logs.take(), 0.01)
+    assert not logs.taken
+    await logs.take()
+    assert logs.taken and (tmp_path / "verifier/report.txt").read_text() == "told"
+    record.close()

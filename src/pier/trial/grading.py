@@ -156,8 +156,8 @@ class _Logs:
 
     async def take(self) -> RewardFiles | None:
         """Take the logs out; the reward files, if they came whole and as what they should be."""
-        self.taken = True
         await take_logs(self._sandbox, VERIFIER_LOGS, self.target, self._record, self._look)
+        self.taken = True
         return self._found
 
     def _look(self, incoming: Path, left_out: list[str]) -> None:

@@ -86,8 +86,7 @@ class TrialImages:
 def _build_key(wish: ImageWish) -> str:
     if wish.context is None:
         return ""
-    more = "".join(f" {name}={value}" for name, value in wish.args)
-    return f"{tree_digest(wish.context)} {wish.dockerfile or ''} {wish.target or ''}{more}".rstrip()
+    return repr((tree_digest(wish.context), wish.dockerfile, wish.target, wish.args, wish.network))
 
 
 def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
