@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from pier.errors import SandboxError
+from pier.idmap import IdMap
 from pier.lease import Lease
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend, Limits, SandboxSpec
@@ -292,6 +293,14 @@ async def test_attempts_are_contained(attempts: dict[str, str], group: str) -> N
 
 async def test_host_processes_are_not_seen(attempts: dict[str, str]) -> None:
     assert int(attempts["processes seen"]) < 10
+
+
+async def test_the_first_process_cannot_be_limited(backend: Backend) -> None:
+    if IdMap.detect().mode == "single":
+        pytest.skip("with one id there is no other group to keep")
+    script = "import resource\ntry: resource.prlimit(1, resource.RLIMIT_CPU, (1, 1))\nexcept OSError: print('no')"
+    async with await backend.start(SandboxSpec(host_image())) as sandbox:
+        assert (await sandbox.exec(["/usr/bin/python3", "-c", script])).text == "no\n"
 
 
 async def test_a_fork_bomb_is_contained(backend: Backend) -> None:

@@ -95,6 +95,32 @@ async def test_a_stopped_worker_cannot_keep_its_command_alive(backend: LocalBack
         assert await sandbox.kill_all() == 0
 
 
+@pytest.mark.parametrize("sent", ["STOP", "KILL"])
+@pytest.mark.parametrize("beside", [False, True])
+async def test_what_stops_or_kills_all_others_cannot_make_anybody_wait(
+    backend: LocalBackend, image: Image, beside: bool, sent: str
+) -> None:
+    """Programs that are about to begin can be stopped, too, and so can whoever copies files."""
+    async with await backend.start(SandboxSpec(image)) as sandbox:
+        first = await sandbox.spawn("sleep 1000") if beside else None
+        await sandbox.exec(f"(while :; do kill -{sent} -1; done) >/dev/null 2>&1 &")
+        if first is not None:
+            await first.kill()
+        for user in ("0", "1000") * 5:
+            await asyncio.wait_for(sandbox.exec("true", user=user, timeout=0.2), 60)
+            with contextlib.suppress(SandboxError):
+                await asyncio.wait_for(sandbox.read_file("/etc/passwd"), 60)
+        await asyncio.wait_for(sandbox.kill_all(), 60)
+        assert (await sandbox.exec("echo alive", timeout=60)).text == "alive\n"
+        assert await sandbox.read_file("/etc/hostname")
+
+
+async def test_no_signal_from_inside_ends_the_first_process(backend: LocalBackend, image: Image) -> None:
+    async with await backend.start(SandboxSpec(image)) as sandbox:
+        await sandbox.exec("for number in $(seq 1 64); do kill -$number 1; done; sleep 0.1", timeout=60)
+        assert (await sandbox.exec("echo alive", timeout=60)).text == "alive\n"
+
+
 async def test_cancelled_starts_leave_nothing(backend: LocalBackend, image: Image, pier_home: Path) -> None:
     await (await backend.start(SandboxSpec(image))).stop()
     for step in range(20):

@@ -67,10 +67,13 @@ def _begin(control: socket.socket, config: dict[str, Any]) -> None:
 
 
 def _become_root(*, many_ids: bool) -> None:
+    """The saved group is another than root's, so that root inside may not set limits of this process. The kernel spares
+    it all signals from inside that it has no handler for."""
     kernel.set_name("pier-init")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if many_ids:
         os.setgroups([])
-    os.setresgid(0, 0, 0)
+    os.setresgid(0, 0, 1 if many_ids else 0)
     os.setresuid(0, 0, 0)
     os.umask(0o022)
     set_limits({"RLIMIT_CORE": 0})

@@ -118,13 +118,13 @@ class Init:
                 os.close(fd)
 
     def _dispatch(self, message: dict[str, Any], fds: list[int]) -> None:
-        if self.own is not None and message["op"] == "exec" and not self.own.busy:
+        if self._is_alone() and message["op"] == "exec" and self.own is not None:
             self.jobs[message["id"]] = os.getpid()
             taken, fds[:] = fds[:], []
             self.own.take(message, taken)
             self._reap()
             return
-        if self.own is not None and message["op"] == "copy":
+        if self._is_alone() and message["op"] == "copy":
             answer = worker.copy(message["request"], fds[0], small=True)
             if answer is not None:
                 fds.clear()
@@ -141,6 +141,11 @@ class Init:
                 continue
             self.jobs[message["id"]] = pid
             return
+
+    def _is_alone(self) -> bool:
+        """Whether nothing runs inside. Else whatever does could stop a program before it has begun, or change a file
+        under somebody's hands, and who then waits must not be this process."""
+        return self.own is not None and not self.jobs and not self.strayed
 
     def _pass_on(self, message: dict[str, Any]) -> None:
         pid = self.jobs.get(message["job"])
@@ -233,14 +238,14 @@ class Init:
         return 0
 
     def _collect(self) -> bool:
-        """Reap what ended; whether a worker did."""
+        """Reap what ended; whether a worker did. One that somebody has stopped would never answer, so it ends too."""
         lost = alone = False
         try:
-            while (ended := os.waitpid(-1, os.WNOHANG | worker.ALL_CHILDREN))[0]:
+            while (ended := os.waitpid(-1, os.WNOHANG | os.WUNTRACED | worker.ALL_CHILDREN))[0]:
                 if ended[0] in self.workers:
                     self._lose(ended[0])
                     lost = True
-                elif self.own is not None:
+                elif self.own is not None and not os.WIFSTOPPED(ended[1]):
                     self.own.note(*ended)
         except ChildProcessError:
             alone = True

@@ -64,6 +64,8 @@ class Network:
                 await self._gatekeeper.serve(fds)
                 with self._gatekeeper.unnoted():
                     message, _ = await channel.ask({"op": "probe", "mode": policy.mode})
+            if "proof" not in message:
+                raise SandboxError("something inside has killed what was to prove it", code="probe_failed")
         except SandboxError as error:
             await self._gatekeeper.close()
             if error.code == "sandbox_gone":
