@@ -86,3 +86,20 @@ def test_what_may_wait_or_is_wrong_is_left_to_others(tmp_path: Path) -> None:
     assert ask(removing(tmp_path / "missing"))[0] == {"ok": True, "skipped": []}
     answer, _ = ask(packing(tmp_path))
     assert answer == {"ok": True, "skipped": ["fifo"]}
+
+
+def test_places_are_cleared_before_an_archive_comes(tmp_path: Path) -> None:
+    for name in ("old", "kept", "deep/er"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "file").touch()
+    _, packed = ask(packing(tmp_path / "kept"))
+    unpacking = {"op": "unpack", "target": str(tmp_path / "old"), "owner": None}
+    clear = [str(tmp_path / name) for name in ("old", "missing")]
+    (tmp_path / "old" / "planted").touch()
+    assert ask({**unpacking, "clear": [*clear, str(tmp_path / "deep")]}, packed)[0] is None
+    assert (tmp_path / "old" / "planted").exists()
+    assert ask({**unpacking, "clear": clear}, packed)[0] == {"ok": True, "skipped": []}
+    assert os.listdir(tmp_path / "old") == ["file"]
+    (tmp_path / "link").symlink_to("kept")
+    behind_a_link = ask({**unpacking, "clear": [str(tmp_path / "link" / "file")]}, packed)[0]
+    assert behind_a_link is None and (tmp_path / "kept" / "file").exists()

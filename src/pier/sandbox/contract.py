@@ -263,12 +263,14 @@ class Sandbox(ABC):
         """Unpack a tar stream below the directory `target` (made if missing) with its owners, modes and links. An
         entry that would land outside `target` is a `SandboxError` with code `unsafe_archive`."""
 
-    async def put_packed(self, archive: bytes, target: str) -> None:
-        """`put_tar` of an archive that is in memory."""
+    async def put_packed(self, archive: bytes, target: str, *, clear: Sequence[str] = ()) -> None:
+        """`put_tar` of an archive that is in memory, after each of the paths `clear` was removed as by `remove`."""
 
         async def once() -> AsyncIterator[bytes]:
             yield archive
 
+        for path in clear:
+            await self.remove(path)
         await self.put_tar(once(), target)
 
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 from pier.sandbox.contract import Sandbox
@@ -16,9 +16,10 @@ ARTIFACTS = "/logs/artifacts"
 TESTS = "/tests"
 
 
-async def make_folders(sandbox: Sandbox, folders: Mapping[str, int]) -> None:
-    """Make directories (absolute paths) with their modes, owned by root. Parents that are missing are made too."""
-    await sandbox.put_packed(_pack(tuple(folders.items())), "/")
+async def make_folders(sandbox: Sandbox, folders: Mapping[str, int], *, clear: Sequence[str] = ()) -> None:
+    """Make directories (absolute paths) with their modes, owned by root. Parents that are missing are made too. What is
+    at the paths `clear` is removed first."""
+    await sandbox.put_packed(_pack(tuple(folders.items())), "/", clear=clear)
 
 
 @functools.lru_cache(maxsize=64)

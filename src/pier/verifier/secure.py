@@ -123,9 +123,7 @@ async def _named(stream: AsyncIterator[bytes], name: str) -> AsyncIterator[bytes
 
 async def _reset(sandbox: Sandbox, workdir: str) -> None:
     try:
-        await sandbox.remove(TESTS)
-        await _remove_below_logs(sandbox)
-        await make_folders(sandbox, {TESTS: 0o755, LOGS: 0o755, VERIFIER_LOGS: 0o777})
+        await _remake(sandbox)
     except SandboxError as error:
         raise VerifierError(
             f"{TESTS} and {VERIFIER_LOGS} could not be emptied: {error}", code="reset", blame="agent"
@@ -134,13 +132,14 @@ async def _reset(sandbox: Sandbox, workdir: str) -> None:
         await make_folders(sandbox, {workdir: 0o755})
 
 
-async def _remove_below_logs(sandbox: Sandbox) -> None:
+async def _remake(sandbox: Sandbox) -> None:
+    folders = {TESTS: 0o755, LOGS: 0o755, VERIFIER_LOGS: 0o777}
     try:
-        await sandbox.remove(VERIFIER_LOGS)
+        await make_folders(sandbox, folders, clear=(TESTS, VERIFIER_LOGS))
     except SandboxError as error:
         if error.code != "not_directory":
             raise
-        await sandbox.remove(LOGS)
+        await make_folders(sandbox, folders, clear=(TESTS, LOGS))
 
 
 async def _is_missing(sandbox: Sandbox, path: str) -> bool:

@@ -230,8 +230,9 @@ class LocalSandbox(Sandbox):
             cancellable=True,
         )
 
-    async def put_packed(self, archive: bytes, target: str) -> None:
-        await copying.put(self.box.channel, {"op": "unpack", "target": target, "owner": None}, archive)
+    async def put_packed(self, archive: bytes, target: str, *, clear: Sequence[str] = ()) -> None:
+        request = {"op": "unpack", "target": target, "owner": None, "clear": list(clear)}
+        await copying.put(self.box.channel, request, archive)
 
     def get_tar(self, source: str) -> AsyncIterator[bytes]:
         request = {"op": "pack", "source": source, "exclude": [], "max_bytes": None}

@@ -52,7 +52,8 @@ def serve(request: dict[str, Any], fd: int) -> dict[str, Any]:
     """Do one request with `fd` as its data stream; the answer is JSON-able, errors included. Closes `fd`.
 
     {"op": "pack", "source", "exclude": [], "max_bytes": null}    writes a tar stream; answers what was "skipped"
-    {"op": "unpack", "target", "owner": null | [uid, gid], "max_bytes": null}    reads one; answers "skipped"
+    {"op": "unpack", "target", "owner": null | [uid, gid], "max_bytes": null}    reads one; answers "skipped". With
+                                                            "clear": [] each of these is first removed, as below
     {"op": "read", "source", "max_bytes"}    writes the file's content
     {"op": "write", "target", "mode", "owner": null | [uid, gid]}    reads the file's content
     {"op": "remove", "target"}    removes a file, link or tree
@@ -84,6 +85,8 @@ def _serve_pack(root: int, fd: int, request: dict[str, Any]) -> list[str]:
 def _serve_unpack(root: int, fd: int, request: dict[str, Any]) -> list[str]:
     """Links that stay below the target may be followed there, as in `/bin` -> `usr/bin` when the target is `/`."""
     target = request["target"]
+    for path in request.get("clear", ()):
+        _remove(root, path)
     below, _ = make_directory(root, target, IN_ROOT | NO_MAGICLINKS)
     limits = NO_MAGICLINKS | (BENEATH if target.strip("/") else IN_ROOT)
     owner = tuple(request["owner"]) if request["owner"] else None
@@ -143,10 +146,14 @@ def _serve_write(root: int, fd: int, request: dict[str, Any]) -> None:
 
 
 def _serve_remove(root: int, fd: int, request: dict[str, Any]) -> None:
+    _remove(root, request["target"])
+
+
+def _remove(root: int, target: str) -> None:
     """No link on the way is followed: whoever removes a path means that path."""
-    parent, _, name = request["target"].rstrip("/").rpartition("/")
+    parent, _, name = target.rstrip("/").rpartition("/")
     if name in ("", ".", ".."):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), request["target"])
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
     try:
         above = open_in(root, parent or ".", DIRECTORY, IN_ROOT | NO_SYMLINKS | NO_MAGICLINKS)
     except FileNotFoundError:

@@ -60,7 +60,9 @@ def _pack(root: int, request: dict[str, Any], fd: int) -> dict[str, Any]:
 
 def _is_here(root: int, request: dict[str, Any], fd: int) -> bool:
     found = os.fstat(fd)
-    return stat.S_ISREG(found.st_mode) and found.st_size <= _IN
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _IN:
+        return False
+    return all(_is_flat(root, path) for path in request.get("clear", ()))
 
 
 def _is_short(root: int, request: dict[str, Any], fd: int) -> bool:
@@ -73,11 +75,15 @@ def _is_short(root: int, request: dict[str, Any], fd: int) -> bool:
     return stat.S_ISREG(found.st_mode) and 0 < found.st_size <= _OUT
 
 
-def _is_flat(root: int, request: dict[str, Any], fd: int) -> bool:
+def _is_removed_soon(root: int, request: dict[str, Any], fd: int) -> bool:
+    return _is_flat(root, request["target"])
+
+
+def _is_flat(root: int, path: str) -> bool:
     """Whether there is nothing to remove, or a file, or a directory of a few of them."""
     flags = os.O_RDONLY | os.O_DIRECTORY
     try:
-        target = open_in(root, request["target"].rstrip("/"), flags, IN_ROOT | NO_SYMLINKS | NO_MAGICLINKS)
+        target = open_in(root, path.rstrip("/"), flags, IN_ROOT | NO_SYMLINKS | NO_MAGICLINKS)
     except (FileNotFoundError, NotADirectoryError):
         return True
     try:
@@ -88,4 +94,4 @@ def _is_flat(root: int, request: dict[str, Any], fd: int) -> bool:
         os.close(target)
 
 
-_LOOKS = {"write": _is_here, "unpack": _is_here, "read": _is_short, "remove": _is_flat}
+_LOOKS = {"write": _is_here, "unpack": _is_here, "read": _is_short, "remove": _is_removed_soon}
