@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -29,6 +30,8 @@ from pier.verifier.folders import ARTIFACTS, LOGS, VERIFIER_LOGS, make_folders
 
 _MEGABYTE = 1024 * 1024
 _NOT_CONTENT = ("Dockerfile", ".dockerignore", *COMPOSE_NAMES)
+_PLACEHOLDER = ".gitkeep"
+"""Keeps a directory in git that has nothing else in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +190,8 @@ async def furnish(sandbox: Sandbox, room: Room) -> Furnished:
 
 
 async def _upload_content(sandbox: Sandbox, content: Path, workdir: str) -> None:
-    names = {path.name for path in content.iterdir()}
-    if not names - set(_NOT_CONTENT):
+    names = set(os.listdir(content))
+    if not names - {*_NOT_CONTENT, _PLACEHOLDER}:
         return
     if not names & set(_NOT_CONTENT):
         await deliver(sandbox, content, workdir)
