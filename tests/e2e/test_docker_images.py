@@ -7,9 +7,12 @@ import base64
 import json
 import tarfile
 from collections.abc import Iterator
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 
 from pier.errors import ImageError, SandboxError
@@ -97,6 +100,47 @@ async def test_an_image_is_brought_once_and_kept_while_a_container_is_made(docke
                 assert await collect_ours(max_size=found.size) == []
     assert await collect_ours(max_size=1 << 40) == []
     assert [one.reference for one in await collect_ours()] == [our_name(image)]
+
+
+async def test_a_container_costs_four_calls_and_tells_what_it_wrote(
+    docker: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = replace(busybox_image(tmp_path), digest=f"sha256:{'c' * 64}")
+    (image.layers[0] / "data" / "below").mkdir(parents=True)
+    (image.layers[0] / "data" / "below" / "old").write_text("old")
+    calls: list[str] = []
+    ask = aiohttp.ClientSession._request
+
+    async def note(self: aiohttp.ClientSession, method: str, *args: Any, **more: Any) -> aiohttp.ClientResponse:
+        calls.append(method)
+        return await ask(self, method, *args, **more)
+
+    monkeypatch.setattr(aiohttp.ClientSession, "_request", note)
+    writes = (
+        "echo a > /added; rm -r /data/below; mkdir /data/below; echo b > /data/below/new; rm /bin/wget; ln -s x /mine"
+    )
+    with Lease() as lease:
+        async with open_backend("docker", lease) as backend:
+            async with await backend.start(SandboxSpec(image)) as sandbox:
+                await sandbox.exec(["sh", "-c", writes])
+                calls.clear()
+                seen = {change.path: change for change in await sandbox.changes() or ()}
+                assert calls == []
+                rows = docker.docker("diff", f"pier-{sandbox.id}").splitlines()
+                await sandbox.exec(["sh", "-c", "echo c > /added"])
+                again = {change.path: change for change in await sandbox.changes() or ()}
+            told = {row[2:]: {"A": "added", "C": "changed", "D": "removed"}[row[0]] for row in rows}
+            assert {path: change.kind for path, change in seen.items()}.items() <= told.items()
+            assert {"/added", "/data/below/new", "/data/below/old", "/bin/wget", "/mine"} <= seen.keys()
+            assert again["/added"] != seen["/added"] and again["/mine"] == seen["/mine"]
+            calls.clear()
+            async with await backend.start(SandboxSpec(image)):
+                pass
+            assert calls == ["POST", "POST", "GET", "DELETE"]
+            docker.docker("rmi", our_name(image))
+            async with await backend.start(SandboxSpec(image)) as sandbox:
+                assert (await sandbox.exec(["true"])).ok
+    docker.docker("rmi", our_name(image))
 
 
 async def test_what_the_engine_lacks_is_refused_before_anything_starts(docker: Engine, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pier.image.model import Image
 from pier.lease import Held, Lease
 from pier.network.rules import Rules
 from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Sandbox, SandboxSpec
-from pier.sandbox.docker.box import KIND, LABEL, ContainerBox, remove
+from pier.sandbox.docker.box import IMAGE_MISSING, KIND, LABEL, ContainerBox, remove
 from pier.sandbox.docker.client import connect, engine_error
 from pier.sandbox.docker.compose.services import start_services
 from pier.sandbox.docker.compose.volumes import VOLUME, TrialVolumes, remove_volume
@@ -121,7 +121,14 @@ class DockerBackend(Backend):
         try:
             labels = {LABEL: self._lease.owner}
             async with engine.images.held(spec.image) as image:
-                await box.start(container_config(spec, image, placing, labels, more), attendant_plan(spec))
+                config = container_config(spec, image, placing, labels, more)
+                try:
+                    await box.start(config, attendant_plan(spec))
+                except SandboxError as error:
+                    if error.code != IMAGE_MISSING:
+                        raise
+                    await engine.images.ensure(spec.image)
+                    await box.start(config, attendant_plan(spec))
         except DockerError as error:
             await asyncio.shield(box.stop())
             raise engine_error(error) from error

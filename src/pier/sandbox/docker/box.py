@@ -18,8 +18,9 @@ from pier.sandbox.docker.client import engine_error
 from pier.sandbox.docker.entering import Entered, Entrance
 from pier.sandbox.local.channel import Channel
 
-__all__ = ["KIND", "LABEL", "ContainerBox", "engine_error", "remove"]
+__all__ = ["IMAGE_MISSING", "KIND", "LABEL", "ContainerBox", "engine_error", "remove"]
 
+IMAGE_MISSING = "image_missing"
 KIND = "container"
 LABEL = "dev.pier.sandbox"
 _START_SECONDS = 120
@@ -61,7 +62,12 @@ class ContainerBox:
             raise engine_error(error) from error
 
     async def _run(self, config: dict[str, Any]) -> tuple[str, int]:
-        container = await self._docker.containers.create(config, name=self.name)
+        try:
+            container = await self._docker.containers.create(config, name=self.name)
+        except DockerError as error:
+            if error.status != 404:
+                raise
+            raise SandboxError(f"the engine has no image {config['Image']}", code=IMAGE_MISSING) from error
         await container.start()
         found = await container.show()
         if not found["State"]["Pid"]:
@@ -77,7 +83,11 @@ class ContainerBox:
         return 0
 
     async def changes(self) -> list[Change]:
-        """What differs from the image, as the engine tells it; directories only when they were removed."""
+        """What differs from the image, read from the container's layer or as the engine tells it; directories only when
+        they were removed."""
+        seen = await self.entered.changes()
+        if seen is not None:
+            return seen
         try:
             rows = await self._docker._query_json(f"containers/{self.name}/changes")
         except DockerError as error:

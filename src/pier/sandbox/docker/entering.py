@@ -16,8 +16,10 @@ from pier.errors import SandboxError
 from pier.network.decision import OnDecision
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import seccomp
+from pier.sandbox.contract import Change
 from pier.sandbox.docker.group import ContainerGroup, until_frozen
 from pier.sandbox.docker.hub import Hub, Member, Places
+from pier.sandbox.docker.layers import find_layers
 from pier.sandbox.local.box import kill_and_wait
 from pier.sandbox.local.channel import Channel
 from pier.sandbox.local.network import Network
@@ -37,6 +39,10 @@ class Entered(ABC):
     @abstractmethod
     def oom_kills(self) -> int:
         """How many processes the limit on memory has killed."""
+
+    async def changes(self) -> list[Change] | None:
+        """What differs from the image, if that can be seen from here without the engine."""
+        return None
 
     @abstractmethod
     def network(self, policy: NetworkPolicy, on_decision: OnDecision | None) -> Network:
@@ -70,9 +76,9 @@ class OwnEntrance(Entrance):
         self._zygotes = zygotes
 
     async def enter(self, name: str, id: str, pid: int, plan: dict[str, Any]) -> OwnEntered:
-        entered = OwnEntered(name, id, pid)
+        entered = OwnEntered(name, id, pid, self._zygotes)
         try:
-            await entered.start(self._zygotes, plan)
+            await entered.start(plan)
         except BaseException:
             await asyncio.shield(entered.leave())
             raise
@@ -82,15 +88,17 @@ class OwnEntrance(Entrance):
 class OwnEntered(Entered):
     """A container with an attendant of this process's own."""
 
-    def __init__(self, name: str, id: str, pid: int) -> None:
+    def __init__(self, name: str, id: str, pid: int, zygotes: Zygotes) -> None:
         self.proof = {}
         self._name = name
         self._pid = pid
+        self._zygotes = zygotes
         self._pidfd = -1
         self._watching: asyncio.Task[None] | None = None
         try:
             self._first = os.pidfd_open(pid)
             self._group = ContainerGroup(pid)
+            self._layers = find_layers(pid)
             groups = Path(f"/proc/{pid}/cgroup").read_text()
         except OSError as error:
             raise SandboxError(f"the container {name} ended at once: {error}", code="container_ended") from error
@@ -103,13 +111,13 @@ class OwnEntered(Entered):
                 retryable=False,
             )
 
-    async def start(self, zygotes: Zygotes, plan: dict[str, Any]) -> None:
+    async def start(self, plan: dict[str, Any]) -> None:
         """Have an attendant enter."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel = Channel(ours, f"the container {self._name} is gone")
         ready = asyncio.ensure_future(self.channel.wait(0))
         try:
-            zygote = await zygotes.pick()
+            zygote = await self._zygotes.pick()
             plan = plan | {"filter": seccomp.program().hex() if seccomp.supported() else ""}
             _, fds = await zygote.ask({"op": "enter", "pid": self._pid, "plan": plan}, [theirs.fileno()])
             self._pidfd = fds[0]
@@ -139,6 +147,15 @@ class OwnEntered(Entered):
 
     def oom_kills(self) -> int:
         return self._group.oom_kills()
+
+    async def changes(self) -> list[Change] | None:
+        if self._layers is None:
+            return None
+        if self.channel.closed:
+            raise self.channel.lost()
+        upper, lowers = self._layers
+        answer, _ = await self._zygotes.ask_any({"op": "changes", "path": upper, "layers": lowers})
+        return [Change(*row) for row in answer["changes"]]
 
     def network(self, policy: NetworkPolicy, on_decision: OnDecision | None) -> Network:
         return Network(policy, on_decision)

@@ -36,15 +36,23 @@ class EngineImages:
 
     def __init__(self, docker: aiodocker.Docker) -> None:
         self._docker = docker
+        self._seen: set[str] = set()
 
     @asynccontextmanager
     async def held(self, image: Image) -> AsyncIterator[str]:
-        """The name under which the engine has `image`, which no collection removes meanwhile."""
+        """The name under which the engine has `image`, which no collection removes meanwhile. It is asked once; for an
+        image that is gone since then call `ensure` again."""
         if not image.layers:
-            yield await self.ensure(image)
+            yield await self._seen_once(image, image.reference)
             return
-        async with holding(our_name(image)):
-            yield await self.ensure(image)
+        name = our_name(image)
+        async with holding(name):
+            yield await self._seen_once(image, name)
+
+    async def _seen_once(self, image: Image, name: str) -> str:
+        if name not in self._seen:
+            self._seen.add(await self.ensure(image))
+        return name
 
     async def ensure(self, image: Image) -> str:
         """The name under which the engine has `image`."""

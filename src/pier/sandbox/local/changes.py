@@ -10,7 +10,8 @@ import os
 import stat
 from typing import Any
 
-_OPAQUE = "user.overlay.opaque"
+_OPAQUE = ("user.overlay.opaque", "trusted.overlay.opaque")
+"""How overlays of pier's and of engines say that a directory hides those below it."""
 
 
 class TooMany(Exception):
@@ -87,10 +88,11 @@ def _is_whiteout(status: os.stat_result) -> bool:
 
 
 def _is_opaque(path: str) -> bool:
-    try:
-        return os.getxattr(path, _OPAQUE, follow_symlinks=False) == b"y"
-    except OSError:
-        return False
+    for name in _OPAQUE:
+        with contextlib.suppress(OSError):
+            if os.getxattr(path, name, follow_symlinks=False) == b"y":
+                return True
+    return False
 
 
 def _find(below: list[str], name: str) -> os.stat_result | None:

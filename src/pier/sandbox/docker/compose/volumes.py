@@ -63,9 +63,10 @@ class TrialVolumes:
 
     async def remove(self) -> None:
         """Remove all of them; no container may use one any more. Idempotent."""
-        while self._made:
-            _, name = self._made.popitem()
-            await remove_volume(self._docker, name)
+        names = list(self._made.values())
+        self._made.clear()
+        await asyncio.gather(*(remove_volume(self._docker, name) for name in names))
+        for name in names:
             self._lease.strike(VOLUME, name.rpartition("-")[2])
 
 
