@@ -60,6 +60,9 @@ async def test_a_bound_listener_takes_its_own_session_only(tmp_path: Path) -> No
         assert (await post(url, PATHS["chat"], one.key, request_body("chat")))[0] == 200
         assert (await post(url, PATHS["chat"], two.key, request_body("chat")))[0] == 401
         assert two.meter.turns == 0
+        await one.close()
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await post(url, PATHS["chat"], one.key, request_body("chat"))
 
 
 async def test_a_unix_socket_serves_too(tmp_path: Path) -> None:

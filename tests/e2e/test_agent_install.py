@@ -6,6 +6,7 @@ Everything happens in a network of its own (`tests.world`), where small agents o
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.agent_servers import NPM, PYPI
-from tests.job_tasks import make_task, pier
+from tests.job_tasks import gate_mount, make_task, pier
 from tests.world import in_world
 
 AGENTS = """
@@ -91,6 +92,25 @@ def test_a_failed_install_is_told_and_not_graded(tmp_path: Path, monkeypatch: py
     error = result["exception_info"]
     assert (error["code"], error["blame"]) == ("agent_install", "infra") and "tiny-agent" in error["exception_message"]
     assert result["verifier_result"] is None
+
+
+@pytest.mark.plain
+def test_installers_see_no_keys_but_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_task(tmp_path / "task")
+    (tmp_path / "install_agents.py").write_text(AGENTS)
+    (tmp_path / "script.json").write_text(json.dumps([{"text": "All is well."}]))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    (gate / "npm").write_text("#!/bin/sh\nenv\nexit 1\n")
+    (gate / "npm").chmod(0o755)
+    given = (f"PATH=/gate:{os.defpath}", "OPENAI_API_KEY=sk-canary", "NPM_TOKEN=npm-canary", "COLOUR=blue")
+    command = ["run", "-p", "task", "-a", "install_agents:FromNpm", "-m", f"script:{tmp_path / 'script.json'}"]
+    command += ["--job-name", "j", "--max-retries", "0", "--install-in-sandbox", *gate_mount(gate)]
+    pier(*command, *(word for each in given for word in ("--ae", each)), cwd=tmp_path, code=1)
+    (seen,) = tmp_path.glob("jobs/j/*/agent/install.txt")
+    assert "COLOUR=blue" in seen.read_text() and "NPM_TOKEN=" in seen.read_text()
+    assert "OPENAI_API_KEY" not in seen.read_text()
 
 
 @pytest.mark.plain

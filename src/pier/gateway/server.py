@@ -51,6 +51,7 @@ class Gateway:
         self._directory = providers
         self._sessions: dict[bytes, Session] = {}
         self._servers: dict[str | None, Server] = {}
+        self._listening: dict[str, list[asyncio.Server]] = {}
         self.metrics = Metrics()
         self.metrics.gauge("pier_gateway_open_sessions", "Sessions with a living key.", lambda: len(self._sessions))
         self._stack = AsyncExitStack()
@@ -140,6 +141,8 @@ class Gateway:
         server = self._servers.pop(session.id, None)
         if server:
             server.retire()
+        for listening in self._listening.pop(session.id, ()):
+            listening.close()
         return self._sessions.pop(_digest(session.key), None) is not None
 
     def protocol_factory(self, session: Session | None = None) -> Server:
@@ -152,10 +155,13 @@ class Gateway:
         return self._servers[name]
 
     async def serve(self, host: str = "127.0.0.1", port: int = 0, session: Session | None = None) -> str:
-        """Listen on a port of this machine until the gateway is closed; the URL."""
+        """Listen on a port of this machine until the gateway, or the session, is closed; the URL."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self.protocol_factory(session), host, port)
-        self._stack.push_async_callback(_stop, server)
+        if session:
+            self._listening.setdefault(session.id, []).append(server)
+        else:
+            self._stack.push_async_callback(_stop, server)
         return f"http://{host}:{server.sockets[0].getsockname()[1]}"
 
     async def serve_unix(self, path: Path, session: Session | None = None) -> None:

@@ -36,7 +36,7 @@ from pier.trial.model import AgentInfo, ModelInfo, PierInfo, TimingInfo, TrialRe
 from pier.trial.network import NetworkPlan, check_network, plan_network
 from pier.trial.outcome import StepOutcome, captured, combined_rewards, exception_info, stops_after
 from pier.trial.record import TrialRecord
-from pier.trial.redact import Redactor, secret_values
+from pier.trial.redact import Redactor, looks_secret, secret_values
 from pier.trial.spec import OnPhase, TrialServices, TrialSpec
 from pier.trial.steps import Stage, run_step
 
@@ -182,9 +182,11 @@ class _Trial:
         return Composition(room.compose, await service_images(room.compose, room.wish, self.services.images), keep)
 
     async def _install(self, stage: Stage) -> None:
-        """Install the agent in the sandbox, with the network open while that lasts."""
+        """Install the agent in the sandbox, with the network open while that lasts; whatever a registry brings is run
+        then, so the agent's own keys are not there."""
         assert stage.agent.pack is not None
-        env = resolve_env(self.spec.agent.env, where="the agent's variables", environ=self.environ)
+        known = resolve_env(self.spec.agent.env, where="the agent's variables", environ=self.environ)
+        env = {name: value for name, value in known.items() if _is_for_installers(name)}
         baseline, told = stage.network, self.spec.directory / "agent" / "install.txt"
         with self.clock.phase("setup"), self.record.output(told) as output:
             await stage.switch_network(PUBLIC)
@@ -285,6 +287,11 @@ class _Trial:
 def _resolved(directory: Path) -> Path:
     """The directory of a job's trials, asked for by each of them."""
     return directory.resolve()
+
+
+def _is_for_installers(name: str) -> bool:
+    """Whether a variable of the agent may be seen while it is installed: all but keys that are not the installers'."""
+    return name.lower().startswith(("npm_", "pip_")) or not looks_secret(name)
 
 
 def _model_info(model: str | None) -> ModelInfo | None:
