@@ -137,6 +137,10 @@ async def test_a_connection_is_used_again_only_if_that_is_safe(tmp_path: Path) -
     async with raw_provider(says=WHOLE.replace(b"\r\nContent", b"\r\nConnection: close\r\nContent", 1)) as raw:
         assert await ask(raw, tmp_path, times=3) == [(200, ANSWER)] * 3
         assert raw.connections == 3
+    twice = b"\r\nConnection: keep-alive\r\nConnection: close\r\nContent"
+    async with raw_provider(says=WHOLE.replace(b"\r\nContent", twice, 1)) as raw:
+        assert await ask(raw, tmp_path, times=3) == [(200, ANSWER)] * 3
+        assert raw.connections == 3
     async with raw_provider(says=WHOLE + b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\npoisoned") as raw:
         assert await ask(raw, tmp_path, times=3) == [(200, ANSWER)] * 3
         assert raw.connections == 3

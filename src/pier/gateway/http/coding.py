@@ -38,6 +38,8 @@ class Inflater:
         self._fresh = False
         if len(plain) > limit:
             raise TooLarge
+        if self._inflate.unused_data:
+            raise BadCoding(f"the body is not {self._coding}: there is more after its end")
         return plain
 
     def end(self) -> None:

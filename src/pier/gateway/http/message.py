@@ -203,8 +203,7 @@ def stays_open(headers: Headers, minor: int) -> bool:
     """Whether the connection may be used again after this message."""
     if minor == 0:
         return False
-    value = headers.get("Connection")
-    return value is None or "close" not in value.lower()
+    return not any("close" in value.lower() for value in headers.getall("Connection", ()))
 
 
 def render(first: str, fields: Iterable[tuple[str, str]]) -> bytes:
