@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -121,3 +122,15 @@ async def test_a_killed_gateway_loses_nothing_that_the_agent_has_seen(
     assert [call.request["messages"][0]["content"] for call in calls] == ["False", "True", "last"]
     assert calls[-1].answer
     assert calls[-1].answer.body.startswith(raw)
+
+
+def test_an_address_that_is_taken_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "script.json"
+    script.write_text('[{"text": "hi"}]')
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for more in (["--port", port], ["--port", "0", "--metrics", f"127.0.0.1:{port}"]):
+            command = [sys.executable, "-m", "pier", "gateway", "serve", "-m", f"script:{script}", *more]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 2
+            assert done.stderr.startswith(f"pier: the gateway cannot listen at 127.0.0.1:{port}: ")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 if TYPE_CHECKING:
     from pier.gateway.recording import Call, Recording
+
+T = TypeVar("T")
 
 
 @click.group()
@@ -72,17 +75,28 @@ async def _serve(
             closed_book=closed_book,
             labels={"by": "pier gateway serve"},
         )
-        url = await running.serve(host, port)
+        url = await _opened(f"{host}:{port}", "--port 0 takes a free one", running.serve(host, port))
         if unix:
-            await running.serve_unix(unix)
+            await _opened(str(unix), "--unix PATH in a directory that you may write to", running.serve_unix(unix))
         if metrics:
-            where = await stack.enter_async_context(metrics_served(running.metrics, metrics))
+            opening = stack.enter_async_context(metrics_served(running.metrics, metrics))
+            where = await _opened(metrics, "--metrics HOST:PORT with another port", opening)
             click.echo(f"# numbers at {where}", err=True)
         click.echo("\n".join(variables(url, session.key, session.model)))
         click.echo(f"# serving {model or 'every model by its name'} at {url}", err=True)
         stopped = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
         await stopped.wait()
+
+
+async def _opened(address: str, hint: str, opening: Coroutine[Any, Any, T]) -> T:
+    """What `opening` gives; a `UsageError` if nobody can listen there."""
+    from pier.errors import UsageError
+
+    try:
+        return await opening
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"the gateway cannot listen at {address}: {error}", hint=hint, code="listen") from None
 
 
 def _budget(limits: dict[str, Any]) -> Any:
