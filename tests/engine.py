@@ -121,11 +121,15 @@ def missing() -> str | None:
 
 
 @contextmanager
-def engine(*options: str) -> Iterator[Engine]:
-    """Start an engine without a bridge and without packet filters; it is killed and its mounts undone at the end."""
+def engine(*options: str, disk: str = "") -> Iterator[Engine]:
+    """Start an engine without a bridge and without packet filters; it is killed and its mounts undone at the end. With
+    `disk`, such as 64m, that is all the space for its data."""
     directory = Path(tempfile.mkdtemp(prefix="pier-engine-", dir="/tmp"))
     running = Engine(directory, options)
     try:
+        if disk:
+            (directory / "data").mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={disk}", "tmpfs", directory / "data"], check=True)
         running.start()
         yield running
     finally:

@@ -63,8 +63,9 @@ async def test_only_images_that_pier_brought_are_listed_and_collected(
 @needs_engine
 def test_doctor_names_the_engine(docker: Engine, tmp_path: Path) -> None:
     rows = json.loads(pier("doctor", "--json", cwd=tmp_path, code=None, DOCKER_HOST=docker.url).stdout)["docker"]
-    assert [row["ok"] for row in rows] == [True, True]
+    assert [row["ok"] for row in rows[:2]] == [True, True]
     assert docker.url in rows[0]["detail"]
+    assert f"GB at {docker.directory}/data" in rows[2]["detail"]
 
 
 @pytest.mark.plain

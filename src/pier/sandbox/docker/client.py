@@ -106,12 +106,17 @@ def _unreachable(address: str, error: BaseException, told: str) -> SandboxError:
     return SandboxError(f"the Docker engine at {where} does not answer: {why}", code="engine_down", hint=hint)
 
 
+def is_disk_full(text: str) -> bool:
+    """Whether an engine's words mean that it has no space left."""
+    return "no space left" in text.lower() or "disk quota exceeded" in text.lower()
+
+
 def engine_error(error: DockerError) -> SandboxError:
     """What an engine said, as an error with blame."""
     text = error.message if isinstance(error.message, str) else str(error)
     if error.status == 900:
         return SandboxError(f"the Docker engine does not answer: {text}", code="engine_down", hint="pier doctor")
-    if "no space left" in text.lower():
+    if is_disk_full(text):
         return SandboxError(f"the Docker engine's disk is full: {text}", code="disk_full", hint="docker system df")
     if error.status == 404:
         return SandboxError(f"the Docker engine lost it: {text}", code="container_gone")

@@ -101,6 +101,10 @@ class Engine:
             self._limits_disk = offers.can_limit_disk(await self._ask_info(), mounts)
         return self._limits_disk
 
+    async def data_directory(self) -> str:
+        """Where the engine keeps images and containers, on its own host."""
+        return str((await self._ask_info()).get("DockerRootDir") or "")
+
     async def _ask_info(self) -> dict[str, Any]:
         if not self._info:
             self._info = dict(await self.docker.system.info())

@@ -16,6 +16,7 @@ from pier.errors import ImageError
 from pier.home import pier_home
 from pier.image.locks import only_one
 from pier.image.model import Image, ImageConfig
+from pier.sandbox.docker.client import is_disk_full
 from pier.sandbox.docker.flatten import write_flat
 from pier.sandbox.docker.holding import holding
 from pier.sandbox.docker.pulling import pull
@@ -167,4 +168,9 @@ def _raise_if_failed(text: str, image: Image) -> None:
     for line in text.splitlines():
         message: dict[str, Any] = json.loads(line) if line.strip() else {}
         if "error" in message:
-            raise ImageError(f"the engine did not take {image.reference}: {message['error']}", code="image_import")
+            told = str(message["error"])
+            if is_disk_full(told):
+                hint = "pier image gc --env docker, or docker system df"
+                text = f"the Docker engine's disk is full, so it did not take {image.reference}: {told}"
+                raise ImageError(text, code="disk_full", hint=hint, retryable=True)
+            raise ImageError(f"the engine did not take {image.reference}: {told}", code="image_import")
