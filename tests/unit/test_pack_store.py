@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from pier.agent.contract import PackSpec
 from pier.agent.pack.elf import read_elf
 from pier.agent.pack.runtime import LOADER
-from pier.agent.pack.store import PackStore, digest_tree
+from pier.agent.pack.store import OnProgress, Pack, PackStore, digest_tree
 from pier.errors import AgentError
 from tests.npm_registry import Registry, serve
 
@@ -49,6 +50,29 @@ async def test_a_pack_is_built_once_for_many_callers(registry: Registry, store: 
     assert sum(line.startswith("built") for line in told) == 1
     assert (await store.ensure(SPEC)).path == packs[0].path
     assert registry.fetched == ["tiny-agent"]
+
+
+async def test_a_build_whose_caller_is_gone_is_waited_for(
+    registry: Registry, store: PackStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, begun, go_on = store._build, [], threading.Event()
+
+    def slowly(spec: PackSpec, say: OnProgress) -> Pack:
+        begun.append(spec)
+        go_on.wait(60)
+        return build(spec, say)
+
+    monkeypatch.setattr(store, "_build", slowly)
+    first = asyncio.create_task(store.ensure(SPEC))
+    async with asyncio.timeout(60):
+        while not begun:
+            await asyncio.sleep(0.01)
+    first.cancel()
+    await asyncio.wait({first})
+    second = asyncio.create_task(store.ensure(SPEC))
+    await asyncio.wait({second}, timeout=0.5)
+    go_on.set()
+    assert store.verify(await second) and len(begun) == 1
 
 
 async def test_a_pack_brings_its_loader_and_libraries(registry: Registry, store: PackStore) -> None:

@@ -77,7 +77,8 @@ class PackStore:
         return digest_tree(pack.path)[0] == pack.digest
 
     async def ensure(self, spec: PackSpec, on_progress: OnProgress | None = None) -> Pack:
-        """The pack of `spec`, built first if it is missing. Several callers wait for one build."""
+        """The pack of `spec`, built first if it is missing. Several callers wait for one build, which goes on when the
+        one that began it is cancelled."""
         say = on_progress or (lambda _: None)
         spec = replace(spec, package=npm.named(spec.package))
         if spec.version in (None, "latest"):
@@ -88,12 +89,14 @@ class PackStore:
         lock = self.root / "build" / f"{self._reference(spec).stem}.lock"
         lock.parent.mkdir(parents=True, exist_ok=True)
         while True:
-            with locked(lock, wait=False) as mine:
-                if found := self.find(spec):
-                    return found
-                if mine:
-                    return await asyncio.to_thread(self._build, spec, say)
+            if found := await asyncio.to_thread(self._build_alone, spec, lock, say):
+                return found
             await asyncio.sleep(0.2)
+
+    def _build_alone(self, spec: PackSpec, lock: Path, say: OnProgress) -> Pack | None:
+        """None while somebody else builds it. The lock is held by the thread that builds, not by who waits for it."""
+        with locked(lock, wait=False) as mine:
+            return self.find(spec) or (self._build(spec, say) if mine else None)
 
     def _build(self, spec: PackSpec, say: OnProgress) -> Pack:
         scratch = self.root / "build" / self._reference(spec).stem
