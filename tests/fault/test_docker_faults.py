@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import subprocess
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from pier.errors import SandboxError
+from pier.errors import PolicyError, SandboxError
 from pier.image.model import Image
 from pier.lease import Lease
+from pier.network.policy import NONE
 from pier.sandbox import open_backend
 from pier.sandbox.contract import SandboxSpec
 from tests.busybox import busybox_image
@@ -91,6 +93,29 @@ async def test_a_paused_container_is_stopped_at_once(docker: Engine, image: Imag
             await sandbox.stop()
         assert lease.held() == []
     assert docker.containers() == []
+
+
+SIGNAL_ALL_LATER = "later=$(seq $(($$ + 2)) $(($$ + 200))); while :; do kill -{} $later; done"
+
+
+@pytest.mark.parametrize("sent", ["STOP", "KILL"])
+async def test_what_stops_or_kills_all_others_cannot_make_anybody_wait(docker: Engine, image: Image, sent: str) -> None:
+    """Whoever does something in the container for pier is among its processes, where root may signal them."""
+    signalling = ["sh", "-c", SIGNAL_ALL_LATER.format(sent)]
+    with Lease() as lease:
+        async with open_backend("docker", lease) as backend, await backend.start(SandboxSpec(image)) as sandbox:
+            hostile = await sandbox.spawn(signalling, on_output=lambda *_: None)
+            for _ in range(5):
+                with contextlib.suppress(SandboxError):
+                    await asyncio.wait_for(sandbox.exec("true", timeout=0.2), 60)
+                with contextlib.suppress(SandboxError):
+                    await asyncio.wait_for(sandbox.read_file("/etc/passwd"), 60)
+                with contextlib.suppress(PolicyError):
+                    await asyncio.wait_for(sandbox.set_network(NONE), 60)
+            assert await asyncio.wait_for(sandbox.kill_all(), 60)
+            assert (await hostile.wait()).exit_code == 137
+            assert (await sandbox.exec("echo alive", timeout=60)).text == "alive\n"
+            await sandbox.set_network(NONE)
 
 
 def test_a_pause_fails_one_trial_and_no_other(docker: Engine, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,8 @@ from pier.sandbox.local.init import Init, set_limits
 from pier.sandbox.local.root import HOST
 
 _NAMESPACES = ("ipc", "uts", "net", "cgroup", "pid", "mnt")
+_PATIENCE = 60.0
+"""Seconds that killing everything may take before the container itself is killed."""
 _CONTROLLERS = ("memory", "pids", "cpu", "devices", "freezer")
 
 
@@ -96,20 +99,29 @@ class Attendant(Init):
         wire.send(self.control, {"id": message["id"]})
 
     def _kill_all(self) -> int:
-        """As for a local sandbox, but by a child: here the signal would reach the host's processes."""
+        """As for a local sandbox, but by a child: here the signal would reach the host's processes. Whoever keeps that
+        child from it is killed from here; what outlives even that goes with the container."""
         killed = sum(1 for pid in self.census.take() if pid not in self.workers and self.census.is_running(pid))
-        child = os.fork()
-        if child == 0:
-            self._kill_others()
-        os.waitpid(child, 0)
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                os.waitpid(-1, 0)
+        deadline = time.monotonic() + _PATIENCE
+        while not (self._is_done(self._kill_others) and self._is_deserted()):
+            for pid in self.census.take():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                signal.pidfd_send_signal(self._container, signal.SIGKILL)
+                os._exit(0)
+        return killed
+
+    def _is_deserted(self) -> bool:
+        """Whether nothing runs in the container a moment after it was killed."""
         for pid in list(self.workers):
             self._lose(pid)
-        while any(self.census.is_running(pid) for pid in self.census.take()):
-            select.select([], [], [], 0.001)
-        return killed
+        for _ in range(1000):
+            self._collect()
+            if not any(self.census.is_running(pid) for pid in self.census.take()):
+                return True
+            time.sleep(0.001)
+        return False
 
     def _change_network(self, message: dict[str, Any]) -> None:
         change = super()._change_network
@@ -117,23 +129,43 @@ class Attendant(Init):
 
     def _by_child(self, message: dict[str, Any], work: Callable[[], None]) -> None:
         """By a child, which the container's own /proc knows."""
-        child = os.fork()
-        if child == 0:
+
+        def try_it() -> None:
             try:
                 work()
             except OSError as error:
                 wire.send(self.control, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
+
+        if not self._is_done(try_it):
+            wire.send(
+                self.control, {"id": message["id"], "error": "something in the container prevents it", "errno": 0}
+            )
+
+    def _is_done(self, work: Callable[[], None]) -> bool:
+        """Do something by a child; whether it came to its end. What runs in the container may stop it or kill it, or
+        leave no room for it."""
+        try:
+            child = os.fork()
+        except OSError:
+            return False
+        if child == 0:
+            code = 1
+            try:
+                work()
+                code = 0
             finally:
-                os._exit(0)
-        os.waitpid(child, 0)
+                os._exit(code)
+        _, status = os.waitpid(child, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        return status == 0
 
     def _kill_others(self) -> None:
         proc, inside = self._inside
-        try:
-            if os.stat("self/ns/pid", dir_fd=proc).st_ino == inside:
+        if os.stat("self/ns/pid", dir_fd=proc).st_ino == inside:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
-        finally:
-            os._exit(0)
 
 
 def _join_groups(pid: int) -> None:
