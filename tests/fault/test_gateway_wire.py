@@ -25,6 +25,7 @@ from tests.gateway_fakes import PATHS, fake_provider, post, request_body, says, 
 
 pytestmark = pytest.mark.plain
 QUICK = Retry(first=0.01, longest=0.02)
+KEY = "sk-canary-of-the-provider"
 ANSWER = json.dumps({"choices": [{"index": 0, "message": {"role": "assistant", "content": "hello"}}]}).encode()
 EVENTS = b"".join(
     b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
@@ -92,7 +93,7 @@ async def raw_provider(tls: ssl.SSLContext | None = None, **facts: object) -> As
 async def ask(raw: RawProvider, folder: Path, *, stream: bool = False, times: int = 1) -> list[tuple[int, bytes]]:
     async with Gateway(retry=QUICK) as gateway:
         url = await gateway.serve()
-        provider = Provider("raw", raw.url, ("chat",), usage=False)
+        provider = Provider("raw", raw.url, ("chat",), key=KEY, usage=False)
         session = gateway.session("named-by-agent", upstream=provider, recording=folder / "calls.jsonl")
         answers = []
         for _ in range(times):
@@ -120,6 +121,17 @@ async def test_odd_answers_are_read(name: str, drip: bool, tmp_path: Path) -> No
         assert await ask(raw, tmp_path, times=3) == [(200, ANSWER)] * 3
         assert raw.connections == 1
     assert [call.outcome for call in recording.read(tmp_path).generations()] == ["ok"] * 3
+
+
+@pytest.mark.parametrize("drip", [False, True])
+async def test_a_key_that_is_echoed_goes_no_further(drip: bool, tmp_path: Path) -> None:
+    echo = EVENTS.replace(b"hello", KEY.encode()) + DONE
+    async with raw_provider(says=STREAM + chunked(echo[:-70], echo[-70:]), drip=drip) as raw:
+        answers = await ask(raw, tmp_path, stream=True)
+        assert KEY.encode() in raw.heads[0]
+    assert answers == [(200, EVENTS.replace(b"hello", b"[redacted]") + DONE)]
+    assert KEY not in (tmp_path / "calls.jsonl").read_text()
+    assert [call.outcome for call in recording.read(tmp_path).generations()] == ["ok"]
 
 
 async def test_an_answer_may_end_with_its_connection(tmp_path: Path) -> None:

@@ -103,6 +103,14 @@ def test_what_gives_away_is_redacted() -> None:
     assert Scrubber("EMPTY", None)(b"EMPTY") == b"EMPTY"
 
 
+@pytest.mark.parametrize("size", [1, 2, 7, 23, 24])
+def test_a_secret_in_pieces_is_scrubbed_from_a_stream(size: int) -> None:
+    text = b"a sec a-secret a-secret-of-some-length\n\na-a-secret-of-some-length a-secret-of"
+    scrub = Scrubber("a-secret-of-some-length")
+    found = b"".join(scrub.feed(text[at : at + size]) for at in range(0, len(text), size)) + scrub.rest()
+    assert found == b"a sec a-secret [redacted]\n\na-[redacted] a-secret-of"
+
+
 @pytest.mark.parametrize(
     ("headers", "expected"),
     [
@@ -154,7 +162,7 @@ def test_extras_are_asked_for_and_taken_out_again() -> None:
     event = {"id": 1, "prompt_token_ids": [1], "choices": [{"delta": {}, "token_ids": [2], "logprobs": {}}]}
     raw = b"data: " + json.dumps(event).encode() + b"\n\n"
     assert extras.strip_event(raw, event) == b'data: {"id": 1, "choices": [{"delta": {}}]}\n\n'
-    assert extras.strip_event(b"x", {"choices": [], "usage": {}}) == b""
+    assert extras.strip_event(b'data: {"choices": [], "usage": {}}\n\n', {"choices": [], "usage": {}}) == b""
     assert extras.strip_event(b": ping\n\n", None) == b": ping\n\n"
     asked = parse(b'{"stream":true,"logprobs":true,"return_token_ids":true,"stream_options":{"include_usage":true}}')
     assert ask(asked, tokens=True, usage=True) == (asked, Extras())

@@ -14,6 +14,7 @@ from pier.gateway.canonical import Delta, Request, Turn
 from pier.gateway.exchange import Exchange
 from pier.gateway.providers import Directory, Provider, Target
 from pier.gateway.recorder import CallRecord
+from pier.gateway.redact import Scrubber
 from pier.gateway.relay import counting_path, read_answer, relay
 from pier.gateway.upstream import Outgoing, UpstreamFailed, Upstreams
 
@@ -64,7 +65,7 @@ class ByProvider:
         )
         try:
             async with upstreams.ask(out, record) as answer:
-                raw = await read_answer(answer)
+                raw = Scrubber(self.target.provider.key)(await read_answer(answer))
                 record.status("upstream", answer.status, answer.headers, False)
                 record.chunk("upstream", raw)
                 return raw if isinstance(json.loads(raw), dict) else None

@@ -101,7 +101,7 @@ async def _deltas(
     x.record.status("upstream", answer.status, answer.headers, True)
     parser, whole = translation.dialect.stream_parser(), TurnBuilder()
     try:
-        while data := scrub(await next_chunk(answer)):
+        while data := await next_chunk(answer, scrub):
             x.record.chunk("upstream", data)
             for delta in _inward(parser.feed(data), whole, translation):
                 yield delta

@@ -37,13 +37,32 @@ def redacted_path(path: str) -> str:
 
 
 class Scrubber:
-    """Removes given secrets from bytes, for the case that an upstream echoes what it was sent."""
+    """Removes given secrets from bytes, for the case that an upstream echoes what it was sent: from a whole text when
+    it is called, or from a stream with `feed` and `rest`, also where a secret comes in pieces."""
 
     def __init__(self, *secrets: str | None) -> None:
         self._secrets = tuple(secret.encode() for secret in secrets if secret and len(secret) >= _SHORTEST_SECRET)
+        self._held = b""
 
     def __call__(self, data: bytes) -> bytes:
         for secret in self._secrets:
             if secret in data:
                 data = data.replace(secret, REDACTED.encode())
         return data
+
+    def feed(self, data: bytes) -> bytes:
+        """More of a stream, but for an end that a secret may begin with."""
+        data = self(self._held + data if self._held else data)
+        held = 0 if data.endswith(b"\n") else max((_begun(data, secret) for secret in self._secrets), default=0)
+        self._held = data[len(data) - held :]
+        return data[: len(data) - held] if held else data
+
+    def rest(self) -> bytes:
+        """What was held back, at the end of a stream."""
+        held, self._held = self._held, b""
+        return held
+
+
+def _begun(data: bytes, secret: bytes) -> int:
+    """How many bytes at the end of `data` are the beginning of the secret."""
+    return next((size for size in range(len(secret) - 1, 0, -1) if data.endswith(secret[:size])), 0)

@@ -112,7 +112,7 @@ async def _stream(
         x.sign_of_life = b'event: keepalive\ndata: {"type":"keepalive","sequence_number":0}\n\n'
     framer, watch, held = Framer(), Watch(x.caller.route.dialect), b""
     try:
-        while data := scrub(await next_chunk(answer)):
+        while data := await next_chunk(answer, scrub):
             x.record.chunk("upstream", data)
             if sampler:
                 sampler.see(data)
@@ -192,10 +192,13 @@ async def read_answer(answer: AnyAnswer) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def next_chunk(answer: AnyAnswer) -> bytes:
-    """More of a stream; nothing at its end."""
+async def next_chunk(answer: AnyAnswer, scrub: Scrubber) -> bytes:
+    """More of a stream, without secrets; nothing at its end."""
     try:
-        return await answer.read()
+        while data := await answer.read():
+            if clean := scrub.feed(data):
+                return clean
+        return scrub.rest()
     except TimeoutError:
         raise Broken("the provider fell silent in the middle of its answer") from None
     except (OSError, BadCoding) as error:
