@@ -135,6 +135,7 @@ def test_variables_see_only_what_they_are_given(tmp_path: Path, monkeypatch: pyt
         ("build: ..", "leads out of"),
         ("env_file: ../../etc/passwd", "leads out of"),
         ("extra_hosts: ['h:host-gateway']", "this machine is out of reach"),
+        ("extra_hosts: ['h=[host-gateway]']", "this machine is out of reach"),
         ("depends_on: [nobody]", "there is no service 'nobody'"),
         ("depends_on: {main: {condition: sometimes}}", "'sometimes' is not one of"),
         ("depends_on: [main]", "in a ring: main"),
@@ -152,6 +153,10 @@ def test_what_is_refused_is_named(tmp_path: Path, keys: str, told: str) -> None:
     assert str(tmp_path / "docker-compose.yaml") in caught.value.message
 
 
+BOMB = "x-0: &0 [x]\n" + "".join(f"x-{n}: &{n} [{', '.join([f'*{n - 1}'] * 9)}]\n" for n in range(1, 12))
+"""Few lines that stand for more than any machine can hold."""
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -161,6 +166,9 @@ def test_what_is_refused_is_named(tmp_path: Path, keys: str, told: str) -> None:
         ("services: {main: {image: x}}\ninclude: [x]", "include: is not supported"),
         ("services: {main: {image: x}}\nvolumes: {v: {external: true}}", "volumes.v.external: is not supported"),
         ("services: {main: {image: x}}\nnetworks: {n: {driver: macvlan}}", "'macvlan' is not supported"),
+        ("services: {main: {image: x}, ../../escape: {image: x}}", "'../../escape' is no name of letters"),
+        ("services: &s {main: {image: x}, x-more: *s}", "is nested without an end"),
+        (BOMB, "holds more than"),
         ("services: [", "cannot be read"),
     ],
 )

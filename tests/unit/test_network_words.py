@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pier.network import dns
+from pier.network import dns, packets
 from pier.network.attempts import read_attempt
 from pier.network.decision import LIMIT, Decision, Ledger
 from pier.network.plumbing import _ATTEMPTS, _assemble
@@ -140,6 +140,16 @@ def test_no_question() -> None:
     assert dns.read(b"") is None
     assert dns.read(b"\0" * 12 + b"\xc0\x0c" + b"\0" * 10) is None
     assert dns.read(b"\0\0\x80\0" + question("x.test")[4:]) is None
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.binary(max_size=60), st.sampled_from((packets.IPV4, packets.IPV6)))
+def test_any_bytes_are_a_datagram_or_none(data: bytes, protocol: int) -> None:
+    packets.read(data, protocol)
+
+
+def test_a_header_as_long_as_its_packet_is_no_datagram() -> None:
+    assert packets.read(bytes([0x47]) + bytes(27), packets.IPV4) is None
 
 
 def test_packets_say_where_they_want_to_go() -> None:

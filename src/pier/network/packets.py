@@ -42,10 +42,10 @@ def read(data: bytes, protocol: int) -> Datagram | None:
         source, address = ipaddress.IPv6Address(data[8:24]), ipaddress.IPv6Address(data[24:40])
     else:
         return None
-    first, second, size = struct.unpack_from(">HHH", data, at)
-    head = data[: at + 8] if protocol == IPV4 else data[:1000]
     if address.is_multicast or len(data) < at + 8:
         return None
+    first, second, size = struct.unpack_from(">HHH", data, at)
+    head = data[: at + 8] if protocol == IPV4 else data[:1000]
     if number == _UDP:
         return Datagram("udp", source, first, address, second, data[at + 8 : at + max(size, 8)], head)
     if (number, data[at]) in ((_ICMP, _ECHO), (_ICMP6, _ECHO6)):

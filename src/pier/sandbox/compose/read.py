@@ -31,6 +31,7 @@ _SERVICE = _QUIET | {
 _BUILD = {"context", "dockerfile", "args", "target", "network", "tags", "labels"}
 _HEALTH = {"test", "interval", "timeout", "retries", "start_period", "start_interval", "disable"}
 _VOLUME = {"type", "source", "target", "read_only", "bind", "volume", "tmpfs", "consistency"}
+_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]*")
 _CONDITIONS = ("service_started", "service_healthy", "service_completed_successfully")
 
 
@@ -55,15 +56,21 @@ def read_compose(path: Path, variables: Mapping[str, str]) -> Compose:
     """Read the file at `path`. `variables` are all that `${NAME}` in it can see. `TaskError` names file and key."""
     try:
         data = yaml.load(path.read_bytes(), _Loader)
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise TaskError(f"{path}: cannot be read: {error}", code="compose") from error
     known = Variables(path, variables)
     place = Place(path, "")
-    top = place.mapping(known.fill(data, ""), _TOP)
+    try:
+        top = place.mapping(known.fill(data, ""), _TOP)
+    except RecursionError:
+        raise TaskError(f"{path}: is nested without an end", code="compose") from None
     reader = _Reader(path, known)
     tables = place.at("services").mapping(top.get("services"))
     if MAIN not in tables:
         raise place.at("services").error(f"there is no service {MAIN!r}", "the agent works in the service main")
+    for name in tables:
+        if not _NAME.fullmatch(name):
+            raise place.at("services").error(f"{name!r} is no name of letters, digits, '.', '_' and '-'")
     services = {name: reader.service(name, table) for name, table in tables.items()}
     networks = _networks(top, place)
     volumes = place.at("volumes").mapping(top.get("volumes"))
@@ -308,9 +315,10 @@ def _memberships(keys: dict[str, Any], place: Place) -> dict[str, tuple[str, ...
 def _hosts(value: Any, place: Place) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, address in place.pairs(value, "=:").items():
-        if not address or address == "host-gateway":
+        bare = (address or "").strip("[] ")
+        if not bare or bare == "host-gateway":
             raise place.error(f"{name}: this machine is out of reach of every task", "leave it out")
-        found[name] = address.strip("[]")
+        found[name] = bare
     return found
 
 

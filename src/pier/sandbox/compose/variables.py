@@ -12,6 +12,7 @@ from pier.errors import TaskError
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _VARIABLE = re.compile(rf"\$(?:(\$)|({_NAME})|\{{({_NAME})(?:(:?[-?+])((?:[^{{}}]|\{{[^{{}}]*\}})*))?\}})")
 _LINE = re.compile(rf"(?:export\s+)?({_NAME})\s*(?:=\s*(.*))?")
+_MOST = 100_000
 
 
 class Variables:
@@ -21,9 +22,13 @@ class Variables:
         self.path = path
         self.known = known
         self.missing: dict[str, None] = {}
+        self._seen = 0
 
     def fill(self, value: Any, where: str) -> Any:
         """`value` with the variables of all texts in it filled in; keys are left as they are."""
+        self._seen += 1
+        if self._seen > _MOST:
+            raise TaskError(f"{self.path}: holds more than {_MOST} values, or aliases stand for them", code="compose")
         if isinstance(value, str):
             return self._fill(value, where)
         if isinstance(value, list):
