@@ -72,8 +72,9 @@ class Journal:
 
     def sync(self) -> None:
         """Wait until all that was added is on disk."""
-        if self._fd is not None:
-            os.fdatasync(self._fd)
+        fd = self._fd  # another thread may close it
+        if fd is not None:
+            os.fdatasync(fd)
 
     def close(self) -> None:
         """Close the file; a later `append` opens it again."""

@@ -277,6 +277,36 @@ async def test_who_asks_on_and_never_reads_is_not_answered_on() -> None:
     await server.shutdown(1)
 
 
+async def test_connections_past_the_limit_are_turned_away() -> None:
+    async def answer(request: HttpRequest) -> None:
+        request.reply(200, [], b"hi")
+
+    server = Server(answer, lambda status, message: message.encode(), most=2)
+    listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+    address = listening.sockets[0].getsockname()
+    async with asyncio.timeout(LIMIT):
+        kept = []
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await reader.readuntil(b"hi")).startswith(b"HTTP/1.1 200")
+            kept.append(writer)
+        reader, writer = await asyncio.open_connection(*address)
+        told = await reader.read()
+        assert told.startswith(b"HTTP/1.1 503") and told.endswith(b"there are more than 2 connections")
+        writer.close()
+        kept.pop().close()
+        while len(server.connections) > 1:
+            await asyncio.sleep(0.01)
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        for each in (writer, *kept):
+            each.close()
+    listening.close()
+    await server.shutdown(1)
+
+
 async def test_an_old_client_gets_its_stream_without_chunks() -> None:
     async with wired() as wire:
         body = json.dumps(request_body("chat", stream=True)).encode()

@@ -29,6 +29,9 @@ from pier.gateway.session import Session, Terms
 from pier.gateway.shelf import Shelf
 from pier.gateway.upstream import Upstreams
 
+_MOST = 512
+"""Connections of one session at an address of its own, so that an agent cannot use up the files of all others."""
+
 
 class Gateway:
     """Made once, used as an async context manager; `session` gives each agent its own key.
@@ -151,7 +154,7 @@ class Gateway:
         name = session.id if session else None
         if name not in self._servers:
             serve = partial(self._serve, bound=session)
-            self._servers[name] = Server(serve, _refused)
+            self._servers[name] = Server(serve, _refused, most=_MOST if session else None)
         return self._servers[name]
 
     async def serve(self, host: str = "127.0.0.1", port: int = 0, session: Session | None = None) -> str:

@@ -26,13 +26,21 @@ Refuse = Callable[[int, str], bytes]
 
 class Server:
     """A factory of protocols. `idle`, `slow` and `stalled` are in seconds: between requests, for a whole head, and
-    between two pieces of a body."""
+    between two pieces of a body. `most` is how many connections there may be at once; more are turned away."""
 
     def __init__(
-        self, handle: Handle, refuse: Refuse, *, idle: float = 3600.0, slow: float = 60.0, stalled: float = 300.0
+        self,
+        handle: Handle,
+        refuse: Refuse,
+        *,
+        idle: float = 3600.0,
+        slow: float = 60.0,
+        stalled: float = 300.0,
+        most: int | None = None,
     ) -> None:
         self.handle = handle
         self.refuse = refuse
+        self.most = most
         self.retired = False
         self.connections: set[Connection] = set()
         self._limits = {"idle": idle, "head": slow, "body": stalled}
@@ -99,7 +107,11 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
         self.since = self.loop.time()
-        self.server.watch(self)
+        if self.server.most is not None and len(self.server.connections) >= self.server.most:
+            self._refuse(BadMessage(f"there are more than {self.server.most} connections", 503))
+            self.close()
+        else:
+            self.server.watch(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
