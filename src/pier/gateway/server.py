@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import resource
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -31,6 +32,17 @@ from pier.gateway.upstream import Upstreams
 
 _MOST = 512
 """Connections of one session at an address of its own, so that an agent cannot use up the files of all others."""
+
+_MANY = 1 << 16
+
+
+def _allow_many_files() -> None:
+    """Take what the machine allows of open files: a stream needs two, and the usual limit is meant for programs that
+    wait for few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < _MANY:
+        most = _MANY if hard == resource.RLIM_INFINITY else min(hard, _MANY)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class Gateway:
@@ -60,6 +72,7 @@ class Gateway:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Gateway:
+        _allow_many_files()
         self.upstreams.open()
         return self
 

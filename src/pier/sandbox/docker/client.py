@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import Any
 
 import aiodocker
@@ -84,7 +85,7 @@ def _unreachable(address: str, error: BaseException, told: str) -> SandboxError:
     why = told.splitlines()[-1] if told else str(error) or f"no answer in {_CONNECT_SECONDS} s"
     where = shown(address)
     cause = error if isinstance(error, OSError) else error.__cause__ or error.__context__
-    if isinstance(cause, PermissionError):
+    if getattr(cause, "errno", None) in (errno.EACCES, errno.EPERM):
         return SandboxError(
             f"this user may not use the Docker engine's socket at {where}",
             code="engine_forbidden",
