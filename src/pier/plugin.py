@@ -42,7 +42,7 @@ def find(kind: str, name: str, built_in: Mapping[str, str]) -> Any:
     near = difflib.get_close_matches(name, known, n=1)
     raise UsageError(
         f"there is no {kind} {name!r}; known: {', '.join(known)}",
-        hint=f"use {near[0]!r}" if near else f"give a {kind} of your own as module:Class",
+        hint=f"use {near[0]!r}" if near else f"give your own {kind} as module:Class",
     )
 
 

@@ -265,6 +265,15 @@ def test_every_format_says_the_same_of_any_tree(model: Model, form: str) -> None
             assert row["messages"][-1]["role"] == "assistant"
 
 
+def test_rows_by_turn_may_begin_without_log_probs(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed: pip install 'pier[parquet]'")
+    with sink_for(tmp_path / "x.parquet") as sink:
+        for logprobs in (None, [[-0.5]]):
+            sink.add({"prompt_token_ids": [[1]], "completion_token_ids": [[2]], "logprobs": logprobs})
+    found = parquet.read_table(tmp_path / "x.parquet").to_pylist()
+    assert [row["logprobs"] for row in found] == [None, "[[-0.5]]"]
+
+
 def test_a_parquet_file_has_typed_columns_and_json_for_what_is_nested(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed: pip install 'pier[parquet]'")
     model = Model()

@@ -165,8 +165,10 @@ class _Table:
         if not self._rows:
             return
         if self._writer is None:
+            first = self._rows[0]
+            by_turn = any(isinstance(value, list) and value and isinstance(value[0], list) for value in first.values())
             self._schema = self._arrow.schema(
-                [(name, self._type(name, value)) for name, value in self._rows[0].items()]
+                [(name, self._type(name, value, by_turn)) for name, value in first.items()]
             )
             self._writer = self._parquet.ParquetWriter(self._path, self._schema, compression="zstd")
         rows = [{name: self._cell(name, value) for name, value in row.items()} for row in self._rows]
@@ -182,11 +184,12 @@ class _Table:
         if self._writer is not None:
             self._writer.close()
 
-    def _type(self, name: str, value: Any) -> Any:
+    def _type(self, name: str, value: Any, by_turn: bool) -> Any:
+        """The type of a column; in a row of lists by turn, those of tokens are nested even where there are none."""
         arrow = self._arrow
         lists = ((_INTS, arrow.int32()), (_BITS, arrow.int8()), (_FLOATS, arrow.float32()), (("mask",), arrow.bool_()))
         for names, kind in lists:
-            if name in names and not (value and isinstance(value[0], list)):
+            if name in names and not by_turn:
                 return arrow.list_(kind)
         if name in _NUMBERS and not isinstance(value, dict):
             return arrow.float64()

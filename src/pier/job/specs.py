@@ -173,9 +173,9 @@ def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
         if getattr(environment, name) not in ("auto", "limit"):
             raise UsageError(f"environment.{name}: pier knows only auto and limit, which are the same", code="not-done")
     if unknown := [name for name in environment.kwargs if name not in options]:
-        known = f"only {', '.join(options)}" if options else "none"
+        known = f"it takes {', '.join(options)}" if options else "it takes none"
         raise UsageError(
-            f"environment.kwargs: {environment.backend} has no option {unknown[0]!r}, {known}", code="usage"
+            f"environment.kwargs: the backend {environment.backend} has no option {unknown[0]!r}; {known}", code="usage"
         )
     return SandboxChoice(
         backend=environment.backend,
