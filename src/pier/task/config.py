@@ -38,9 +38,10 @@ Service = Annotated[str, AfterValidator(_service)]
 
 
 class Table(BaseModel):
-    """A table of the file; frozen, so that a task can be shared by many trials."""
+    """A table of the file; frozen, so that a task can be shared by many trials. Checks are put together when they are
+    first needed: most tables are only ever checked as parts of a whole file."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
 class PhaseNetwork(Table):

@@ -15,7 +15,7 @@ from pier.task.load import describe
 
 
 class _Row(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
 class DatasetInfo(_Row):

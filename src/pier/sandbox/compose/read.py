@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
-
 from pier.errors import TaskError
 from pier.sandbox.compose.model import MAIN, Build, Compose, Condition, Health, Restart, Service, Volume
 from pier.sandbox.compose.variables import Variables, read_env_file
@@ -35,29 +33,11 @@ _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]*")
 _CONDITIONS = ("service_started", "service_healthy", "service_completed_successfully")
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML as engines read it: `yes` and `on` are texts, and so are dates and numbers with colons."""
-
-
-_PLAIN = {
-    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    "int": (r"[-+]?(?:0|[1-9][0-9]*)", "-+0123456789"),
-    "float": (r"[-+]?[0-9]+\.[0-9]*(?:[eE][-+]?[0-9]+)?", "-+0123456789"),
-}
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in rows if tag.rpartition(":")[2] not in {*_PLAIN, "timestamp"}]
-    for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for _name, (_pattern, _first) in _PLAIN.items():
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), list(_first))
-
-
 def read_compose(path: Path, variables: Mapping[str, str]) -> Compose:
     """Read the file at `path`. `variables` are all that `${NAME}` in it can see. `TaskError` names file and key."""
-    try:
-        data = yaml.load(path.read_bytes(), _Loader)
-    except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise TaskError(f"{path}: cannot be read: {error}", code="compose") from error
+    from pier.sandbox.compose.document import read_document
+
+    data = read_document(path)
     known = Variables(path, variables)
     place = Place(path, "")
     try:
