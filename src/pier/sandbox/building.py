@@ -8,10 +8,13 @@ from pathlib import Path
 
 from pier.errors import SandboxError
 from pier.image import owner
+from pier.image.host import host_image
 from pier.image.steps import OnOutput, Step
 from pier.lease import Lease
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend, Mount, SandboxSpec, Stream
+from pier.sandbox.local.backend import NO_PLACE
+from pier.sandbox.local.zygotes import NO_SANDBOXES
 
 
 class SandboxRunner:
@@ -56,6 +59,15 @@ class SandboxRunner:
         finally:
             await self.backend.remove_snapshot(snapshot)
         return 0
+
+
+async def can_run(backend: Backend) -> bool:
+    """Whether sandboxes can be had here at all; what else may be wrong is for the build to tell."""
+    try:
+        async with await backend.start(SandboxSpec(host_image(), name="build")):
+            return True
+    except SandboxError as error:
+        return error.code not in (NO_SANDBOXES, NO_PLACE)
 
 
 @contextlib.asynccontextmanager

@@ -19,6 +19,7 @@ from pier.lease import Held, Lease
 from pier.network.decision import OnDecision
 from pier.network.policy import NetworkMode, NetworkPolicy
 from pier.sandbox.compose.model import MAIN, Composition
+from pier.sandbox.order import BuildOrder
 
 OUTPUT_LIMIT = 16 * 1024 * 1024
 """How many bytes of each stream a `Result` keeps unless told otherwise. What is beyond is read and dropped."""
@@ -330,6 +331,8 @@ class Backend(ABC):
     name: str
     options: tuple[str, ...] = ()
     """What may be said of it by name, beside the lease, when it is made (`--ek NAME=VALUE`)."""
+    builder: Literal["pier", "own", "either"] = "pier"
+    """Who builds Dockerfiles: pier, in local sandboxes; the backend's own builder; or that where pier cannot."""
 
     @abstractmethod
     async def capabilities(self) -> Capabilities:
@@ -348,6 +351,10 @@ class Backend(ABC):
     async def pull_image(self, reference: str) -> Image | None:
         """An image that the backend's own store gets from a registry; None if it cannot, or has no store."""
         return None
+
+    async def build_image(self, order: BuildOrder) -> Image:
+        """An image that the backend's own builder makes and its store keeps. Only where `builder` is not `pier`."""
+        raise NotImplementedError(f"the backend {self.name!r} builds nothing itself")
 
     async def fork(self, image: Image, spec: SandboxSpec, n: int) -> list[Sandbox]:
         """Start n sandboxes from a snapshot; all or none."""

@@ -12,6 +12,7 @@ from pier.image.model import HOST, Image
 from pier.network.policy import NONE, PUBLIC, NetworkPolicy
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend
+from pier.sandbox.order import BuildOrder
 from pier.task.digest import tree_digest
 
 
@@ -91,7 +92,7 @@ def _build_key(wish: ImageWish) -> str:
 
 def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
     """Images that the backend has itself or pulls, else from pier's own store; Dockerfiles are built in local
-    sandboxes, whose layers every backend can take."""
+    sandboxes, whose layers every backend can take, or by the backend if it is asked to or nothing else can."""
     from pier.image.store import ImageStore
 
     store = ImageStore()
@@ -101,10 +102,15 @@ def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
         found = await backend.find_image(reference) or store.find(reference)
         return found or await backend.pull_image(reference) or await store.resolve(reference)
 
-    async def build(wish: ImageWish, _: str) -> Image:
+    async def build(wish: ImageWish, key: str) -> Image:
         from pier.image.build import build_image
-        from pier.sandbox.building import SandboxRunner
+        from pier.sandbox.building import SandboxRunner, can_run
 
+        assert wish.context is not None
+        if backend.builder == "own" or (backend.builder == "either" and not await can_run(builder)):
+            return await backend.build_image(
+                BuildOrder(key, wish.context, wish.dockerfile, dict(wish.args), wish.target, wish.network)
+            )
         networks = (await builder.capabilities()).networks
         network = wish.network or (PUBLIC if "public" in networks else NONE)
         if network.mode not in networks:
@@ -112,7 +118,6 @@ def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
                 f"this machine cannot build with the network mode {network.mode!r}, which the task asks for",
                 hint="pier doctor",
             )
-        assert wish.context is not None
         return await build_image(
             store,
             wish.context,

@@ -10,39 +10,49 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import aiodocker
 from aiodocker.exceptions import DockerError
 
-from pier.errors import ImageError, PolicyError, SandboxError
+from pier.errors import ImageError, PolicyError, SandboxError, UsageError
 from pier.image.engine import engine_address
 from pier.image.model import Image
 from pier.lease import Held, Lease
 from pier.network.rules import Rules
 from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Sandbox, SandboxSpec
 from pier.sandbox.docker.box import IMAGE_MISSING, KIND, LABEL, ContainerBox, remove
+from pier.sandbox.docker.building import build_there
 from pier.sandbox.docker.client import connect, engine_error
 from pier.sandbox.docker.compose.services import start_services
 from pier.sandbox.docker.compose.volumes import VOLUME, TrialVolumes, remove_volume
 from pier.sandbox.docker.config import attendant_plan, container_config
 from pier.sandbox.docker.doctor import examine
 from pier.sandbox.docker.engine import Engine
-from pier.sandbox.docker.entering import FAR_SOCKET
+from pier.sandbox.docker.entering import CONTAINER_ENDED, FAR_SOCKET
 from pier.sandbox.docker.images import REPOSITORY
 from pier.sandbox.docker.sandbox import DockerSandbox
 from pier.sandbox.local.sandbox import LocalSandbox
+from pier.sandbox.local.zygotes import NO_SANDBOXES
+from pier.sandbox.order import BuildOrder
 
 SNAPSHOT = "engine-image"
+_NOT_HERE = (FAR_SOCKET, CONTAINER_ENDED, NO_SANDBOXES)
+"""Why the first container of an engine cannot be entered, if pier is root but not on the engine's host, or not allowed
+to do there what root usually may, as in a container that has the engine's socket."""
+_BUILDERS: dict[str, Literal["pier", "own", "either"]] = {"": "either", "pier": "pier", "engine": "own"}
 
 
 class DockerBackend(Backend):
     """Sandboxes that are containers of the engine that `pier.image.reach` finds."""
 
     name = "docker"
-    options = ("host", "context")
+    options = ("host", "context", "builder")
 
-    def __init__(self, lease: Lease, *, host: str = "", context: str = "") -> None:
+    def __init__(self, lease: Lease, *, host: str = "", context: str = "", builder: str = "") -> None:
+        if builder not in _BUILDERS:
+            raise UsageError(f"--ek builder={builder}: who builds Dockerfiles is pier or engine")
+        self.builder = _BUILDERS[builder]
         self._lease = lease
         self._where = (str(host), str(context))
         self._opened: Engine | None = None
@@ -108,12 +118,14 @@ class DockerBackend(Backend):
             )
         engine = await self._engine()
         try:
-            return await self._start_container(engine, spec, more or {})
+            sandbox = await self._start_container(engine, spec, more or {})
         except SandboxError as error:
-            if error.code != FAR_SOCKET or engine.through_helper:
+            if error.code not in _NOT_HERE or engine.was_entered or engine.through_helper:
                 raise
-        engine.through_helper = True
-        return await self._start_container(engine, spec, more or {})
+            engine.through_helper = True
+            sandbox = await self._start_container(engine, spec, more or {})
+        engine.was_entered = True
+        return sandbox
 
     async def _start_container(self, engine: Engine, spec: SandboxSpec, more: Mapping[str, Any]) -> DockerSandbox:
         placing = await engine.place(spec.mounts)
@@ -165,6 +177,13 @@ class DockerBackend(Backend):
             return await engine.images.pull(reference)
         except ImageError:
             return None
+        except DockerError as error:
+            raise engine_error(error) from error
+
+    async def build_image(self, order: BuildOrder) -> Image:
+        engine = await self._engine()
+        try:
+            return await build_there(engine.docker, engine.images, order)
         except DockerError as error:
             raise engine_error(error) from error
 

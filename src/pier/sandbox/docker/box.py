@@ -15,7 +15,7 @@ from pier.errors import SandboxError
 from pier.lease import Lease
 from pier.sandbox.contract import Change
 from pier.sandbox.docker.client import engine_error
-from pier.sandbox.docker.entering import Entered, Entrance
+from pier.sandbox.docker.entering import CONTAINER_ENDED, Entered, Entrance
 from pier.sandbox.local.channel import Channel
 
 __all__ = ["IMAGE_MISSING", "KIND", "LABEL", "ContainerBox", "engine_error", "remove"]
@@ -71,7 +71,7 @@ class ContainerBox:
         await container.start()
         found = await container.show()
         if not found["State"]["Pid"]:
-            raise SandboxError(f"the container {self.name} ended at once", code="container_ended")
+            raise SandboxError(f"the container {self.name} ended at once", code=CONTAINER_ENDED)
         return found["Id"], found["State"]["Pid"]
 
     def oom_kills(self) -> int:

@@ -44,6 +44,8 @@ class Engine:
         self.address = docker.address
         self.images = EngineImages(docker)
         self.through_helper = needs_helper(docker.address)
+        self.was_entered = False
+        """Whether a container of it was entered, so that the way is known to be right."""
         self._machine = str(version.get("Arch", ""))
         self._lease = lease
         self._zygotes: Zygotes | None = None

@@ -27,6 +27,8 @@ from pier.sandbox.local.zygotes import Zygotes
 
 FAR_SOCKET = "far_socket"
 """The code of the error that an engine is at a socket of this machine, but is not on it."""
+CONTAINER_ENDED = "container_ended"
+"""The code of the error that a container's first process is not to be found."""
 
 
 class Entered(ABC):
@@ -101,7 +103,7 @@ class OwnEntered(Entered):
             self._layers = find_layers(pid)
             groups = Path(f"/proc/{pid}/cgroup").read_text()
         except OSError as error:
-            raise SandboxError(f"the container {name} ended at once: {error}", code="container_ended") from error
+            raise SandboxError(f"the container {name} ended at once: {error}", code=CONTAINER_ENDED) from error
         if id not in groups:
             os.close(self._first)
             raise SandboxError(

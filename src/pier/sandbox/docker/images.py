@@ -31,6 +31,11 @@ def our_name(image: Image) -> str:
     return f"{REPOSITORY}/{image.digest.removeprefix('sha256:')[:32]}"
 
 
+def is_collected(name: str) -> bool:
+    """Whether `pier image gc` may remove an image of that name. Snapshots end with their run."""
+    return name.startswith(f"{REPOSITORY}/") and not name.startswith(f"{REPOSITORY}/snapshot-")
+
+
 class EngineImages:
     """The images of one engine. Bringing or pulling the same image twice at once happens once, also by several pier
     processes of one user."""
@@ -43,10 +48,10 @@ class EngineImages:
     async def held(self, image: Image) -> AsyncIterator[str]:
         """The name under which the engine has `image`, which no collection removes meanwhile. It is asked once; for an
         image that is gone since then call `ensure` again."""
-        if not image.layers:
-            yield await self._seen_once(image, image.reference)
+        name = our_name(image) if image.layers else image.reference
+        if not is_collected(name):
+            yield await self._seen_once(image, name)
             return
-        name = our_name(image)
         async with holding(name):
             yield await self._seen_once(image, name)
 
@@ -74,19 +79,20 @@ class EngineImages:
             )
         name = our_name(image)
         if not await self._has(name):
-            async with self._only_one(name):
+            async with self.only_one(name):
                 if not await self._has(name):
                     await self._bring(image, name)
         return name
 
-    def _only_one(self, name: str) -> AbstractAsyncContextManager[None]:
+    def only_one(self, name: str) -> AbstractAsyncContextManager[None]:
+        """While something is made at the engine under a name: others of this user wait."""
         directory = pier_home() / "docker" / "locks"
         directory.mkdir(parents=True, exist_ok=True)
         return only_one(directory, name)
 
     async def pull(self, reference: str, on_progress: OnProgress | None = None) -> Image:
         """Have the engine pull an image, as whoever `docker login` says. `ImageError` says why it could not."""
-        async with self._only_one(f"pull {reference}"):
+        async with self.only_one(f"pull {reference}"):
             found = await self.find(reference)
             if found is None:
                 await pull(self._docker, reference, on_progress)

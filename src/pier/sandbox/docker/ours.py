@@ -17,7 +17,7 @@ from pier.image.engine import engine_address
 from pier.image.model import Image
 from pier.sandbox.docker.client import Client, connect, engine_error
 from pier.sandbox.docker.holding import letting_go
-from pier.sandbox.docker.images import REPOSITORY, EngineImages, OnProgress
+from pier.sandbox.docker.images import EngineImages, OnProgress, is_collected
 from pier.sandbox.docker.volumes import collect_volumes
 
 _LATEST = ":latest"
@@ -77,7 +77,7 @@ async def _list(docker: aiodocker.Docker) -> list[OurImage]:
         OurImage(tag.removesuffix(_LATEST), row["Id"], row["Size"], row["Created"], row["Id"] in used)
         for row in rows
         for tag in row.get("RepoTags") or []
-        if tag.startswith(f"{REPOSITORY}/") and not tag.startswith(f"{REPOSITORY}/snapshot-")
+        if is_collected(tag)
     ]
     return sorted(found, key=lambda image: (image.created, image.reference))
 

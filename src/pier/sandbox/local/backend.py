@@ -31,6 +31,9 @@ from pier.sandbox.local.zygotes import Zygotes
 
 _LOST = ("zygote_gone", "sandbox_gone")
 
+NO_PLACE = "no_place"
+"""The code of the error that the file system of pier's home cannot hold sandboxes."""
+
 
 class LocalBackend(Backend):
     """Sandboxes of this machine's own kernel."""
@@ -114,7 +117,7 @@ class LocalBackend(Backend):
 
     def _no_place(self, error: Exception) -> SandboxError:
         message = f"the file system of {self._base} cannot hold sandboxes: {error}"
-        return SandboxError(message, code="no_place", blame="user", retryable=False, hint=HOMES)
+        return SandboxError(message, code=NO_PLACE, blame="user", retryable=False, hint=HOMES)
 
     async def _prepare_host(self) -> HostRoot:
         async with self._host_lock:

@@ -16,6 +16,9 @@ from pier.sandbox import seccomp
 from pier.sandbox.local.channel import Answer, Channel
 from pier.sandbox.local.remove import remove
 
+NO_SANDBOXES = "no_sandboxes"
+"""The code of the error that this machine lets nobody here have a sandbox."""
+
 _BOOT = Path(__file__).resolve().with_name("boot.py")
 _GONE = "the process that sandboxes are forked from has died"
 _PASSED_ON = ("PATH", "PIER_TEST_SESSION")
@@ -69,7 +72,7 @@ class Zygote:
             raise SandboxError(
                 f"cannot prepare sandboxes here: {self.log() or error}",
                 hint="pier doctor",
-                code="no_sandboxes",
+                code=NO_SANDBOXES,
                 retryable=False,
             ) from error
 

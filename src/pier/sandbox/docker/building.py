@@ -1,0 +1,163 @@
+"""Has an engine build a Dockerfile itself: with BuildKit, or with the older builder of an engine that has none."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import tarfile
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import IO, Any
+
+import aiodocker
+import aiohttp
+from aiodocker.exceptions import DockerError
+
+from pier.errors import ImageError, PolicyError
+from pier.image.dockerfile import read
+from pier.image.ignore import Ignore, read_ignore
+from pier.image.model import SCRATCH, Image
+from pier.sandbox.docker.buildkit import Trace
+from pier.sandbox.docker.client import is_disk_full
+from pier.sandbox.docker.images import REPOSITORY, EngineImages
+from pier.sandbox.order import BuildOrder
+
+_OUTSIDE = ".pier.Dockerfile"
+"""The name in the context of a Dockerfile that is not below it."""
+_TAIL = 20
+_NETWORKS = {"none": "none", "public": "default"}
+
+
+def built_name(order: BuildOrder) -> str:
+    """What the image of an order is called at an engine, whoever built it there."""
+    network = order.network.mode if order.network else ""
+    return f"{REPOSITORY}/{hashlib.sha256(f'{order.key} {network}'.encode()).hexdigest()[:32]}"
+
+
+async def build_there(docker: aiodocker.Docker, images: EngineImages, order: BuildOrder) -> Image:
+    """The image of an order, built once for everyone who uses the engine. Errors are `ImageError`s: code `build`, with
+    the end of the output, blames the task."""
+    if order.network is not None and order.network.mode not in _NETWORKS:
+        raise PolicyError(
+            "an engine's builder cannot keep an allowlist, which this task asks for while its Dockerfile is built",
+            hint="build it with pier's own: --ek builder=pier",
+        )
+    name = built_name(order)
+    async with images.only_one(name):
+        found = await images.find(name)
+        if found is None:
+            await _pull_bases(images, order)
+            await _build(docker, order, name)
+            found = await images.find(name)
+    if found is None:
+        raise ImageError(f"the engine built {order.file} and does not have it", code="image_missing")
+    return found
+
+
+async def _pull_bases(images: EngineImages, order: BuildOrder) -> None:
+    """Have the engine pull what the file begins with, as whoever `docker login` says: its builder knows nobody."""
+    stages = {SCRATCH}
+    for instruction in read(order.file).instructions:
+        words = instruction.text.split() if instruction.name == "FROM" else []
+        if words and "$" not in words[0] and words[0].lower() not in stages and await images.find(words[0]) is None:
+            await images.pull(words[0], order.on_progress)
+        if len(words) == 3:
+            stages.add(words[2].lower())
+
+
+async def _build(docker: aiodocker.Docker, order: BuildOrder, name: str) -> None:
+    with tempfile.TemporaryFile(prefix="pier-context.") as packed:
+        file = await asyncio.to_thread(_pack, order, packed)
+        params = {
+            "t": name,
+            "dockerfile": file,
+            "buildargs": json.dumps(dict(order.args)),
+            "labels": json.dumps({"dev.pier.image": order.key}),
+            "networkmode": _NETWORKS[order.network.mode] if order.network else "default",
+            "rm": "1",
+            "forcerm": "1",
+            **({"target": order.target} if order.target else {}),
+        }
+        try:
+            await _ask(docker, order, params | {"version": "2"}, packed)
+        except DockerError as error:
+            if error.status not in (400, 501) or "buildkit" not in str(error.message).lower():
+                raise
+            packed.seek(0)
+            await _ask(docker, order, params, packed)
+
+
+async def _ask(docker: aiodocker.Docker, order: BuildOrder, params: dict[str, str], packed: IO[bytes]) -> None:
+    trace = Trace()
+    tail: deque[str] = deque(maxlen=_TAIL)
+    headers = {"Content-Type": "application/x-tar"}
+    async with docker._query("build", "POST", params=params, data=_chunks(packed), headers=headers) as answer:
+        async for message in _messages(answer.content):
+            if "error" in message:
+                raise _failure(order, str(message["error"]), tail)
+            for row in _rows(message, trace):
+                tail.append(row)
+                if order.on_progress is not None:
+                    order.on_progress(row)
+
+
+async def _messages(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
+    """One object a line; lines may be longer than what a stream gives at once."""
+    held = b""
+    async for data in content.iter_any():
+        *lines, held = (held + data).split(b"\n")
+        for line in lines:
+            if line.strip():
+                yield json.loads(line)
+
+
+async def _chunks(packed: IO[bytes]) -> AsyncIterator[bytes]:
+    while data := await asyncio.to_thread(packed.read, 1 << 20):
+        yield data
+
+
+def _rows(message: dict[str, Any], trace: Trace) -> list[str]:
+    if message.get("id") == "moby.buildkit.trace":
+        return list(trace.lines(message["aux"]))
+    return [row for row in str(message.get("stream", "")).splitlines() if row.strip()]
+
+
+def _failure(order: BuildOrder, told: str, tail: deque[str]) -> ImageError:
+    if is_disk_full(told):
+        hint = "pier image gc --env docker, or docker system df"
+        return ImageError(f"the Docker engine's disk is full: {told}", code="disk_full", hint=hint, retryable=True)
+    output = "\n".join(tail)
+    return ImageError(f"{order.file}: the engine could not build it: {told}\n{output}", code="build", blame="task")
+
+
+def _pack(order: BuildOrder, sink: IO[bytes]) -> str:
+    """Write the context, all of it root's, without what the ignore file leaves out; where the Dockerfile is in it."""
+    root, file = order.context.resolve(), order.file.resolve()
+    ignore = read_ignore(order.context, order.file)
+    inside = file.relative_to(root).as_posix() if file.is_relative_to(root) else ""
+    with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        # BuildKit takes what does not begin with a plain header for a lone Dockerfile.
+        archive.add(root, ".", recursive=False, filter=_as_roots)
+        for path in sorted(root.rglob("*")):
+            name = path.relative_to(root).as_posix()
+            if name == inside or not _is_left_out(path, name, ignore):
+                archive.add(path, name, recursive=False, filter=_as_roots)
+        if not inside:
+            archive.add(file, _OUTSIDE, recursive=False, filter=_as_roots)
+    sink.seek(0)
+    return inside or _OUTSIDE
+
+
+def _is_left_out(path: Path, name: str, ignore: Ignore) -> bool:
+    """Directories stay where something below them may be taken back in."""
+    return ignore.excludes(name) and not (ignore.has_exceptions and path.is_dir() and not path.is_symlink())
+
+
+def _as_roots(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    info.uid = info.gid = 0
+    info.mtime = int(info.mtime)
+    info.uname = info.gname = ""
+    return info if info.isreg() or info.isdir() or info.issym() or info.islnk() else None
