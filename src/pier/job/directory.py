@@ -135,8 +135,8 @@ def mend(job: Job) -> None:
     A try whose result was sealed counts though its end was never written down; one without a result is set aside and
     owed again; so is a finished one whose result is gone or torn.
     """
-    ledger = job.ledger
-    for trial in job.ledger.plan.trials:
+    ledger, place = job.ledger, str(job.directory)
+    for trial in ledger.plan.trials:
         if trial.id in ledger.open:
             outcome = read_outcome(job.trial_path(trial))
             if outcome is not None and not outcome.cancelled:
@@ -144,19 +144,19 @@ def mend(job: Job) -> None:
             else:
                 ledger.again(trial.id, "interrupted", job.set_aside(trial, ledger.tries.get(trial.id, 1)))
         elif (known := ledger.outcomes.get(trial.id)) is not None:
-            if not _is_whole(job.trial_path(trial), known.size):
+            if not _is_whole(f"{place}/{trial.name}", known.size):
                 ledger.again(trial.id, "lost", job.set_aside(trial, ledger.tries.get(trial.id, 1)))
         elif trial.id in ledger.tries and (job.directory / trial.name).exists():
             ledger.again(trial.id, "interrupted", job.set_aside(trial, ledger.tries[trial.id]))
 
 
-def _is_whole(trial: Path, size: int) -> bool:
+def _is_whole(trial: str, size: int) -> bool:
     """Whether a trial's result is there and, if its size is not the one that was written down, can be read."""
     try:
         found = os.stat(f"{trial}/result.json").st_size  # noqa: PTH116 - one for each of ten thousand trials
     except OSError:
         return False
-    return (found == size and size > 0) or read_outcome(trial) is not None
+    return (found == size and size > 0) or read_outcome(Path(trial)) is not None
 
 
 def _asked(disk: dict[str, Any]) -> str:
