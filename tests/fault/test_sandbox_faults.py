@@ -121,6 +121,17 @@ async def test_no_signal_from_inside_ends_the_first_process(backend: LocalBacken
         assert (await sandbox.exec("echo alive", timeout=60)).text == "alive\n"
 
 
+async def test_a_download_that_cannot_be_written_here_ends(backend: LocalBackend, image: Image, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "before").touch()
+    async with await backend.start(SandboxSpec(image)) as sandbox:
+        await sandbox.exec("mkdir /srv/d; head -c 4000000 /dev/zero >/srv/d/large")
+        with pytest.raises(FileExistsError):
+            await asyncio.wait_for(sandbox.download("/srv/d", tmp_path / "full"), 60)
+        assert (await sandbox.exec("echo alive")).text == "alive\n"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
 async def test_cancelled_starts_leave_nothing(backend: LocalBackend, image: Image, pier_home: Path) -> None:
     await (await backend.start(SandboxSpec(image))).stop()
     for step in range(20):

@@ -103,3 +103,9 @@ def test_places_are_cleared_before_an_archive_comes(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("kept")
     behind_a_link = ask({**unpacking, "clear": [str(tmp_path / "link" / "file")]}, packed)[0]
     assert behind_a_link is None and (tmp_path / "kept" / "file").exists()
+
+
+def test_many_entries_are_left_to_somebody_else_though_nothing_is_packed_of_them(tmp_path: Path) -> None:
+    for number in range(300):
+        os.mkfifo(tmp_path / str(number))
+    assert ask(packing(tmp_path)) == (None, b"")

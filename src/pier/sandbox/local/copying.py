@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import os
 import stat
@@ -89,7 +90,7 @@ async def put(channel: Channel, request: dict[str, Any], data: bytes) -> None:
 
 async def take(channel: Channel, request: dict[str, Any], work: Callable[[IO[bytes]], T]) -> tuple[list[str], T]:
     """Have a worker do `request` and `work` read what it writes: what the worker left out, and what `work` gave. What
-    the worker reports goes before what goes wrong here because of it."""
+    the worker reports goes before what goes wrong here because of it, unless it is that nobody reads any more."""
     if channel.closed:
         raise channel.lost()
     read, write = os.pipe2(os.O_CLOEXEC)
@@ -99,8 +100,11 @@ async def take(channel: Channel, request: dict[str, Any], work: Callable[[IO[byt
         await incoming.ended()
     finally:
         await incoming.close()
+    if message.get("errno") != errno.EPIPE:
+        _raise_if_failed(message)
+    done = incoming.result()
     _raise_if_failed(message)
-    return message.get("skipped", []), incoming.result()
+    return message.get("skipped", []), done
 
 
 async def _finish(half: asyncio.Future[Any]) -> Any:
@@ -227,8 +231,18 @@ class _Incoming(Generic[T]):
         return False
 
     def _work_on_all(self) -> T:
-        with open(self._fd, "rb", closefd=False) as rest:
-            return self._work(io.BufferedReader(_Joined(bytes(self._kept), rest), _SMALL))
+        try:
+            with open(self._fd, "rb", closefd=False) as rest:
+                return self._work(io.BufferedReader(_Joined(bytes(self._kept), rest), _SMALL))
+        except BaseException:
+            self._hang_up()
+            raise
+
+    def _hang_up(self) -> None:
+        """Nobody reads any more, which the worker must learn, or it would wait for ever."""
+        nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        os.dup2(nothing, self._fd, inheritable=False)
+        os.close(nothing)
 
     async def ended(self) -> None:
         """Wait for the end of the stream, which the worker has closed."""

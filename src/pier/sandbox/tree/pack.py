@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import itertools
 import os
 import stat
 import tarfile
@@ -20,10 +21,17 @@ DEPTH = 400
 
 
 def pack(
-    root: int, source: str, out: int | IO[bytes], *, exclude: Sequence[str] = (), max_bytes: int | None = None
+    root: int,
+    source: str,
+    out: int | IO[bytes],
+    *,
+    exclude: Sequence[str] = (),
+    max_bytes: int | None = None,
+    most: int | None = None,
 ) -> list[str]:
     """Write `source` as a tar stream to a descriptor or a file: a directory as `.` and what is below, anything else as
-    one entry called `.`. Answers what was left out: devices, fifos, sockets, and what could not be read."""
+    one entry called `.`. Answers what was left out: devices, fifos, sockets, and what could not be read. A tree with
+    more entries than `most` is given up."""
     parent, _, name = source.rstrip("/").rpartition("/")
     if name in ("", ".", ".."):
         parent, name = source, "."
@@ -31,7 +39,7 @@ def pack(
     try:
         stream: Any = _Whole(out) if isinstance(out, int) else out
         with tarfile.open(fileobj=stream, mode="w|", bufsize=BUFFER, format=tarfile.PAX_FORMAT) as archive:
-            packer = _Packer(archive, exclude, max_bytes)
+            packer = _Packer(archive, exclude, max_bytes, most)
             packer.add(fd, name, ".")
         return packer.skipped
     finally:
@@ -43,10 +51,13 @@ _CHANGED = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO}
 
 
 class _Packer:
-    def __init__(self, archive: tarfile.TarFile, exclude: Sequence[str], max_bytes: int | None) -> None:
+    def __init__(
+        self, archive: tarfile.TarFile, exclude: Sequence[str], max_bytes: int | None, most: int | None
+    ) -> None:
         self._archive = archive
         self._exclude = [pattern.rstrip("/") for pattern in exclude]
         self._left = max_bytes
+        self._most = most
         self._inodes: dict[tuple[int, int], str] = {}
         self.skipped: list[str] = []
 
@@ -77,7 +88,7 @@ class _Packer:
         try:
             entry.type = tarfile.DIRTYPE
             self._write(entry)
-            for child in sorted(os.listdir(fd)):
+            for child in self._list(fd):
                 path = child if entry.name == "." else f"{entry.name}/{child}"
                 if any(fnmatch.fnmatchcase(path, rule) or fnmatch.fnmatchcase(child, rule) for rule in self._exclude):
                     continue
@@ -90,6 +101,16 @@ class _Packer:
                         raise
         finally:
             os.close(fd)
+
+    def _list(self, fd: int) -> list[str]:
+        if self._most is None:
+            return sorted(os.listdir(fd))
+        with os.scandir(fd) as entries:
+            names = sorted(entry.name for entry in itertools.islice(entries, self._most + 1))
+        self._most -= len(names)
+        if self._most < 0:
+            raise TreeError("too_large", "the tree has more entries than allowed")
+        return names
 
     def _add_file(self, parent: int, name: str, entry: tarfile.TarInfo) -> None:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=parent)

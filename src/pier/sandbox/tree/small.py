@@ -18,6 +18,7 @@ from pier.sandbox.tree.pack import pack
 _IN = 1 << 17
 _OUT = 48 << 10
 _FEW = 64
+_ENTRIES = 256
 
 
 class _TooMuch(Exception):
@@ -52,7 +53,8 @@ def serve_small(request: dict[str, Any], fd: int) -> dict[str, Any] | None:
 
 def _pack(root: int, request: dict[str, Any], fd: int) -> dict[str, Any]:
     kept: Any = _Kept()
-    skipped = pack(root, request["source"], kept, exclude=request["exclude"], max_bytes=request["max_bytes"])
+    limits = {"exclude": request["exclude"], "max_bytes": request["max_bytes"], "most": _ENTRIES}
+    skipped = pack(root, request["source"], kept, **limits)
     write_all(fd, kept.data)
     os.close(fd)
     return {"ok": True, "skipped": skipped}
