@@ -158,6 +158,29 @@ async def test_users(bench: Bench, tmp_path: Path) -> None:
     assert (bench.last / "verifier/seen").read_text() == "nobody\n"
 
 
+LONG_PATHS = """\
+import os
+for place in ("/logs/agent", "/logs/artifacts"):
+    os.chdir(place)
+    for _ in range(30):
+        os.mkdir("n" * 250)
+        os.chdir("n" * 250)
+    with open("large", "wb") as stream:
+        stream.write(bytes(1 << 20))
+"""
+
+
+@pytest.mark.parametrize("left", ["true", "(while :; do kill -STOP -1; done) >/dev/null 2>&1 &"])
+async def test_what_an_agent_leaves_behind_keeps_nobody_from_grading_it(
+    bench: Bench, tmp_path: Path, left: str
+) -> None:
+    """Trees that no directory of this machine can hold, and a process that stops all others."""
+    solve = f"touch /app/done\n/usr/bin/python3 - <<'END'\n{LONG_PATHS}END\n{left}\n"
+    test = "#!/bin/bash\n[ -e /app/done ] && echo 1 > /logs/verifier/reward.txt\n"
+    result = await bench.run(write_task(tmp_path / "t", solve=solve, test=test))
+    assert rewards(result) == 1
+
+
 async def test_files_of_the_environment_come_into_the_working_directory(bench: Bench, tmp_path: Path) -> None:
     test = "#!/bin/bash\nls -A /app > /logs/verifier/seen; echo 1 > /logs/verifier/reward.txt\n"
     more = {"environment__Dockerfile": "FROM x", "environment__sub__data": "x", "environment__top": "y"}

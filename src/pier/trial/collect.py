@@ -161,7 +161,7 @@ async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRe
                 (incoming / name).rename(target / name)
     except FileNotFoundError:
         return
-    except SandboxError as error:
+    except (SandboxError, OSError) as error:
         record.warn(f"{source}: not collected: {error}")
     finally:
         _discard(incoming)

@@ -8,8 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from typing import Any
 
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_PARTS = 15
+"""So many parts of a path can be opened at once, however long their names are."""
+_LONG = 3800
+"""Bytes of a path that leave room for one more name."""
 _OPAQUE = ("user.overlay.opaque", "trusted.overlay.opaque")
 """How overlays of pier's and of engines say that a directory hides those below it."""
 
@@ -28,7 +34,7 @@ def compare(upper: str, lowers: list[str], most: int | None = None) -> list[list
         above, below, path = todo.pop()
         opaque = _is_opaque(above)
         names = set()
-        with os.scandir(above) as entries:
+        with _scan(above) as entries:
             for entry in entries:
                 seen += 1
                 if most is not None and seen > most:
@@ -40,7 +46,7 @@ def compare(upper: str, lowers: list[str], most: int | None = None) -> list[list
                 if _is_whiteout(status):
                     found.append([here, "removed", ""])
                 elif stat.S_ISDIR(status.st_mode):
-                    todo.append((entry.path, _merged(below, entry.name), here))
+                    todo.append((f"{above}/{entry.name}", _merged(below, entry.name), here))
                 else:
                     found.append([here, "changed" if known else "added", _mark(status)])
         if opaque:
@@ -69,13 +75,40 @@ def measure(path: str) -> int:
     total = 0
     todo = [path]
     while todo:
-        with contextlib.suppress(OSError), os.scandir(todo.pop()) as entries:
+        above = todo.pop()
+        with contextlib.suppress(OSError), _scan(above) as entries:
             for entry in entries:
                 status = entry.stat(follow_symlinks=False)
                 total += status.st_blocks * 512 // max(1, status.st_nlink if stat.S_ISREG(status.st_mode) else 1)
                 if stat.S_ISDIR(status.st_mode):
-                    todo.append(entry.path)
+                    todo.append(f"{above}/{entry.name}")
     return total
+
+
+@contextlib.contextmanager
+def _scan(directory: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+    """What is in a directory, also if its path is longer than the kernel takes: whoever wrote it came there step by
+    step."""
+    fd = _open_long(directory) if len(os.fsencode(directory)) > _LONG else -1
+    entries = os.scandir(directory if fd < 0 else fd)
+    try:
+        with entries:
+            yield entries
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _open_long(directory: str) -> int:
+    parts = directory.split("/")
+    fd = os.open("/", _DIRECTORY)
+    for start in range(1, len(parts), _PARTS):
+        try:
+            step = os.open("/".join(parts[start : start + _PARTS]), _DIRECTORY, dir_fd=fd)
+        finally:
+            os.close(fd)
+        fd = step
+    return fd
 
 
 def _mark(status: os.stat_result) -> str:
