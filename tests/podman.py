@@ -55,7 +55,7 @@ def podman() -> Iterator[Podman]:
     (running.directory / "containers.conf").write_text(f"[containers]\n{limits}")
     with (running.directory / "log").open("wb") as log:
         command = running.command("system", "service", "--time=0", running.url)
-        process = subprocess.Popen(command, env=running.env, stdout=log, stderr=log)
+        process = subprocess.Popen(command, env=running.env, cwd=running.directory, stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + START_SECONDS
         while not (running.directory / "podman.sock").is_socket():
