@@ -220,6 +220,7 @@ async def test_tls_is_checked(certificate: Path, tmp_path: Path, monkeypatch: py
         ((status, body),) = await ask(raw, tmp_path / "unknown", stream=True)
         assert (status, b"certificate" in body.lower()) == (502, True)
         assert raw.heads == []
+        assert [len(call.attempts) for call in recording.read(tmp_path / "unknown").generations()] == [1]
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate.with_suffix(".crt")))
         assert await ask(raw, tmp_path / "known", stream=True, times=2) == [(200, EVENTS + DONE)] * 2
         assert len(raw.heads) == 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -134,7 +135,8 @@ class Upstreams:
             sent = await self._client(address).send(address, headers.items(), out.data)
         except (OSError, ValueError) as error:
             record.attempt(facts, out.body)
-            raise _Fault(_unreachable(error, provider), passing=isinstance(error, OSError)) from None
+            lasting = not isinstance(error, OSError) or isinstance(error, ssl.SSLCertVerificationError)
+            raise _Fault(_unreachable(error, provider), passing=not lasting) from None
         try:
             record.attempt(facts, out.body)
         except BaseException:

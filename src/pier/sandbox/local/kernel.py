@@ -20,7 +20,7 @@ MNT_DETACH = 2
 PR_SET_NAME, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 15, 4, 36, 38
 PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_SET_PDEATHSIG = 24, 47, 1
 
-_CLONE3, _OPEN_TREE, _MOVE_MOUNT, _OPENAT2, _MOUNT_SETATTR = 435, 428, 429, 437, 442
+_CLONE3, _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 435, 428, 429, 442
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine, 155)
 _CAPSET = {"x86_64": 126, "aarch64": 91}.get(os.uname().machine, 126)
 
@@ -28,7 +28,6 @@ _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
 _OPEN_TREE_CLONE = 1
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_IDMAP = 0x1, 0x00100000
 _MOVE_MOUNT_F_EMPTY_PATH = 0x4
-RESOLVE_NO_SYMLINKS, RESOLVE_IN_ROOT = 0x04, 0x10
 
 KEPT_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31)
 """What Docker leaves to a container: chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap,
@@ -110,12 +109,6 @@ def attach(fd: int, target: str) -> None:
     """Put a detached mount at `target`."""
     flags = _MOVE_MOUNT_F_EMPTY_PATH
     syscall(f"cannot mount at {target}", _MOVE_MOUNT, fd, b"", _AT_FDCWD, _text(target), flags)
-
-
-def open_beneath(path: str, flags: int, *, mode: int = 0, resolve: int = RESOLVE_NO_SYMLINKS) -> int:
-    """openat2(2): open a path under a rule for its resolution."""
-    value = struct.pack("3Q", flags | os.O_CLOEXEC, mode, resolve)
-    return syscall(path, _OPENAT2, _AT_FDCWD, _text(path), value, len(value))
 
 
 def prctl(option: int, *values: int | bytes) -> int:
