@@ -27,16 +27,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from jobs import make_task
+
 ROOT = Path(__file__).resolve().parent.parent
 SOLVE = "echo hi > /tmp/answer"
 CHECK = "grep -q hi /tmp/answer && echo 1 > /tmp/reward.txt"
-TASK = {
-    "task.toml": 'schema_version = "1.1"\n[environment]\ndocker_image = "{image}"\nnetwork_mode = "no-network"\n',
-    "instruction.md": "Write hi to /tmp/answer.\n",
-    "environment/.gitkeep": "",
-    "solution/solve.sh": f"#!/bin/sh\n{SOLVE}\n",
-    "tests/test.sh": "#!/bin/sh\ngrep -q hi /tmp/answer && echo 1 > /logs/verifier/reward.txt\n",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +54,6 @@ def measure(what: str, trials: int, concurrency: int, command: list[str], cwd: P
     if done.returncode:
         print(done.stderr.decode(errors="replace")[-2000:], file=sys.stderr)
     return Row(what, trials, concurrency, seconds, trials * 60 / seconds, done.returncode == 0)
-
-
-def make_task(directory: Path, image: str) -> None:
-    for name, text in TASK.items():
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text.replace("{image}", image))
 
 
 async def bare_loop(image: str, trials: int, concurrency: int) -> None:

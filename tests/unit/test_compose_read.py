@@ -177,6 +177,22 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, text: str, told: str
         read(tmp_path, text)
 
 
+KEYS = """build image command entrypoint environment env_file depends_on healthcheck volumes tmpfs working_dir user
+hostname networks deploy mem_limit cpus extra_hosts restart profiles labels expose ports init stop_signal""".split()
+ODD = ["5", "[5]", "[[x]]", "[{a: 1}]", "{a: [1]}", "{5: {b: c}}", "{a: {b: [{}]}}", "null", "[null]", "x", "true"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_odd_values_are_read_or_named(tmp_path: Path, key: str) -> None:
+    told = []
+    for value in ODD:
+        try:
+            read_main(tmp_path, f"{key}: {value}")
+        except TaskError as error:
+            told.append(str(error))
+    assert all("docker-compose.yaml" in text for text in told)
+
+
 def test_ports_are_not_published(tmp_path: Path) -> None:
     compose = read(tmp_path, "services: {main: {image: x, ports: ['80:80']}}")
     assert compose.notes == ("docker-compose.yaml: services.main.ports: not published on this machine",)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pier.errors import UsageError
 from pier.trajectory.model import Trajectory
 from pier.trajectory.native.convert import READERS, convert, find_sessions, trajectory_of
 from pier.trajectory.native.documents import members
@@ -316,6 +317,35 @@ def test_a_log_that_ends_anywhere_gives_a_valid_trajectory(agent: str, tmp_path:
             assert [finding for finding in validate(found) if finding.level == "error"] == []
         steps.append(len(found.agent_steps))
     assert steps == sorted(steps) and steps[-1] in (2, 3)
+
+
+def bent(value: Any) -> Iterator[Any]:
+    """A value with one part after the other, two levels deep, turned into something that no agent writes."""
+    for key in value if isinstance(value, dict) else ():
+        for other in (5, "x", [1], {"a": [None]}):
+            yield {**value, key: other}
+        for inner in value[key] if isinstance(value[key], dict) else ():
+            yield from ({**value, key: {**value[key], inner: other}} for other in (5, [1], {"a": [None]}))
+
+
+@pytest.mark.parametrize("agent", [agent for agent in AGENTS if agent not in ("goose", "opencode")])
+def test_logs_that_no_agent_writes_are_read_or_named(agent: str, tmp_path: Path) -> None:
+    BUILDERS[agent](tmp_path / "logs", "s1", 1, "out")
+    tried = 0
+    for path in [path for path in sorted(tmp_path.rglob("*")) if path.suffix in (".json", ".jsonl")]:
+        whole = path.read_text()
+        rows = whole.splitlines() if path.suffix == ".jsonl" else [whole]
+        for number, row in enumerate(rows):
+            for value in bent(json.loads(row)):
+                path.write_text("\n".join([*rows[:number], json.dumps(value), *rows[number + 1 :]]) + "\n")
+                tried += 1
+                try:
+                    for session in find_sessions(tmp_path / "logs", agent):
+                        convert(session, tmp_path / "made.json")
+                except UsageError as error:
+                    assert "no session log" in str(error)
+        path.write_text(whole)
+    assert tried > 10
 
 
 @pytest.mark.parametrize("agent", AGENTS)

@@ -243,6 +243,23 @@ def test_several_sessions_get_a_file_each(tmp_path: Path) -> None:
     assert sorted(names) == ["claude-code-s.json", "codex-a.json"]
 
 
+def test_ids_of_logs_lead_nowhere_and_hide_no_session(tmp_path: Path) -> None:
+    for number, id_ in enumerate(("../../out", "/etc/out", "same", "same", "long" * 100, "long" * 100)):
+        codex_log(tmp_path / "logs" / f"rollout-{number}.jsonl", id_)
+    found = [target for _, target in targets(find_sessions(tmp_path / "logs"), tmp_path / "made")]
+    assert {target.parent for target in found} == {tmp_path / "made"}
+    assert len({target.name for target in found}) == 6 and all(len(target.name) < 200 for target in found)
+
+
+def test_sessions_that_name_each_other_as_parents_are_kept(tmp_path: Path) -> None:
+    for id_, parent in (("a", "b"), ("b", "a"), ("c", "c"), ("d", "a")):
+        codex_log(tmp_path / f"rollout-{id_}.jsonl", id_, parent)
+    found = find_sessions(tmp_path)
+    assert [session.id for session in found] == ["b", "c"]
+    (below,) = found[0].children
+    assert [below.id, *(session.id for session in below.children)] == ["a", "d"]
+
+
 def test_where_there_is_no_log_that_is_said(tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text('{"some": "thing"}\n')
     with pytest.raises(UsageError, match="no session logs"):

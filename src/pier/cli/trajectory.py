@@ -49,19 +49,29 @@ def validate(ctx: click.Context, places: tuple[Path, ...], as_json: bool, strict
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A file, or a directory for many.")
 @click.option("-a", "--agent", help="Whose logs they are; found out if not given.")
 @AS_JSON
-def convert(place: Path, output: Path, agent: str | None, as_json: bool) -> None:
-    """Write agents' own session logs as trajectories. PLACE is a log, or a directory that holds some."""
+@click.pass_context
+def convert(ctx: click.Context, place: Path, output: Path, agent: str | None, as_json: bool) -> None:
+    """Write agents' own session logs as trajectories. PLACE is a log, or a directory that holds some. Exits with 1 if
+    one of several could not be read; the others are written."""
+    from pier.errors import UsageError
     from pier.trajectory.native.convert import convert as write
     from pier.trajectory.native.convert import find_sessions, targets
 
-    rows = []
+    rows, broken = [], False
     for session, target in targets(find_sessions(place, agent), output):
-        write(session, target)
+        try:
+            write(session, target)
+        except UsageError as error:
+            click.echo(f"Error: {error}", err=True)
+            broken = True
+            continue
         rows.append({"agent": session.agent, "session": session.id, "source": str(session.path), "file": str(target)})
         if not as_json:
             click.echo(f"{target}  {session.agent} {session.id}")
     if as_json:
         click.echo(json.dumps(rows, indent=2))
+    if broken:
+        ctx.exit(1)
 
 
 @trajectory.command()

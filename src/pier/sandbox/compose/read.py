@@ -35,6 +35,14 @@ _CONDITIONS = ("service_started", "service_healthy", "service_completed_successf
 
 def read_compose(path: Path, variables: Mapping[str, str]) -> Compose:
     """Read the file at `path`. `variables` are all that `${NAME}` in it can see. `TaskError` names file and key."""
+    try:
+        return _read(path, variables)
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise TaskError(f"{path}: holds a value of a kind that no compose file has ({what})", code="compose") from error
+
+
+def _read(path: Path, variables: Mapping[str, str]) -> Compose:
     from pier.sandbox.compose.document import read_document
 
     data = read_document(path)

@@ -57,6 +57,26 @@ class Session:
         self.extra["totals"] = assembler.totals
 
 
+def nested(found: list[tuple[Session, str | None]]) -> list[Session]:
+    """Of sessions with the id of who started each, those that none of the others started; the rest are their children.
+    Several of one id are all kept, and so are those that name each other."""
+    known: dict[str | None, Session] = {}
+    for session, _ in found:
+        known.setdefault(session.id, session)
+    above: dict[int, Session] = {}
+    tops = []
+    for session, parent_id in found:
+        parent = upper = known.get(parent_id)
+        while upper is not None and upper is not session:
+            upper = above.get(id(upper))
+        if parent is None or upper is session:
+            tops.append(session)
+        else:
+            above[id(session)] = parent
+            parent.children.append(session)
+    return tops
+
+
 @dataclass(slots=True)
 class Totals:
     """Sums over all steps."""

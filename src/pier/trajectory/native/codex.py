@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, Session, records, simple
+from pier.trajectory.native.assemble import Assembler, Session, nested, records, simple
 
 NAME = "codex"
 _CALLS = ("function_call", "custom_tool_call", "local_shell_call", "web_search_call")
@@ -18,19 +18,13 @@ _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call
 def find(root: Path) -> list[Session]:
     """The sessions below a directory, or in one file. Those that another one started are its children."""
     paths = [root] if root.is_file() else sorted(root.rglob("rollout-*.jsonl"))
-    found: dict[str, tuple[Session, str | None]] = {}
+    found: list[tuple[Session, str | None]] = []
     for path in paths:
         first = next(records(path), {})
         if first.get("type") == "session_meta":
             meta = first.get("payload") or {}
-            found[str(meta.get("id"))] = (Session(NAME, path, read, id=str(meta.get("id"))), _parent(meta))
-    tops = []
-    for session, parent in found.values():
-        if parent in found and found[parent][0] is not session:
-            found[parent][0].children.append(session)
-        else:
-            tops.append(session)
-    return tops
+            found.append((Session(NAME, path, read, id=str(meta.get("id"))), _parent(meta)))
+    return nested(found)
 
 
 def _parent(meta: dict[str, Any]) -> str | None:

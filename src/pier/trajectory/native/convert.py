@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,13 +32,21 @@ READERS = {
 }
 """For each agent the function that finds its sessions in a directory or file."""
 
+_UNFIT = re.compile(r"[^A-Za-z0-9._-]")
+_LONGEST = 150
+_BROKEN = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
+"""What readers raise where a log is not as its agent writes it."""
+
 
 def find_sessions(root: Path, agent: str | None = None) -> list[Session]:
     """All sessions at `root`, of one agent or of any."""
     if agent is not None and agent not in READERS:
         raise UsageError(f"the logs of {agent!r} cannot be read; those of {', '.join(READERS)} can", code="trajectory")
     names = [agent] if agent else list(READERS)
-    found = [session for name in names for session in load(READERS[name])(root)]
+    found: list[Session] = []
+    for name in names:
+        with _readable(name, root):
+            found += load(READERS[name])(root)
     if not found:
         raise UsageError(f"there are no session logs of {' or '.join(names)} at {root}", code="trajectory")
     return found
@@ -47,7 +57,7 @@ def convert(session: Session, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
+        with os.fdopen(fd, "w", encoding="utf-8") as file, _readable(session.agent, session.path):
             _write(session, file, target.parent / "images")
             file.write("\n")
         Path(name).chmod(0o644)
@@ -55,6 +65,16 @@ def convert(session: Session, target: Path) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def _readable(agent: str, place: Path) -> Iterator[None]:
+    """Say whose log it is and where, if it cannot be made sense of."""
+    try:
+        yield
+    except _BROKEN as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{place}: this is no session log as {agent} writes it ({what})", code="trajectory") from error
 
 
 def trajectory_of(session: Session) -> Trajectory:
@@ -97,9 +117,16 @@ def _tail(session: Session) -> dict[str, Any]:
 
 
 def targets(sessions: list[Session], output: Path) -> Iterator[tuple[Session, Path]]:
-    """Where each session is written: the file that was named if there is one session, else a file for each below it."""
+    """Where each session is written: the file that was named if there is one session, else a file for each below it.
+    Ids come out of logs, so only what fits into a name is taken of them."""
     if len(sessions) == 1 and output.suffix == ".json":
         yield sessions[0], output
         return
+    taken: set[str] = set()
     for session in sessions:
-        yield session, output / f"{session.agent}-{session.id}.json"
+        name = free = _UNFIT.sub("_", f"{session.agent}-{session.id}")[:_LONGEST]
+        number = 2
+        while free in taken:
+            free, number = f"{name}-{number}", number + 1
+        taken.add(free)
+        yield session, output / f"{free}.json"

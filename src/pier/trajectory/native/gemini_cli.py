@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, Session, records, simple
+from pier.trajectory.native.assemble import Assembler, Session, nested, records, simple
 
 NAME = "gemini-cli"
 
@@ -15,20 +15,13 @@ NAME = "gemini-cli"
 def find(root: Path) -> list[Session]:
     """The sessions below a directory, or in one file; sub-agents are in a directory with their session's id."""
     paths = [root] if root.is_file() else sorted(root.rglob("*.jsonl"))
-    found: dict[str, Session] = {}
-    below: list[tuple[str, Session]] = []
+    found: list[tuple[Session, str | None]] = []
     for path in paths:
         head = next(records(path), {})
-        if "sessionId" not in head or "projectHash" not in head:
-            continue
-        session = Session(NAME, path, read, id=str(head["sessionId"]))
-        if head.get("kind") == "subagent" and len(paths) > 1:
-            below.append((path.parent.name, session))
-        else:
-            found[session.id] = session
-    for parent, session in below:
-        found[parent].children.append(session) if parent in found else found.setdefault(session.id, session)
-    return list(found.values())
+        if "sessionId" in head and "projectHash" in head:
+            session = Session(NAME, path, read, id=str(head["sessionId"]))
+            found.append((session, path.parent.name if head.get("kind") == "subagent" else None))
+    return nested(found)
 
 
 def read(session: Session, assembler: Assembler) -> Iterator[None]:
