@@ -7,12 +7,13 @@ import json
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pier.network.policy import NONE, NetworkPolicy
 from pier.sandbox.contract import Limits
-from pier.sandbox.local.sandbox import LocalSandbox
+from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.task import load_task
 from pier.task.config import Artifact
 from pier.trial.check import prove
@@ -373,13 +374,13 @@ async def test_each_phase_has_its_network(bench: Bench, tmp_path: Path, monkeypa
     if "allowlist" not in capabilities.networks or not capabilities.switch_network:
         pytest.skip("this machine's local backend cannot switch networks")
     switched: list[NetworkPolicy] = []
-    switch = LocalSandbox.set_network
+    switch = LinuxSandbox.set_network
 
-    async def watched(sandbox: LocalSandbox, policy: NetworkPolicy) -> None:
+    async def watched(sandbox: LinuxSandbox[Any], policy: NetworkPolicy) -> None:
         switched.append(policy)
         await switch(sandbox, policy)
 
-    monkeypatch.setattr(LocalSandbox, "set_network", watched)
+    monkeypatch.setattr(LinuxSandbox, "set_network", watched)
     agent = '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["allowed.example"]\n'
     task = write_task(tmp_path / "t", toml=TOML.replace("[agent]\n", agent))
     assert rewards(await bench.run(task)) == 1

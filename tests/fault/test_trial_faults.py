@@ -13,7 +13,7 @@ import pytest
 from pier.agent.contract import Agent, AgentRun, Launch
 from pier.errors import UsageError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
-from pier.sandbox.local.sandbox import LocalSandbox
+from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.trial.run import run_trial
 from pier.trial.spec import AgentChoice, TrialSpec
 from tests.trial_runs import PASS, TOML, Bench, open_bench, write_task
@@ -45,7 +45,7 @@ class KillerAgent(Agent):
         return Launch(("sleep", "600"))
 
     async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
-        assert isinstance(sandbox, LocalSandbox)
+        assert isinstance(sandbox, LinuxSandbox)
         async with await sandbox.spawn(["sleep", "600"]) as process:
             os.kill(sandbox.box.pid, signal.SIGKILL)
             return await process.wait()

@@ -9,7 +9,7 @@ import pytest
 
 from pier.sandbox.docker import group
 from pier.sandbox.docker.group import until_frozen
-from pier.sandbox.local.channel import Channel
+from pier.sandbox.linux.channel import Channel
 
 pytestmark = pytest.mark.plain
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.sandbox.local.changes import TooMany, compare, measure, merge
+from pier.sandbox.linux.changes import TooMany, compare, measure, merge
 
 
 def _fill(root: Path, files: dict[str, str]) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.sandbox.local.remove import remove, remove_some
+from pier.sandbox.linux.remove import remove, remove_some
 
 pytestmark = pytest.mark.plain
 

@@ -13,8 +13,8 @@ from pier.image.steps import OnOutput, Step
 from pier.lease import Lease
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend, Mount, SandboxSpec, Stream
+from pier.sandbox.linux.zygotes import NO_SANDBOXES
 from pier.sandbox.local.backend import NO_PLACE
-from pier.sandbox.local.zygotes import NO_SANDBOXES
 
 
 class SandboxRunner:

@@ -15,8 +15,8 @@ from pier.network.policy import NetworkPolicy
 from pier.sandbox.docker.group import ContainerGroup, until_frozen
 from pier.sandbox.docker.hub import Member, Places
 from pier.sandbox.docker.mux import Mux
-from pier.sandbox.local.channel import Channel, close_all
-from pier.sandbox.local.network import Network
+from pier.sandbox.linux.channel import Channel, close_all
+from pier.sandbox.linux.network import Network
 
 EVENT = -2
 """The number of messages that answer nothing: a decision of the network policy, the end of the container."""

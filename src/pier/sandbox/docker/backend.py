@@ -32,8 +32,8 @@ from pier.sandbox.docker.engine import Engine
 from pier.sandbox.docker.entering import CONTAINER_ENDED, FAR_SOCKET
 from pier.sandbox.docker.images import REPOSITORY
 from pier.sandbox.docker.sandbox import DockerSandbox
-from pier.sandbox.local.sandbox import LocalSandbox
-from pier.sandbox.local.zygotes import NO_SANDBOXES
+from pier.sandbox.linux.sandbox import LinuxSandbox
+from pier.sandbox.linux.zygotes import NO_SANDBOXES
 from pier.sandbox.order import BuildOrder
 
 SNAPSHOT = "engine-image"
@@ -187,7 +187,7 @@ class DockerBackend(Backend):
         except DockerError as error:
             raise engine_error(error) from error
 
-    async def snapshot(self, sandbox: LocalSandbox) -> Image:
+    async def snapshot(self, sandbox: LinuxSandbox[ContainerBox]) -> Image:
         """Commit the container as an image of the engine's; the container goes on."""
         await sandbox.kill_all()
         engine = await self._engine()
@@ -207,11 +207,10 @@ class DockerBackend(Backend):
         await _remove_image(engine.docker, image.reference)
         self._lease.strike(SNAPSHOT, image.reference.rpartition("-")[2])
 
-    async def changes(self, sandbox: LocalSandbox) -> list[Change]:
-        assert isinstance(sandbox, DockerSandbox)
+    async def changes(self, sandbox: LinuxSandbox[ContainerBox]) -> list[Change]:
         return await sandbox.box.changes()
 
-    async def end(self, sandbox: LocalSandbox) -> None:
+    async def end(self, sandbox: LinuxSandbox[ContainerBox]) -> None:
         assert isinstance(sandbox, DockerSandbox)
         self._sandboxes.discard(sandbox)
         await sandbox.box.stop()

@@ -16,7 +16,7 @@ from pier.lease import Lease
 from pier.sandbox.contract import Change
 from pier.sandbox.docker.client import engine_error
 from pier.sandbox.docker.entering import CONTAINER_ENDED, Entered, Entrance
-from pier.sandbox.local.channel import Channel
+from pier.sandbox.linux.channel import Channel
 
 __all__ = ["IMAGE_MISSING", "KIND", "LABEL", "ContainerBox", "engine_error", "remove"]
 

@@ -14,7 +14,7 @@ import socket
 from typing import Any
 
 from pier.sandbox import tree
-from pier.sandbox.local import attendant, kernel, wire
+from pier.sandbox.linux import attendant, kernel, wire
 
 
 def fork_doorkeeper() -> socket.socket:

@@ -23,8 +23,8 @@ from pier.sandbox.docker.helper import REPOSITORY, Helper
 from pier.sandbox.docker.images import EngineImages
 from pier.sandbox.docker.runtime import IDLE
 from pier.sandbox.docker.volumes import PREFIX, PackVolumes
-from pier.sandbox.local.network import offered_modes
-from pier.sandbox.local.zygotes import Zygotes
+from pier.sandbox.linux.network import offered_modes
+from pier.sandbox.linux.zygotes import Zygotes
 
 _PROGRAM = "/.pier-idle"
 _IPV6 = Path("/proc/sys/net/ipv6")

@@ -20,10 +20,10 @@ from pier.sandbox.contract import Change
 from pier.sandbox.docker.group import ContainerGroup, until_frozen
 from pier.sandbox.docker.hub import Hub, Member, Places
 from pier.sandbox.docker.layers import find_layers
-from pier.sandbox.local.box import kill_and_wait
-from pier.sandbox.local.channel import Channel
-from pier.sandbox.local.network import Network
-from pier.sandbox.local.zygotes import Zygotes
+from pier.sandbox.linux.channel import Channel
+from pier.sandbox.linux.killing import kill_and_wait
+from pier.sandbox.linux.network import Network
+from pier.sandbox.linux.zygotes import Zygotes
 
 FAR_SOCKET = "far_socket"
 """The code of the error that an engine is at a socket of this machine, but is not on it."""

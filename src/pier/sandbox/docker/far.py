@@ -27,8 +27,8 @@ from pier.sandbox.docker.attended import Attended
 from pier.sandbox.docker.doorkeeper import fork_doorkeeper
 from pier.sandbox.docker.hub import Hub
 from pier.sandbox.docker.mux import Broken, Mux
-from pier.sandbox.local.channel import Channel
-from pier.sandbox.local.network import offered_modes
+from pier.sandbox.linux.channel import Channel
+from pier.sandbox.linux.network import offered_modes
 
 SILENCE = 120.0
 """Seconds without a word from pier after which it counts as gone."""

@@ -15,7 +15,7 @@ def main() -> None:
     own = source + "/pier/sandbox/docker"
     sys.path[:] = [path for path in sys.path if path != own]
     sys.modules["ssl"] = None  # type: ignore[assignment]
-    for name in ("pier", "pier.network", "pier.sandbox", "pier.sandbox.local", "pier.sandbox.docker"):
+    for name in ("pier", "pier.network", "pier.sandbox", "pier.sandbox.linux", "pier.sandbox.docker"):
         module = types.ModuleType(name)
         module.__path__ = ["/".join([source, *name.split(".")])]
         sys.modules[name] = module

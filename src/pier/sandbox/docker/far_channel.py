@@ -18,8 +18,8 @@ from pier.sandbox.docker.attended import EVENT
 from pier.sandbox.docker.entering import Entered
 from pier.sandbox.docker.hub import Places
 from pier.sandbox.docker.mux import Mux, Stream
-from pier.sandbox.local.channel import Channel, OnAnswer, close_all
-from pier.sandbox.local.network import Network
+from pier.sandbox.linux.channel import Channel, OnAnswer, close_all
+from pier.sandbox.linux.network import Network
 
 _LEAVE_SECONDS = 60
 _SETTLE_SECONDS = 5

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from pier.sandbox.local.channel import Channel
+from pier.sandbox.linux.channel import Channel
 
 _ROOT = Path("/sys/fs/cgroup")
 _WATCH_SECONDS = 1.0

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pier.network.names import Answer, Names
-from pier.sandbox.local.channel import Channel
+from pier.sandbox.linux.channel import Channel
 
 Places = list[tuple[int, int]]
 """Where a container is: pairs of a network's number and its own number there."""

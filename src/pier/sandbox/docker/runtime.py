@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 
 from pier.errors import SandboxError
 from pier.sandbox.docker import idle
-from pier.sandbox.local.root import HOST
+from pier.sandbox.linux.root import HOST
 
 IDLE = "idle"
 """The directory of the image that has the program of that name."""

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any, cast
+from typing import Any
 
 from pier.errors import SandboxError
 from pier.sandbox.contract import ProtocolFactory, SandboxSpec
 from pier.sandbox.docker.box import ContainerBox
 from pier.sandbox.docker.far_channel import FarChannel
-from pier.sandbox.local.channel import close_all
-from pier.sandbox.local.sandbox import Home, LocalListener, LocalSandbox
+from pier.sandbox.linux.channel import close_all
+from pier.sandbox.linux.sandbox import Home, LinuxListener, LinuxSandbox
 
 
-class DockerSandbox(LocalSandbox):
+class DockerSandbox(LinuxSandbox[ContainerBox]):
     """A container that was entered."""
 
-    box: ContainerBox
-
-    def __init__(self, spec: SandboxSpec, box: ContainerBox, home: Home) -> None:
-        super().__init__(spec, cast(Any, box), home)
+    def __init__(self, spec: SandboxSpec, box: ContainerBox, home: Home[ContainerBox]) -> None:
+        super().__init__(spec, box, home)
         self.network = box.entered.network(spec.network, spec.on_decision)
 
-    async def listen(self, port: int, factory: ProtocolFactory, *, host: str = "127.0.0.1") -> LocalListener:
+    async def listen(self, port: int, factory: ProtocolFactory, *, host: str = "127.0.0.1") -> LinuxListener:
         channel = self.box.channel
         if not isinstance(channel, FarChannel):
             return await super().listen(port, factory, host=host)
@@ -32,13 +30,13 @@ class DockerSandbox(LocalSandbox):
         self._listeners.append(listener)
         return listener
 
-    async def _serve(self, listener: LocalListener) -> None:
+    async def _serve(self, listener: LinuxListener) -> None:
         """Once: a snapshot leaves a container and its sockets as they are."""
         if listener not in self._listeners:
             await super()._serve(listener)
 
 
-class FarListener(LocalListener):
+class FarListener(LinuxListener):
     """A socket in a container that the helper accepts connections from; each comes here as a stream."""
 
     def __init__(self, host: str, port: int, factory: ProtocolFactory, channel: FarChannel) -> None:

@@ -17,17 +17,17 @@ from pier.network.rules import Rules
 from pier.sandbox import cgroup
 from pier.sandbox.contract import Backend, Capabilities, Change, Finding, SandboxSpec
 from pier.sandbox.host import HostRoot, host_image, prepare
+from pier.sandbox.linux.changes import merge
+from pier.sandbox.linux.network import offered_modes
+from pier.sandbox.linux.root import APT_OF_ONE_ID, NO_OVERLAY
+from pier.sandbox.linux.sandbox import LinuxSandbox
+from pier.sandbox.linux.zygotes import Zygotes
 from pier.sandbox.local import sweeping
 from pier.sandbox.local.box import KIND, Box, make_private
-from pier.sandbox.local.changes import merge
 from pier.sandbox.local.doctor import HOMES, examine
-from pier.sandbox.local.network import offered_modes
 from pier.sandbox.local.plan import layers_of, limits_of, make_plan
-from pier.sandbox.local.root import APT_OF_ONE_ID, NO_OVERLAY
-from pier.sandbox.local.sandbox import LocalSandbox
 from pier.sandbox.local.snapshots import KIND as SNAPSHOT
 from pier.sandbox.local.snapshots import Snapshots
-from pier.sandbox.local.zygotes import Zygotes
 
 _LOST = ("zygote_gone", "sandbox_gone")
 
@@ -47,7 +47,7 @@ class LocalBackend(Backend):
         self._groups = cgroup.find()
         self._zygotes = Zygotes(self._ids)
         self._snapshots = Snapshots(lease, self._zygotes, pier_home() / "snapshots")
-        self._sandboxes: set[LocalSandbox] = set()
+        self._sandboxes: set[LinuxSandbox[Box]] = set()
         self._host: HostRoot | None = None
         self._host_lock = asyncio.Lock()
 
@@ -73,11 +73,11 @@ class LocalBackend(Backend):
             limits=limits_of(self._groups),
         )
 
-    async def start(self, spec: SandboxSpec) -> LocalSandbox:
+    async def start(self, spec: SandboxSpec) -> LinuxSandbox[Box]:
         capabilities = await self.capabilities()
         _refuse_what_lacks(spec, capabilities)
         box = await self._start_box(spec, ())
-        sandbox = LocalSandbox(spec, box, self)
+        sandbox = LinuxSandbox[Box](spec, box, self)
         self._snapshots.hold(sandbox.id, spec.image.layers)
         self._sandboxes.add(sandbox)
         if spec.network.mode == "none":
@@ -136,7 +136,7 @@ class LocalBackend(Backend):
                     raise self._no_place(error) from error
             return self._host
 
-    async def snapshot(self, sandbox: LocalSandbox) -> Image:
+    async def snapshot(self, sandbox: LinuxSandbox[Box]) -> Image:
         """Freeze what a sandbox wrote and let it go on, above that, with new processes."""
         before = sandbox.box
         if before.channel.closed:
@@ -157,7 +157,7 @@ class LocalBackend(Backend):
     async def remove_snapshot(self, image: Image) -> None:
         await self._snapshots.release(image.digest)
 
-    async def changes(self, sandbox: LocalSandbox) -> list[Change]:
+    async def changes(self, sandbox: LinuxSandbox[Box]) -> list[Change]:
         """What a sandbox wrote since it began, in all its layers."""
         layers = layers_of(sandbox.spec, self._host if sandbox.spec.image.is_host else None)
         looks: list[list[list[str]]] = []
@@ -169,7 +169,7 @@ class LocalBackend(Backend):
         own.update(mount.target for mount in sandbox.spec.mounts)
         return [Change(*row) for row in merge(looks) if row[0] not in own]
 
-    async def end(self, sandbox: LocalSandbox) -> None:
+    async def end(self, sandbox: LinuxSandbox[Box]) -> None:
         """Remove every trace of a sandbox."""
         await sandbox.box.stop()
         await self._snapshots.release(sandbox.id)

@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import os
 import secrets
-import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,14 @@ from pier.errors import SandboxError
 from pier.lease import Lease
 from pier.sandbox.cgroup import Group, Hierarchies
 from pier.sandbox.contract import Limits
-from pier.sandbox.local.channel import Answer, Channel
-from pier.sandbox.local.remove import remove_some
-from pier.sandbox.local.wire import OUT_OF_MEMORY
-from pier.sandbox.local.zygotes import Zygotes
+from pier.sandbox.linux.channel import Answer, Channel
+from pier.sandbox.linux.killing import STOP_SECONDS, kill_and_wait
+from pier.sandbox.linux.remove import remove_some
+from pier.sandbox.linux.wire import OUT_OF_MEMORY
+from pier.sandbox.linux.zygotes import Zygotes
 
 KIND = "sandbox"
 _START_SECONDS = 120
-_STOP_SECONDS = 60
 _WATCH_SECONDS = 0.5
 _PAUSE = 0.02
 _FEW = 32
@@ -129,7 +128,7 @@ class Box:
         """Kill init, and so everything inside, and wait until the kernel is done with it."""
         if self._asked is not None and self.pid == 0:
             with contextlib.suppress(SandboxError, TimeoutError):
-                self._meet(await asyncio.wait_for(asyncio.shield(self._asked), _STOP_SECONDS))
+                self._meet(await asyncio.wait_for(asyncio.shield(self._asked), STOP_SECONDS))
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
@@ -180,19 +179,3 @@ async def wait_for_end(directory: Path) -> None:
         raise SandboxError(f"the processes of {directory.name} outlived their owner and do not end")
     finally:
         os.close(fd)
-
-
-async def kill_and_wait(pidfd: int) -> None:
-    """Kill a process by its descriptor and wait for its end."""
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-    loop.add_reader(pidfd, lambda: ended.done() or ended.set_result(None))
-    try:
-        async with asyncio.timeout(_STOP_SECONDS):
-            await ended
-    except TimeoutError:
-        raise SandboxError(f"a sandbox's processes did not end in {_STOP_SECONDS} s", code="stop_timeout") from None
-    finally:
-        loop.remove_reader(pidfd)

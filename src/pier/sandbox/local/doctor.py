@@ -10,7 +10,7 @@ from pier.home import pier_home
 from pier.idmap import IdMap
 from pier.sandbox import cgroup, seccomp
 from pier.sandbox.contract import Finding
-from pier.sandbox.local.network import offered_modes
+from pier.sandbox.linux.network import offered_modes
 
 HOMES = "set PIER_HOME to a directory on ext4, xfs, btrfs or tmpfs"
 """What to do about a file system that sandboxes cannot be kept on."""

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pier.lease import Lease
+from pier.sandbox.linux.zygotes import Zygotes
 from pier.sandbox.local.box import make_private
-from pier.sandbox.local.zygotes import Zygotes
 
 KIND = "snapshot"
 

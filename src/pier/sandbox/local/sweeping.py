@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pier.lease import Held
 from pier.sandbox.cgroup import Group
+from pier.sandbox.linux.zygotes import Zygotes
 from pier.sandbox.local.box import wait_for_end
-from pier.sandbox.local.zygotes import Zygotes
 
 
 async def destroy(held: Held, zygotes: Zygotes) -> None:

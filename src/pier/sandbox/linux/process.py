@@ -16,7 +16,7 @@ from typing import Any
 
 from pier.errors import SandboxError
 from pier.sandbox.contract import OnOutput, Process, Result, Stream
-from pier.sandbox.local.channel import Channel, close_all
+from pier.sandbox.linux.channel import Channel, close_all
 
 _CHUNK = 256 * 1024
 _STRAGGLE = 0.2
@@ -110,8 +110,8 @@ class Output:
             self.ended.set_result(None)
 
 
-class LocalProcess(Process):
-    """A command in a local sandbox."""
+class LinuxProcess(Process):
+    """A command in a sandbox."""
 
     def __init__(
         self,

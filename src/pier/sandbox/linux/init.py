@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from pier.network import counting, plumbing
-from pier.sandbox.local import wire, worker
-from pier.sandbox.local.census import Census
-from pier.sandbox.local.wire import OUT_OF_MEMORY
+from pier.sandbox.linux import wire, worker
+from pier.sandbox.linux.census import Census
+from pier.sandbox.linux.wire import OUT_OF_MEMORY
 
 _SPARE = 2
 _WATCH_MS = 100

@@ -17,8 +17,8 @@ import stat
 import struct
 from typing import Any
 
-from pier.sandbox.local import kernel
-from pier.sandbox.local.kernel import MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY
+from pier.sandbox.linux import kernel
+from pier.sandbox.linux.kernel import MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY
 
 HOST = "/host"
 """Where a zygote's own root has the machine's."""

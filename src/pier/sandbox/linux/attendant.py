@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 from pier.network import lan, plumbing
-from pier.sandbox.local import kernel, wire
-from pier.sandbox.local.census import Census
-from pier.sandbox.local.init import Init, set_limits
-from pier.sandbox.local.root import HOST
+from pier.sandbox.linux import kernel, wire
+from pier.sandbox.linux.census import Census
+from pier.sandbox.linux.init import Init, set_limits
+from pier.sandbox.linux.root import HOST
 
 _NAMESPACES = ("ipc", "uts", "net", "cgroup", "pid", "mnt")
 _PATIENCE = 60.0

@@ -1,6 +1,6 @@
 """Starts one command inside a sandbox: finds the program, becomes the user, takes the streams or a terminal.
 
-Runs in a worker (see `pier.sandbox.local.worker`), with the sandbox's root. A command as root without a terminal is
+Runs in a worker (see `pier.sandbox.linux.worker`), with the sandbox's root. A command as root without a terminal is
 spawned without copying this process; others take a fork, because ids and a controlling terminal are set in between.
 """
 
@@ -14,7 +14,7 @@ import struct
 import termios
 from typing import Any
 
-from pier.sandbox.local import users
+from pier.sandbox.linux import users
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _TIOCSPTLCK, _TIOCGPTN = 0x40045431, 0x80045430

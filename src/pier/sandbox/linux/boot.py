@@ -14,9 +14,9 @@ _NOT_NEEDED = ("bz2", "lzma", "zlib")
 
 
 def main() -> None:
-    source = __file__.removesuffix("/pier/sandbox/local/boot.py")
-    sys.path.remove(source + "/pier/sandbox/local") if source + "/pier/sandbox/local" in sys.path else None
-    for name in ("pier", "pier.network", "pier.sandbox", "pier.sandbox.local"):
+    source = __file__.removesuffix("/pier/sandbox/linux/boot.py")
+    sys.path.remove(source + "/pier/sandbox/linux") if source + "/pier/sandbox/linux" in sys.path else None
+    for name in ("pier", "pier.network", "pier.sandbox", "pier.sandbox.linux"):
         module = types.ModuleType(name)
         module.__path__ = ["/".join([source, *name.split(".")])]
         sys.modules[name] = module
@@ -25,7 +25,7 @@ def main() -> None:
     sys.modules["typing"] = typing
     for name in _NOT_NEEDED:
         sys.modules[name] = None  # type: ignore[assignment]
-    importlib.import_module("pier.sandbox.local.zygote").main()
+    importlib.import_module("pier.sandbox.linux.zygote").main()
 
 
 if __name__ == "__main__":

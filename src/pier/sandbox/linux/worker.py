@@ -19,7 +19,7 @@ from typing import Any
 
 from pier.network import plumbing
 from pier.sandbox import seccomp, tree
-from pier.sandbox.local import kernel, launch, users, wire
+from pier.sandbox.linux import kernel, launch, users, wire
 from pier.sandbox.tree.small import serve_small
 
 ALL_CHILDREN = 0x40000000

@@ -18,9 +18,9 @@ import socket
 from typing import Any
 
 from pier.network import plumbing
-from pier.sandbox.local import kernel, root, wire, worker
-from pier.sandbox.local.census import Census
-from pier.sandbox.local.init import Init, set_limits
+from pier.sandbox.linux import kernel, root, wire, worker
+from pier.sandbox.linux.census import Census
+from pier.sandbox.linux.init import Init, set_limits
 
 GO = b"1"
 """Says that the ids are mapped."""

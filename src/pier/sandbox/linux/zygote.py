@@ -3,7 +3,7 @@
 It is small, has one thread, imports everything beforehand and does three things on request: start a sandbox, remove a
 directory, and end when pier does. Its own root is a private tmpfs: `/host` is the machine, `/lowers/N` are the layers
 in use (with shifted ids, when root), so that a clone of this process finds them without being able to read pier's home.
-Clones are made by `pier.sandbox.local.spares`.
+Clones are made by `pier.sandbox.linux.spares`.
 
 Run as `python -I -S -c BOOT`; descriptor 0 is its socket to pier, the configuration is its first message.
 """
@@ -21,10 +21,10 @@ import stat
 from typing import Any
 
 from pier.sandbox import tree
-from pier.sandbox.local import attendant, changes, kernel, wire
-from pier.sandbox.local.remove import remove, remove_some
-from pier.sandbox.local.root import HOST, POINTS, find_masks, make_skeleton
-from pier.sandbox.local.spares import Spare, Spares, write_maps
+from pier.sandbox.linux import attendant, changes, kernel, wire
+from pier.sandbox.linux.remove import remove, remove_some
+from pier.sandbox.linux.root import HOST, POINTS, find_masks, make_skeleton
+from pier.sandbox.linux.spares import Spare, Spares, write_maps
 
 _SAME_IDS = {"uid_map": "0 0 65536\n", "gid_map": "0 0 65536\n"}
 _ROOTS_SECRETS = ("kmsg", "slabinfo", "kpagecount", "kpageflags", "kpagecgroup", "vmallocinfo", "pagetypeinfo")

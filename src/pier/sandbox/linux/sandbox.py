@@ -1,4 +1,4 @@
-"""A running local sandbox: commands, files and listeners through its init, and its end."""
+"""A running sandbox: commands, files and listeners through its init, and its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from pier.errors import SandboxError
 from pier.image.model import Image
@@ -25,28 +25,42 @@ from pier.sandbox.contract import (
     SandboxSpec,
     Stream,
 )
-from pier.sandbox.local import copying
-from pier.sandbox.local.network import Network
-from pier.sandbox.local.process import LocalProcess, Output
-
-if TYPE_CHECKING:
-    from pier.sandbox.local.box import Box
+from pier.sandbox.linux import copying
+from pier.sandbox.linux.channel import Channel
+from pier.sandbox.linux.network import Network
+from pier.sandbox.linux.process import LinuxProcess, Output
 
 
-class Home(Protocol):
+class Box(Protocol):
+    """What runs a sandbox: its namespaces, and the process that serves them."""
+
+    id: str
+
+    @property
+    def channel(self) -> Channel: ...
+
+    def oom_kills(self) -> int: ...
+
+    def disk_kills(self) -> int: ...
+
+
+BoxT = TypeVar("BoxT", bound=Box)
+
+
+class Home(Protocol[BoxT]):
     """What a sandbox needs of its backend."""
 
-    async def snapshot(self, sandbox: LocalSandbox) -> Image: ...
+    async def snapshot(self, sandbox: LinuxSandbox[BoxT]) -> Image: ...
 
-    async def changes(self, sandbox: LocalSandbox) -> list[Change]: ...
+    async def changes(self, sandbox: LinuxSandbox[BoxT]) -> list[Change]: ...
 
-    async def end(self, sandbox: LocalSandbox) -> None: ...
+    async def end(self, sandbox: LinuxSandbox[BoxT]) -> None: ...
 
 
 _TERMINAL_SIZE = [24, 80]
 
 
-class LocalListener(Listener):
+class LinuxListener(Listener):
     """A server on a socket that init made."""
 
     def __init__(self, host: str, port: int, factory: ProtocolFactory) -> None:
@@ -69,10 +83,10 @@ class LocalListener(Listener):
             self._server.close()
 
 
-class LocalSandbox(Sandbox):
-    """A sandbox of the local backend. What runs it is in `box`, which a snapshot replaces."""
+class LinuxSandbox(Sandbox, Generic[BoxT]):
+    """A sandbox that is served from inside. What runs it is in `box`, which a snapshot may replace."""
 
-    def __init__(self, spec: SandboxSpec, box: Box, home: Home) -> None:
+    def __init__(self, spec: SandboxSpec, box: BoxT, home: Home[BoxT]) -> None:
         self.id = box.id
         self.spec = spec
         self.box = box
@@ -80,8 +94,8 @@ class LocalSandbox(Sandbox):
         self.frozen: tuple[Path, ...] = ()
         self._home = home
         self._lock = asyncio.Lock()
-        self._processes: set[LocalProcess] = set()
-        self._listeners: list[LocalListener] = []
+        self._processes: set[LinuxProcess] = set()
+        self._listeners: list[LinuxListener] = []
 
     async def spawn(
         self,
@@ -94,7 +108,7 @@ class LocalSandbox(Sandbox):
         stdin: bool = False,
         on_output: OnOutput | None = None,
         output_limit: int = OUTPUT_LIMIT,
-    ) -> LocalProcess:
+    ) -> LinuxProcess:
         request = self._request(command, cwd, env, user) | {"tell": True}
         if tty:
             request["tty"] = _TERMINAL_SIZE
@@ -157,7 +171,7 @@ class LocalSandbox(Sandbox):
 
     def _launch(
         self, request: dict[str, Any], on_output: OnOutput | None, limit: int, *, wants_input: bool
-    ) -> LocalProcess:
+    ) -> LinuxProcess:
         channel = self.box.channel
         if channel.closed:
             raise channel.lost()
@@ -172,7 +186,7 @@ class LocalSandbox(Sandbox):
                 os.fchmod(write, 0o666)
                 theirs.append(write)
                 outputs[name] = Output(read, name, limit, on_output)
-        process = LocalProcess(channel, outputs, stdin, self.box.oom_kills, self.box.disk_kills)
+        process = LinuxProcess(channel, outputs, stdin, self.box.oom_kills, self.box.disk_kills)
         process.expect_terminal(limit, on_output)
         self._processes.add(process)
         try:
@@ -252,13 +266,13 @@ class LocalSandbox(Sandbox):
         async with self._lock:
             await self.network.enforce(self.box.channel, policy)
 
-    async def listen(self, port: int, factory: ProtocolFactory, *, host: str = "127.0.0.1") -> LocalListener:
-        listener = LocalListener(host, port, factory)
+    async def listen(self, port: int, factory: ProtocolFactory, *, host: str = "127.0.0.1") -> LinuxListener:
+        listener = LinuxListener(host, port, factory)
         await self._serve(listener)
         self._listeners.append(listener)
         return listener
 
-    async def _serve(self, listener: LocalListener) -> None:
+    async def _serve(self, listener: LinuxListener) -> None:
         if listener.closed:
             return
         message, fds = await self.box.channel.ask({"op": "listen", "host": listener.host, "port": listener.port})
@@ -304,7 +318,7 @@ def _input(wanted: bool) -> tuple[int, int]:
     return read, write
 
 
-async def _feed(process: LocalProcess, data: bytes) -> None:
+async def _feed(process: LinuxProcess, data: bytes) -> None:
     with contextlib.suppress(SandboxError):
         await process.write(data)
         await process.close_stdin()

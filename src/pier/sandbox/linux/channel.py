@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pier.errors import SandboxError
-from pier.sandbox.local import wire
+from pier.sandbox.linux import wire
 
 Answer = tuple[dict[str, Any], list[int]]
 OnAnswer = Callable[[dict[str, Any], list[int]], None]

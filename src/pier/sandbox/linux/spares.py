@@ -13,8 +13,8 @@ import signal
 import socket
 from typing import Any
 
-from pier.sandbox.local import first, kernel
-from pier.sandbox.local.root import HOST
+from pier.sandbox.linux import first, kernel
+from pier.sandbox.linux.root import HOST
 
 _NAMESPACES = (
     kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS

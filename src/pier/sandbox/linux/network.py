@@ -1,4 +1,4 @@
-"""The way out of a local sandbox: init makes the sockets, pier serves them, a probe inside proves the policy."""
+"""The way out of a sandbox: init makes the sockets, pier serves them, a probe inside proves the policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pier.network.decision import Decision, OnDecision
 from pier.network.gatekeeper import Gatekeeper
 from pier.network.policy import NetworkMode, NetworkPolicy
 from pier.network.rules import Rules
-from pier.sandbox.local.channel import Channel
+from pier.sandbox.linux.channel import Channel
 
 _NETFILTER = 12
 _COUNT_SECONDS = 5.0

@@ -1,4 +1,4 @@
-"""Files into and out of a local sandbox: a worker inside does its half, the loop here does the other if it is small,
+"""Files into and out of a sandbox: a worker inside does its half, the loop here does the other if it is small,
 and else a thread."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import IO, Any, Generic, TypeVar
 
 from pier.errors import SandboxError
 from pier.sandbox import tree
-from pier.sandbox.local.channel import Channel
+from pier.sandbox.linux.channel import Channel
 from pier.sandbox.tree.receive import receive
 
 T = TypeVar("T")
