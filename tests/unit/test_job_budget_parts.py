@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pier.gateway.budget import Turn
+from pier.gateway.canonical import Usage
 from pier.job.budget import JobBudget
 from pier.job.config import BudgetConfig, JobConfig, RetryConfig
 from pier.job.flags import apply_flags
@@ -48,6 +50,21 @@ def test_what_was_used_outlives_the_runner(tmp_path: Path) -> None:
     assert (later.pool.turns, later.pool.input_tokens, later.pool.cost_usd) == (2, 40, 0.25)
     later.pool.turns += 1
     assert later.used_up() == "3 of 3 turns of this job are used"
+
+
+def test_each_turn_is_written_down_when_it_is_spent_and_not_before(tmp_path: Path) -> None:
+    ledger = Ledger.create(tmp_path)
+    pool = JobBudget(BudgetConfig(turns=3), ledger).pool
+    assert pool is not None
+    with Turn((pool,)) as failing, Turn((pool,)) as going:
+        assert failing.reserve() is None and going.reserve() is None
+        assert Ledger.read(tmp_path).used == Used()
+        going.spend()
+        assert Ledger.read(tmp_path).used == Used(turns=1)
+        going.add(Usage(11, 7), 0.5)
+        assert Ledger.read(tmp_path).used == Used(1, 11, 7, 0.5)
+    assert (pool.turns, pool.held, pool.used) == (1, 0, Used(1, 11, 7, 0.5))
+    ledger.close()
 
 
 def test_time_goes_on_where_an_earlier_run_stopped(tmp_path: Path) -> None:

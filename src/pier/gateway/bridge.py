@@ -86,12 +86,24 @@ async def decided(x: Exchange, policy: Policy) -> None:
                 turn = await cast("Awaitable[Turn | str]", answer)
                 x.turn.spend()
                 return await _deliver(x, Turn((Text(turn),)) if isinstance(turn, str) else turn)
-            x.turn.spend()
-            return await _render(x, cast("AsyncIterator[Delta]", answer))
+            async with aclosing(_begun(x, cast("AsyncIterator[Delta]", answer))) as deltas:
+                return await _render(x, deltas)
     except ModelFailed as failed:
         return await x.fail(failed.status, str(failed), failed.kind)
     except ProviderError as error:
         return await x.fail(502, str(error), "server")
+
+
+async def _begun(x: Exchange, deltas: AsyncIterator[Delta]) -> AsyncGenerator[Delta, None]:
+    """A policy's stream, which costs a turn once it gives something, and ends when the agent leaves."""
+    try:
+        async for delta in deltas:
+            if not isinstance(delta, StreamError):
+                x.turn.spend()
+            yield delta
+    finally:
+        if isinstance(deltas, AsyncGenerator):
+            await deltas.aclose()
 
 
 async def _deltas(

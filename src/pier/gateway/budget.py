@@ -1,20 +1,20 @@
 """What a session, or a whole job, may use, and what it has used.
 
-A turn is reserved before its generation starts and given back when the upstream failed to give one, so a budget of N
-turns means exactly N generations, also with calls in parallel. Tokens and money are known only after a turn: the turn
-that crosses the line is the last one.
+A turn is reserved before its generation starts, spent when that begins to come, and given back when the upstream failed
+to give one. A call for which every turn is reserved waits to see what becomes of them, so a budget of N turns means
+exactly N generations, also with calls in parallel. Tokens and money are known only after a turn: no call begins once
+the line is crossed, and those under way go on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pier.gateway.canonical import Usage
-from pier.gateway.clock import CLOCK, pause
+from pier.gateway.clock import CLOCK, pause, waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,40 @@ class Budget:
 
 
 class Turn:
-    """A reserved turn. It is given back unless `spend` was called: an upstream that fails costs nothing."""
+    """The turn of one call, as a context manager: once reserved it is given back unless `spend` was called, since an
+    upstream that fails costs nothing."""
 
     def __init__(self, meters: tuple[Meter, ...]) -> None:
         self._meters = meters
+        self._reserved = False
         self.spent = False
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._settle(spent=False)
+
+    def reserve(self) -> Meter | None:
+        """Hold one turn of each meter; None if that was possible, else a meter whose turns are all taken or held."""
+        for meter in self._meters:
+            if meter.is_full:
+                return meter
+        for meter in self._meters:
+            meter.held += 1
+        self._reserved = True
+        return None
 
     def spend(self) -> None:
         """The upstream began to answer."""
         self.spent = True
+        self._settle(spent=True)
+
+    def _settle(self, *, spent: bool) -> None:
+        if self._reserved:
+            self._reserved = False
+            for meter in self._meters:
+                meter.settle(spent=spent)
 
     def add(self, usage: Usage | None, cost: float | None) -> None:
         for meter in self._meters:
@@ -61,11 +86,39 @@ class Meter:
         self.budget = budget
         self.owner = owner
         self.turns = 0
+        self.held = 0
+        """Turns that are reserved and may yet be given back; `turns` does not count them."""
         self.input_tokens = 0
         self.output_tokens = 0
         self.cost_usd = 0.0
         self._started: float | None = None
         self._recent: deque[float] = deque()
+        self._watching: list[asyncio.Future[None]] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether each turn is spent or held."""
+        return self.budget.turns is not None and self.turns + self.held >= self.budget.turns
+
+    def settle(self, *, spent: bool) -> None:
+        """One turn is no longer held."""
+        self.held -= 1
+        self.turns += spent
+        self.wake()
+
+    def wake(self) -> None:
+        """Let all who wait for a change look again."""
+        watching, self._watching = self._watching, []
+        for future in watching:
+            if not future.done():
+                future.set_result(None)
+
+    async def change(self) -> None:
+        """Wait until a held turn is spent or given back."""
+        future = asyncio.get_running_loop().create_future()
+        self._watching.append(future)
+        with waiting():
+            await future
 
     def add(self, usage: Usage | None, cost: float | None) -> None:
         if usage:
@@ -85,7 +138,7 @@ class Meter:
         return self.budget.wall_time - (time.monotonic() - self._started if self._started is not None else 0.0)
 
     def exhausted(self) -> str | None:
-        """Which limit is used up, in words; None if there is room for a turn."""
+        """Which limit is used up for good, in words; None if there is room for a turn, or may yet be."""
         budget = self.budget
         rows = (
             ("turns", self.turns, budget.turns),
@@ -115,17 +168,3 @@ class Meter:
                 self._recent.append(now)
                 return
             await pause(60 - (now - self._recent[0]))
-
-
-@contextmanager
-def reserved(meters: tuple[Meter, ...]) -> Iterator[Turn]:
-    """One turn of each meter, held while a call runs."""
-    turn = Turn(meters)
-    for meter in meters:
-        meter.turns += 1
-    try:
-        yield turn
-    finally:
-        if not turn.spent:
-            for meter in meters:
-                meter.turns -= 1

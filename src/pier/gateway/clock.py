@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -26,10 +28,19 @@ class Clock:
 CLOCK: ContextVar[Clock | None] = ContextVar("pier_gateway_clock", default=None)
 
 
+@contextmanager
+def waiting() -> Iterator[None]:
+    """The time in which the current call stands still because of a limit."""
+    clock, began = CLOCK.get(), time.monotonic()
+    try:
+        yield
+    finally:
+        if clock is not None:
+            clock.waits += 1
+            clock.waited += time.monotonic() - began
+
+
 async def pause(seconds: float) -> None:
     """Sleep because of a limit."""
-    clock = CLOCK.get()
-    if clock is not None:
-        clock.waits += 1
-        clock.waited += seconds
-    await asyncio.sleep(seconds)
+    with waiting():
+        await asyncio.sleep(seconds)

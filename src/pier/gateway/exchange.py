@@ -61,7 +61,7 @@ class Exchange:
         self._keep_alive = keep_alive
         self._request: Request | None = None
         self._renderer: StreamRenderer | None = None
-        self._last_write = 0.0
+        self._last_write = time.monotonic()
         self._starting = asyncio.Lock()
 
     @property
@@ -161,39 +161,41 @@ class Exchange:
 
 
 class _Beat:
-    """A timer that costs nothing until a stream is really quiet; without an interval it does nothing."""
+    """A timer that costs nothing until a stream is really quiet; without an interval it does nothing. A sign of life
+    that cannot be given, for another reason than that the agent left, is a failure of the whole call."""
 
     def __init__(self, exchange: Exchange, interval: float | None) -> None:
         self._exchange = exchange
         self._interval = interval
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._failure: BaseException | None = None
 
     async def __aenter__(self) -> None:
         if self._interval is not None:
             self._loop = asyncio.get_running_loop()
-            self._exchange._last_write = time.monotonic()
-            self._wait(self._interval)
-
-    def _wait(self, seconds: float) -> None:
-        self._timer = self._loop.call_later(seconds, self._tick)
+            self._call = asyncio.current_task()
+            self._tick()
 
     def _tick(self) -> None:
         assert self._interval is not None
         quiet = time.monotonic() - self._exchange._last_write
-        if quiet < self._interval:
-            self._wait(self._interval - quiet)
-        else:
+        if quiet >= self._interval:
+            quiet = 0.0
             if self._task is None or self._task.done():
-                self._task = self._loop.create_task(self._beat())
-            self._wait(self._interval)
+                self._task = self._loop.create_task(self._exchange.show_life())
+                self._task.add_done_callback(self._shown)
+        self._timer = self._loop.call_later(self._interval - quiet, self._tick)
 
-    async def _beat(self) -> None:
-        try:
-            await self._exchange.show_life()
-        except CallerGone:
-            if self._timer:
-                self._timer.cancel()
+    def _shown(self, task: asyncio.Task[None]) -> None:
+        failure = None if task.cancelled() else task.exception()
+        if failure is None:
+            return
+        if self._timer:
+            self._timer.cancel()
+        if self._call and not isinstance(failure, CallerGone):
+            self._failure = failure
+            self._call.cancel()
 
     async def __aexit__(self, *_: object) -> None:
         if self._timer:
@@ -201,3 +203,5 @@ class _Beat:
         if self._task and not self._task.done():
             self._task.cancel()
             await asyncio.wait({self._task})
+        if self._failure and self._call and not self._call.uncancel():
+            raise self._failure from None

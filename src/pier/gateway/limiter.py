@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 from pier.gateway.budget import Budget, Meter
-from pier.gateway.clock import pause
+from pier.gateway.clock import pause, waiting
 
 RETRY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529})
 
@@ -73,7 +73,10 @@ class Limiter:
 
     async def enter(self) -> None:
         """Take one of the requests that may run at the same time; `leave` when its answer is over."""
-        if self._slots:
+        if self._slots and self._slots.locked():
+            with waiting():
+                await self._slots.acquire()
+        elif self._slots:
             await self._slots.acquire()
 
     def leave(self) -> None:

@@ -101,15 +101,18 @@ class Recorder:
         """Add lines; `later` lets them wait for the next ones, so that they go in one write."""
         if self._journal is None:
             return
-        if self._failure:
-            failure, self._failure = self._failure, None
-            self._start_over()  # these lines are lost, and with them what they define
-            raise failure
+        self._raise_failure()
         self._waiting += lines
         if not later:
             self._write_waiting()
         elif self._flusher:
             self._flusher.flush_soon(self)
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            failure, self._failure = self._failure, None
+            self._start_over()  # lines are lost, and with them what they define
+            raise failure
 
     def _write_waiting(self) -> None:
         lines, self._waiting = self._waiting, []
@@ -121,13 +124,15 @@ class Recorder:
                 raise
 
     def pass_on(self, now: float) -> None:
-        """To be called before more of a stream is handed to the agent: what waits is written, but in a burst."""
+        """To be called before more of a stream is handed to the agent: what waits is written, but in a burst. Fails if
+        what waited before could not be written."""
+        self._raise_failure()
         if self._waiting and now - self._passed >= HOLD:
             self._passed = now
             self._write_waiting()
 
     def flush(self) -> None:
-        """Write what waits. If that fails, so does the call that adds the next line."""
+        """Write what waits. If that fails, so does the call that adds the next line or passes something on."""
         try:
             self._write_waiting()
         except OSError as error:

@@ -19,7 +19,7 @@ from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import UsageError
 from pier.gateway.answering import Answerer, ByProvider
 from pier.gateway.body import Body, parse
-from pier.gateway.budget import Budget, Meter, reserved
+from pier.gateway.budget import Budget, Meter, Turn
 from pier.gateway.caller import Caller
 from pier.gateway.canonical import ErrorKind
 from pier.gateway.closed_book import close_book
@@ -97,6 +97,8 @@ class Session:
     def stop(self, reason: str) -> None:
         """Give no further turn; calls under way may end."""
         self.ended = self.ended or reason
+        for meter in self._meters:
+            meter.wake()
 
     async def close(self, reason: str = "done") -> None:
         """The key is dead, calls under way are cut off, the recording is complete. Idempotent."""
@@ -186,24 +188,15 @@ class Session:
 
     async def _generate(self, caller: Caller, body: Body) -> None:
         for meter in self._meters:
-            await meter.pace()
             meter.start()
         asked = caller.route.model or str(body.value.get("model") or self.model)
         stream = caller.route.stream if caller.route.stream is not None else bool(body.value.get("stream"))
         facts = {**caller.facts(), "model": asked, "stream": stream}
         record = self._gateway.metrics.measured(self.recorder.call(facts, body), facts)
-        refusal = self._refusal()
-        with reserved(() if refusal else self._meters) as turn:
+        with Turn(self._meters) as turn:
             gateway = self._gateway
             x = Exchange(caller, body, record, turn, gateway.upstreams, self._memory, keep_alive=gateway.keep_alive)
             try:
-                if refusal:
-                    return await x.fail(400, refusal, "budget", outcome="refused")
-                if self.terms.closed_book:
-                    asked = asked.removesuffix(":online")
-                    closed, edits = close_book(caller.route.dialect, body.value)
-                    if edits:
-                        x.edit(closed, edits)
                 return await self._within_time(x, asked)
             except (asyncio.CancelledError, CallerGone):
                 await asyncio.shield(x.end("cancelled", 499, "the agent went away"))
@@ -217,26 +210,51 @@ class Session:
                 if x.outcome:
                     self.tally.add(*x.outcome)
 
+    async def _within_time(self, x: Exchange, asked: str) -> None:
+        left = min((left for meter in self._meters if (left := meter.seconds_left) is not None), default=None)
+        if left is None:
+            return await self._answer_once_admitted(x, asked)
+        clock = asyncio.timeout(left)
+        try:
+            async with clock:
+                return await self._answer_once_admitted(x, asked)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            return await x.fail(400, self._refusal() or "the time of this session is over", "budget", outcome="refused")
+
+    async def _answer_once_admitted(self, x: Exchange, asked: str) -> None:
+        refusal = self._refusal()
+        if not refusal and (any(meter.budget.requests_per_minute for meter in self._meters) or x.turn.reserve()):
+            async with x.kept_alive():
+                refusal = await self._wait_for_turn(x.turn)
+        if refusal:
+            return await x.fail(400, refusal, "budget", outcome="refused")
+        if self.terms.closed_book:
+            asked = asked.removesuffix(":online")
+            closed, edits = close_book(x.caller.route.dialect, x.body.value)
+            if edits:
+                x.edit(closed, edits)
+        return await self._answerer(asked).answer(x)
+
+    async def _wait_for_turn(self, turn: Turn) -> str | None:
+        """Wait until the turn is reserved; else why there is none, in words for the agent."""
+        for meter in self._meters:
+            await meter.pace()
+        while True:
+            if refusal := self._refusal():
+                return refusal
+            if (full := turn.reserve()) is None:
+                return None
+            await full.change()
+
     def _refusal(self) -> str | None:
-        """Why there is no further turn, in words for the agent; None if there is one."""
+        """Why there is no further turn, in words for the agent; None if there is one, or may yet be."""
         for meter in self._meters:
             if not self.ended and (why := meter.exhausted()):
                 self.ended = f"budget: {why}"
                 self.pool_ended = meter is not self.meter
         return f"pier gives no further turn ({self.ended}); finish without the model" if self.ended else None
-
-    async def _within_time(self, x: Exchange, asked: str) -> None:
-        left = min((left for meter in self._meters if (left := meter.seconds_left) is not None), default=None)
-        if left is None:
-            return await self._answerer(asked).answer(x)
-        clock = asyncio.timeout(left)
-        try:
-            async with clock:
-                return await self._answerer(asked).answer(x)
-        except TimeoutError:
-            if not clock.expired():
-                raise
-            return await x.fail(400, self._refusal() or "the time of this session is over", "budget", outcome="refused")
 
     def _answerer(self, asked: str) -> Answerer:
         """Who answers for the name that the agent used. A session with a model gives it to every name."""

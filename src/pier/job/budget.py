@@ -1,17 +1,18 @@
 """What all trials of a job together may use of their models.
 
 The limits are held by one meter that every session of the job shares. What was used stands in the journal, next to the
-trials' ends, so a job that is resumed goes on counting where it stopped, tries that no longer count included; a runner
-that is killed loses at most the last second of it. `wall_time` counts from the first call of each run, on top of what
-earlier runs took.
+trials' ends, from the moment it is used: a job that is resumed, also after its runner was killed, goes on counting
+where it stopped, tries that no longer count included. `wall_time` counts from the first call of each run, on top of
+what earlier runs took; a runner that is killed loses a few seconds of it at most.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pier.job.config import BudgetConfig
-from pier.job.ledger import Ledger
+from pier.job.ledger import Ledger, Used
 
 if TYPE_CHECKING:
     from pier.job.meter import JobMeter
@@ -22,7 +23,7 @@ class JobBudget:
 
     def __init__(self, limits: BudgetConfig, ledger: Ledger) -> None:
         self._ledger = ledger
-        self.pool = _pool(limits, ledger)
+        self.pool = _pool(limits, ledger.used, self.save)
 
     def used_up(self) -> str | None:
         """Which limit is reached, in words; None while trials may begin."""
@@ -34,11 +35,11 @@ class JobBudget:
             self._ledger.note_used(used)
 
 
-def _pool(limits: BudgetConfig, ledger: Ledger) -> JobMeter | None:
+def _pool(limits: BudgetConfig, used: Used, changed: Callable[[], None]) -> JobMeter | None:
     asked = limits.model_dump(exclude_none=True)
     if not asked:
         return None
     from pier.gateway.budget import Budget
     from pier.job.meter import JobMeter
 
-    return JobMeter(Budget(**asked), ledger.used)
+    return JobMeter(Budget(**asked), used, changed)

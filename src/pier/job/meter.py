@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from pier.gateway.budget import Budget, Meter
+from pier.gateway.canonical import Usage
 from pier.job.ledger import Used
 
 
 class JobMeter(Meter):
-    """A meter that begins with what was used before. `wall_time` runs from the first call of each run, on top of what
-    earlier runs took."""
+    """A meter that begins with what was used before, and calls `changed` for each turn that is spent and for what it
+    took. `wall_time` runs from the first call of each run, on top of what earlier runs took."""
 
-    def __init__(self, budget: Budget, used: Used) -> None:
+    def __init__(self, budget: Budget, used: Used, changed: Callable[[], None]) -> None:
         super().__init__(budget, owner="job")
+        self._changed = changed
         self.turns, self.input_tokens, self.output_tokens, self.cost_usd = (
             used.turns,
             used.read,
@@ -21,6 +24,15 @@ class JobMeter(Meter):
             used.cost,
         )
         self._before = used.seconds
+
+    def settle(self, *, spent: bool) -> None:
+        super().settle(spent=spent)
+        if spent:
+            self._changed()
+
+    def add(self, usage: Usage | None, cost: float | None) -> None:
+        super().add(usage, cost)
+        self._changed()
 
     @property
     def seconds_left(self) -> float | None:
