@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from pier.gateway import Budget, Gateway
 from pier.gateway.canonical import Text, Turn, Usage
 from pier.gateway.limiter import Retry
 from pier.gateway.metrics import Counter, Histogram
-from pier.gateway.metrics_server import fetch, metrics_served
+from pier.gateway.metrics_server import fetch, metrics_served, private_socket
 from tests.gateway_fakes import PATHS, STREAM_PATHS, fake_provider, post, replies, request_body, says, streams
 
 pytestmark = pytest.mark.plain
@@ -141,6 +143,21 @@ async def test_numbers_are_served_apart_from_sessions(kind: str, tmp_path: Path)
     assert not (tmp_path / "metrics.sock").exists()
     with pytest.raises(UsageError, match="no gateway"):
         await fetch(where, "/metrics")
+
+
+async def test_a_socket_of_numbers_is_its_owners_from_the_first_moment(tmp_path: Path) -> None:
+    path, before = tmp_path / "metrics.sock", os.umask(0)
+    try:
+        with private_socket(path):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    finally:
+        os.umask(before)
+    assert path.exists(), "nobody listens at what is left, so it is replaced"
+    async with Gateway() as gateway, metrics_served(gateway.metrics, str(path)):
+        with pytest.raises(OSError, match="in use"):
+            async with metrics_served(gateway.metrics, str(path)):
+                pass
+        assert "open_sessions" in await fetch(str(path), "/metrics.json")
 
 
 async def test_an_address_that_is_none_is_refused() -> None:

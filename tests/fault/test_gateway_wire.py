@@ -77,8 +77,10 @@ class RawProvider:
 
 
 @asynccontextmanager
-async def raw_provider(tls: ssl.SSLContext | None = None, **facts: object) -> AsyncIterator[RawProvider]:
-    raw = RawProvider(**facts)  # type: ignore[arg-type]
+async def raw_provider(
+    made: RawProvider | None = None, tls: ssl.SSLContext | None = None, **facts: object
+) -> AsyncIterator[RawProvider]:
+    raw = made or RawProvider(**facts)  # type: ignore[arg-type]
     server = await asyncio.start_server(raw.serve, "127.0.0.1", 0, ssl=tls)
     scheme, host = ("https", "localhost") if tls else ("http", "127.0.0.1")
     raw.url = f"{scheme}://{host}:{server.sockets[0].getsockname()[1]}"
@@ -161,6 +163,70 @@ async def test_a_connection_is_used_again_only_if_that_is_safe(tmp_path: Path) -
         assert answers == [(200, ANSWER)] * 3
 
 
+@dataclass
+class Fickle(RawProvider):
+    """Answers on each connection once, and closes it when the next request has come."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self.writers.append(writer)
+        for answer in (self.says, b""):
+            head = await reader.readuntil(b"\r\n\r\n")
+            self.heads.append(head)
+            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+            writer.write(answer)
+        writer.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_kept_connection_that_the_provider_gave_up_costs_no_call(stream: bool, tmp_path: Path) -> None:
+    says_ = STREAM + chunked(EVENTS + DONE) if stream else WHOLE
+    async with raw_provider(Fickle(says_)) as raw, Gateway(retry=Retry(attempts=1)) as gateway:
+        url = await gateway.serve()
+        provider = Provider("raw", raw.url, ("chat",), key=KEY, usage=False)
+        session = gateway.session("named-by-agent", upstream=provider, recording=tmp_path / "calls.jsonl")
+        for _ in range(3):
+            status, _, body = await post(url, PATHS["chat"], session.key, request_body("chat", stream=stream))
+            assert (status, body) == (200, EVENTS + DONE if stream else ANSWER)
+        assert raw.connections == 3 and len(raw.heads) == 5
+        calls = recording.read(tmp_path).generations()
+        assert [[attempt.wait for attempt in call.attempts] for call in calls] == [[None], [0, None], [0, None]]
+        assert session.meter.turns == 3
+
+
+async def test_a_new_connection_that_breaks_is_a_fault(tmp_path: Path) -> None:
+    """Only a connection that had served before is replaced beyond the attempts that are allowed."""
+    async with raw_provider(says=b"", close=True) as raw, Gateway(retry=Retry(attempts=1)) as gateway:
+        url = await gateway.serve()
+        session = gateway.session("m", upstream=Provider("raw", raw.url, ("chat",)))
+        assert (await post(url, PATHS["chat"], session.key, request_body("chat")))[0] == 502
+        assert raw.connections == 1
+
+
+async def test_connections_that_nobody_uses_are_closed() -> None:
+    async with raw_provider() as raw, Gateway() as gateway:
+        url = await gateway.serve()
+        client = gateway.upstreams._direct
+        assert client is not None
+        client.idle = 0.2
+        session = gateway.session("m", upstream=Provider("raw", raw.url, ("chat",)))
+        await asyncio.gather(*(post(url, PATHS["chat"], session.key, request_body("chat")) for _ in range(3)))
+        await asyncio.wait_for(asyncio.gather(*(writer.wait_closed() for writer in raw.writers)), 60)
+        assert not client.opened and not client._idle and client._sweeping is None
+
+
+async def test_connections_to_providers_end_with_the_gateway() -> None:
+    async with raw_provider() as raw:
+        async with Gateway() as gateway:
+            url = await gateway.serve()
+            session = gateway.session("m", upstream=Provider("raw", raw.url, ("chat",)))
+            await post(url, PATHS["chat"], session.key, request_body("chat"))
+            client = gateway.upstreams._direct
+            assert client is not None and len(client.opened) == 1
+        await asyncio.wait_for(asyncio.gather(*(writer.wait_closed() for writer in raw.writers)), 60)
+        assert client._sweeping is None
+
+
 BAD = {
     "no HTTP": b"SSH-2.0-OpenSSH_9.0\r\n\r\n",
     "bare line feeds": WHOLE.replace(b"\r\n", b"\n"),
@@ -216,7 +282,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_tls_is_checked(certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate.with_suffix(".crt"), certificate)
-    async with raw_provider(context, says=STREAM + chunked(EVENTS, DONE)) as raw:
+    async with raw_provider(tls=context, says=STREAM + chunked(EVENTS, DONE)) as raw:
         ((status, body),) = await ask(raw, tmp_path / "unknown", stream=True)
         assert (status, b"certificate" in body.lower()) == (502, True)
         assert raw.heads == []

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -40,14 +42,36 @@ async def metrics_served(metrics: Metrics, address: str) -> AsyncIterator[str]:
 async def _listen(server: Server, address: str) -> tuple[asyncio.Server, str]:
     loop = asyncio.get_running_loop()
     if "/" in address:
-        listening = await loop.create_unix_server(server, address)
-        Path(address).chmod(0o600)
-        return listening, address
+        return await loop.create_unix_server(server, sock=private_socket(Path(address))), address
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise UsageError(f"{address!r} is no address for metrics", hint="give HOST:PORT, or the path of a unix socket")
     listening = await loop.create_server(server, host.strip("[]"), int(port))
     return listening, f"http://{host}:{listening.sockets[0].getsockname()[1]}/metrics"
+
+
+def private_socket(path: Path) -> socket.socket:
+    """A unix socket at `path` that was at no moment for others than its owner; one that nobody listens at is replaced.
+    `OSError` if somebody does, or if something else is there."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        if path.is_socket() and not _answers_at(path):
+            path.unlink()
+        os.fchmod(made.fileno(), 0o600)
+        made.bind(str(path))
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _answers_at(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as asking:
+        try:
+            asking.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+    return True
 
 
 async def fetch(address: str, path: str) -> str:

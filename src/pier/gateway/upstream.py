@@ -1,7 +1,8 @@
 """Sends a request to a provider and comes back with an answer that has begun, or with why there is none.
 
 Passing faults (429, 5xx, 529, a connection that breaks before the first byte of an answer) are met here with further
-attempts, so that agents never see them. An answer that has begun is never asked for twice.
+attempts, so that agents never see them. An answer that has begun is never asked for twice. A kept connection that the
+provider had given up in the meantime is no fault at all: the same is asked at once on a new one.
 """
 
 from __future__ import annotations
@@ -105,15 +106,16 @@ class Upstreams:
         return Asking(self, out, record)
 
     async def attempts(self, out: Outgoing, record: CallRecord, limiter: Limiter) -> AnyAnswer:
-        began, attempt = time.monotonic(), 0
+        began, attempt, fresh = time.monotonic(), 0, False
         while True:
-            attempt += 1
+            attempt += not fresh
             await limiter.pass_gate()
             try:
-                return await self._attempt(out, record)
+                return await self._attempt(out, record, fresh)
             except _Fault as fault:
-                wait = None
-                if fault.passing:
+                fresh = fault.stale
+                wait = 0.0 if fresh else None
+                if fault.passing and not fresh:
                     wait = self.retry.pause(attempt, time.monotonic() - began, fault.asked)
                 record.failed(fault.failed.message, wait)
                 if wait is None:
@@ -123,7 +125,7 @@ class Upstreams:
                 else:
                     await pause(wait)
 
-    async def _attempt(self, out: Outgoing, record: CallRecord) -> AnyAnswer:
+    async def _attempt(self, out: Outgoing, record: CallRecord, fresh: bool) -> AnyAnswer:
         """Taking a body apart for the recording is done once it is on its way."""
         provider = out.provider
         address = provider.address(out.path)
@@ -132,7 +134,7 @@ class Upstreams:
         headers.update(provider.credentials(out.dialect))
         headers["Accept-Encoding"] = "identity"
         try:
-            sent = await self._client(address).send(address, headers.items(), out.data)
+            sent = await self._client(address).send(address, headers.items(), out.data, fresh=fresh)
         except (OSError, ValueError) as error:
             record.attempt(facts, out.body)
             lasting = not isinstance(error, OSError) or isinstance(error, ssl.SSLCertVerificationError)
@@ -146,7 +148,7 @@ class Upstreams:
             answer = await sent.answer()
         except OSError as error:
             passing = not isinstance(error, TimeoutError | BadAnswer)
-            raise _Fault(_unreachable(error, provider), passing) from None
+            raise _Fault(_unreachable(error, provider), passing, stale=passing and sent.stale) from None
         if answer.status >= 300:
             await _refused(answer, out, record)
         return answer
@@ -182,6 +184,7 @@ class _Fault(Exception):
     failed: UpstreamFailed
     passing: bool
     asked: float | None = None
+    stale: bool = False
 
 
 async def _refused(response: AnyAnswer, out: Outgoing, record: CallRecord) -> NoReturn:

@@ -11,8 +11,6 @@ import ssl
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
-from urllib.parse import urlsplit
 
 from pier.gateway.http.coding import BadCoding, Inflater, TooLarge
 from pier.gateway.http.message import (
@@ -27,6 +25,7 @@ from pier.gateway.http.message import (
     render,
     stays_open,
 )
+from pier.gateway.http.place import Place, place_of
 
 _AHEAD = 256 * 1024
 """So much of an answer is taken in before anybody asks for it."""
@@ -42,31 +41,6 @@ class BadAnswer(Disconnected):
     """The provider answered, but not in HTTP that can be trusted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where an address leads."""
-
-    secure: bool
-    host: str
-    port: int
-    authority: str
-    target: str
-
-
-@lru_cache(512)
-def place_of(address: str) -> Place:
-    """`ValueError` if it is not an http or https address."""
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{address} is not an http or https address")
-    secure = parts.scheme == "https"
-    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    if any(character <= " " or character == "\x7f" for character in target):
-        raise ValueError(f"{address} has a space in it")
-    authority = parts.netloc.rpartition("@")[2]
-    return Place(secure, parts.hostname, parts.port or (443 if secure else 80), authority, target)
-
-
 @dataclass
 class Client:
     """All connections. `silence` is how long a provider may send nothing, `idle` how long an unused connection is
@@ -77,17 +51,20 @@ class Client:
     idle: float = 60.0
     _idle: dict[tuple[bool, str, int], deque[Sent]] = field(default_factory=dict)
     opened: set[Sent] = field(default_factory=set)
+    _sweeping: asyncio.TimerHandle | None = None
     _tls: ssl.SSLContext | None = None
 
-    async def send(self, address: str, headers: Iterable[tuple[str, str]], data: bytes) -> Sent:
-        """Send a POST. Its answer is at `answer` of what comes back. `OSError`, `TimeoutError` or `ValueError` if there
-        is no connection."""
+    async def send(self, address: str, headers: Iterable[tuple[str, str]], data: bytes, *, fresh: bool = False) -> Sent:
+        """Send a POST, with `fresh` on a connection of its own. Its answer is at `answer` of what comes back.
+        `OSError`, `TimeoutError` or `ValueError` if there is no connection."""
         place = place_of(address)
         head = render(
             f"POST {place.target} HTTP/1.1",
             [("Host", place.authority), *headers, ("Content-Length", str(len(data)))],
         )
-        connection = self._reuse(place) or await self._connect(place)
+        connection = None if fresh else self._reuse(place)
+        if connection is None:
+            connection = await self._connect(place)
         connection.send(head, data, self.silence)
         return connection
 
@@ -95,6 +72,9 @@ class Client:
         for connection in list(self.opened):
             connection.abort()
         self._idle.clear()
+        if self._sweeping:
+            self._sweeping.cancel()
+            self._sweeping = None
         await asyncio.sleep(0)
 
     def _reuse(self, place: Place) -> Sent | None:
@@ -123,11 +103,23 @@ class Client:
         return self._tls
 
     def keep(self, connection: Sent, key: tuple[bool, str, int]) -> None:
-        """It may be used again."""
-        waiting = self._idle.setdefault(key, deque())
-        waiting.append(connection)
-        while waiting and not waiting[0].usable:
-            waiting.popleft().abort()
+        """It may be used again, soon."""
+        self._idle.setdefault(key, deque()).append(connection)
+        if self._sweeping is None:
+            self._sweeping = asyncio.get_running_loop().call_later(self.idle, self._sweep)
+
+    def _sweep(self) -> None:
+        """Close what was not used for too long."""
+        for key, waiting in list(self._idle.items()):
+            while waiting and not waiting[0].usable:
+                waiting.popleft().abort()
+            if not waiting:
+                del self._idle[key]
+        oldest = min((waiting[0].kept for waiting in self._idle.values()), default=None)
+        self._sweeping = None
+        if oldest is not None:
+            loop = asyncio.get_running_loop()
+            self._sweeping = loop.call_later(max(oldest + self.idle - loop.time(), 0.01), self._sweep)
 
 
 class Answer:
@@ -183,14 +175,25 @@ class Sent(asyncio.Protocol):
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._heard = 0.0
-        self._busy = self._held = self._lost = False
+        self._heard = self._asked = 0.0
+        self._busy = self._held = self._lost = self._again = False
 
     @property
     def usable(self) -> bool:
         """Whether an unused connection can still serve."""
         fresh = self._loop.time() - self._heard < self._client.idle
         return fresh and not self._lost and not self.transport.is_closing()
+
+    @property
+    def kept(self) -> float:
+        """Since when an unused connection waits."""
+        return self._heard
+
+    @property
+    def stale(self) -> bool:
+        """Whether a connection that had served before was closed without a byte for the last request: the provider had
+        most likely given it up already."""
+        return self._again and self._lost and self._heard == self._asked
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
@@ -199,7 +202,7 @@ class Sent(asyncio.Protocol):
     def send(self, head: bytes, data: bytes, silence: float) -> None:
         self._busy = True
         self._head = self._body = self._error = None
-        self._heard = self._loop.time()
+        self._heard = self._asked = self._loop.time()
         if self._timer is None:
             self._timer = self._loop.call_later(silence, self._listen, silence)
         if len(data) < _AHEAD:
@@ -251,6 +254,7 @@ class Sent(asyncio.Protocol):
             self.abort()
         elif self._busy:
             self._busy = False
+            self._again = True
             self._heard = self._loop.time()
             self._client.keep(self, self._key)
 

@@ -10,7 +10,8 @@ from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, D
 from multidict import CIMultiDict
 from yarl import URL
 
-from pier.gateway.http.client import Disconnected, place_of
+from pier.gateway.http.client import Disconnected
+from pier.gateway.http.place import place_of
 
 
 def is_proxied(address: str) -> bool:
@@ -36,7 +37,10 @@ class ProxiedClient:
             skip_auto_headers=("User-Agent",),
         )
 
-    async def send(self, address: str, headers: Iterable[tuple[str, str]], data: bytes) -> ProxiedSent:
+    async def send(
+        self, address: str, headers: Iterable[tuple[str, str]], data: bytes, *, fresh: bool = False
+    ) -> ProxiedSent:
+        """As `Client.send`; `fresh` has no meaning here, since nobody sees which connection is used."""
         sending = self._http.post(
             URL(address, encoded=True), data=data, headers=CIMultiDict(headers), allow_redirects=False
         )
@@ -47,6 +51,8 @@ class ProxiedClient:
 
 
 class ProxiedSent:
+    stale = False
+
     def __init__(self, sending: asyncio.Future[ClientResponse]) -> None:
         self._sending = sending
 
