@@ -108,7 +108,19 @@ class Engine:
         return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False).stdout
 
     def containers(self) -> list[str]:
-        return self.docker("ps", "-aq").split()
+        """All but the helper, which stays for a while in case that somebody needs it again."""
+        helpers = set(self.helpers())
+        return [found for found in self.docker("ps", "-aq").split() if found not in helpers]
+
+    def helpers(self) -> list[str]:
+        return self.docker("ps", "-aq", "--filter", "label=dev.pier.helper").split()
+
+    def wait_for_no_helper(self) -> None:
+        """Wait until nobody has needed the helper for a while."""
+        deadline = time.monotonic() + START_SECONDS
+        while self.helpers():
+            assert time.monotonic() < deadline, "a helper that nobody uses does not end"
+            time.sleep(0.25)
 
 
 def missing() -> str | None:
@@ -121,21 +133,39 @@ def missing() -> str | None:
 
 
 @contextmanager
-def engine(*options: str, disk: str = "") -> Iterator[Engine]:
+def engine(*options: str, disk: str = "", filesystem: str = "tmpfs") -> Iterator[Engine]:
     """Start an engine without a bridge and without packet filters; it is killed and its mounts undone at the end. With
-    `disk`, such as 64m, that is all the space for its data."""
+    `disk`, such as 64m, that is all the space for its data, on a file system of that kind."""
     directory = Path(tempfile.mkdtemp(prefix="pier-engine-", dir="/tmp"))
     running = Engine(directory, options)
     try:
         if disk:
-            (directory / "data").mkdir()
-            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={disk}", "tmpfs", directory / "data"], check=True)
+            _mount(directory, disk, filesystem)
         running.start()
         yield running
     finally:
         running.stop()
         _unmount(directory)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _mount(directory: Path, size: str, filesystem: str) -> None:
+    target, image = directory / "data", directory / "disk"
+    target.mkdir()
+    if filesystem == "tmpfs":
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", target], check=True)
+        return
+    subprocess.run(["truncate", "-s", size, image], check=True)
+    subprocess.run([f"mkfs.{filesystem}", "-q", image], check=True)
+    subprocess.run(["mount", "-t", filesystem, "-o", "loop", image, target], check=True)
+
+
+def cannot_mount(filesystem: str) -> str | None:
+    """Why no file system of that kind can be made here, or None."""
+    if shutil.which(f"mkfs.{filesystem}") is None:
+        return f"mkfs.{filesystem} is not installed (apt-get install {filesystem}progs btrfs-progs)"
+    known = Path("/proc/filesystems").read_text().split()
+    return None if filesystem in known else f"the kernel has no {filesystem}"
 
 
 def _unmount(directory: Path) -> None:

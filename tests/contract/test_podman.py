@@ -14,6 +14,7 @@ from pier.sandbox import open_backend
 from pier.sandbox.conformance import CHECKS, Check, verify
 from pier.sandbox.contract import Backend
 from tests.busybox import busybox_image
+from tests.job_tasks import wait_for
 from tests.podman import Podman, podman, podman_missing
 
 SELECTED = (
@@ -32,7 +33,7 @@ pytestmark = [
 def engine() -> Iterator[Podman]:
     with podman() as running:
         yield running
-        assert running.run("ps", "-aq") == ""
+        wait_for(lambda: running.run("ps", "-aq") == "")
 
 
 @pytest.fixture(scope="module")

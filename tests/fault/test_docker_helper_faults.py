@@ -75,10 +75,6 @@ async def backend(docker: Engine, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         assert lease.held() == []
 
 
-def helper_of(docker: Engine) -> str:
-    return docker.docker("ps", "-q", "--filter", "label=dev.pier.helper")
-
-
 async def test_who_waits_is_told_when_the_helper_is_killed(
     docker: Engine, backend: Backend, image: Image, tmp_path: Path
 ) -> None:
@@ -87,7 +83,7 @@ async def test_who_waits_is_told_when_the_helper_is_killed(
         waiting = [asyncio.ensure_future(sandbox.exec(["sleep", "600"])) for _ in range(2)]
         waiting.append(asyncio.ensure_future(sandbox.exec(["cat", "/dev/zero"], output_limit=0)))
         await sandbox.exec(["true"])
-        await asyncio.to_thread(docker.docker, "kill", helper_of(docker))
+        await asyncio.to_thread(docker.docker, "kill", *docker.helpers())
         told = await asyncio.gather(*waiting, sandbox.read_file("/etc/passwd"), return_exceptions=True)
         assert [error.blame for error in told if isinstance(error, SandboxError)] == ["infra"] * len(told), told
         assert "helper" in str(told[0])
@@ -144,7 +140,7 @@ async def test_a_connection_by_ssh_that_is_cut(
         assert lease.held() == []
 
 
-def test_a_helper_ends_with_its_pier_and_the_rest_is_swept(docker: Engine, image: Image, tmp_path: Path) -> None:
+def test_what_a_killed_pier_had_is_over_and_the_rest_is_swept(docker: Engine, image: Image, tmp_path: Path) -> None:
     env = {**os.environ, "DOCKER_HOST": docker.url, "PIER_DOCKER_HELPER": "1"}
     script = tmp_path / "hold.py"
     script.write_text(HOLD)
@@ -154,11 +150,11 @@ def test_a_helper_ends_with_its_pier_and_the_rest_is_swept(docker: Engine, image
         assert running.stdout is not None
         assert running.stdout.readline() == "started\n"
         running.kill()
-    wait_for(lambda: not helper_of(docker))
     (left,) = docker.containers()
     wait_for(lambda: not docker.processes(left))
     pier("gc", cwd=tmp_path)
     assert docker.containers() == []
+    docker.wait_for_no_helper()
 
 
 async def test_an_engine_that_dies_and_comes_back(image: Image, monkeypatch: pytest.MonkeyPatch) -> None:

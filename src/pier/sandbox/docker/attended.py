@@ -7,13 +7,16 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from pier.errors import SandboxError
 from pier.network.decision import Decision
 from pier.network.policy import NetworkPolicy
-from pier.sandbox.docker.group import ContainerGroup, until_frozen
+from pier.sandbox.docker.group import CONTAINER_ENDED, ContainerGroup, until_frozen
 from pier.sandbox.docker.hub import Member, Places
+from pier.sandbox.docker.layers import find_layers
 from pier.sandbox.docker.mux import Mux
 from pier.sandbox.linux.channel import Channel, close_all
 from pier.sandbox.linux.network import Network
@@ -23,24 +26,35 @@ EVENT = -2
 _OWN = 1 << 40
 """Requests of the helper's own have numbers from here on, so that they are not taken for pier's."""
 
-_GRACE_SECONDS = 0.25
+_AGAIN_SECONDS = 0.25
+_MOST_CONNECTIONS = 640
+"""Connections from one container: some more than the gateway takes from one, so that it is the one to refuse."""
 
 
 class Attended:
     """A container that was entered. `enter` it once, `leave` it at any moment."""
 
-    def __init__(self, mux: Mux, key: str, pid: int) -> None:
+    def __init__(self, mux: Mux, key: str, id: str, pid: int) -> None:
         self.key = key
         self._mux = mux
+        self._id = id
         self._pid = pid
         self._first = os.pidfd_open(pid)
-        self._group = ContainerGroup(pid)
+        try:
+            self._group = ContainerGroup(pid)
+            self._layers = find_layers(pid)
+            if not self._group.is_of(id):
+                raise SandboxError(f"the process {pid} is not of the container {key}", code=CONTAINER_ENDED)
+        except BaseException:
+            os.close(self._first)
+            raise
         self._pidfd = -1
         self._channel: Channel | None = None
         self._network = Network(NetworkPolicy(), self._decide)
         self._outputs: dict[int, list[int]] = {}
         self._terminals: dict[int, int] = {}
         self._listeners: dict[int, socket.socket] = {}
+        self._connections: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
@@ -51,12 +65,15 @@ class Attended:
         self._channel._numbers = _OWN
         try:
             ready = asyncio.ensure_future(self._channel.wait(0))
-            _, fds = await doorkeeper.ask({"op": "enter", "pid": self._pid, "plan": plan}, [theirs.fileno()])
+            request = {"op": "enter", "pid": self._pid, "plan": plan | {"container": self._id}}
+            _, fds = await doorkeeper.ask(request, [theirs.fileno()])
             self._pidfd = fds[0]
         finally:
             theirs.close()
         self._start(self._watch())
-        return (await ready)[0]["proof"]
+        message, fds = await ready
+        self._network.watch(fds)
+        return message["proof"]
 
     def _start(self, work: Any) -> None:
         task = self._loop.create_task(work)
@@ -109,7 +126,9 @@ class Attended:
                 return
             if id > 0:
                 channel.hear(id, lambda answer, files: self._pass_back(id, answer, files))
-            channel.send(message, fds)
+            # Whoever is gone just now is told of as gone.
+            with contextlib.suppress(SandboxError):
+                channel.send(message, fds)
         finally:
             close_all(fds)
 
@@ -139,21 +158,11 @@ class Attended:
         if (terminal := self._terminals.pop(id, 0)) > 0:
             outputs.append(terminal)
         answer = {"oom": self._group.oom_kills()} | answer
-        if answer.get("lost"):
-            self._start(self._pass_back_unless_gone(id, answer))
-            return
         streams = [stream for number in outputs if (stream := self._mux.stream(number)) is not None]
         if streams:
             self._start(self._pass_back_after(id, answer, streams))
         else:
             self._tell(id, answer | {"after": outputs})
-
-    async def _pass_back_unless_gone(self, id: int, answer: dict[str, Any]) -> None:
-        """A command whose keeper died may have been killed with everything else, which is another story."""
-        await asyncio.sleep(_GRACE_SECONDS)
-        assert self._channel is not None
-        if not self._channel.closed:
-            self._tell(id, answer)
 
     async def _pass_back_after(self, id: int, answer: dict[str, Any], streams: list[Any]) -> None:
         """What a command wrote goes before the news that it ended."""
@@ -167,12 +176,13 @@ class Attended:
             return
         self._terminals[id] = self._hand_over(id, answer, fds[0])
 
-    def _hand_over(self, id: int, answer: dict[str, Any], fd: int) -> int:
-        """Tell of an open file that bytes go into and come from."""
+    def _hand_over(self, id: int, answer: dict[str, Any], fd: int, over: Callable[[int], None] | None = None) -> int:
+        """Tell of an open file that bytes go into and come from; `over` is called when it is closed."""
         number = self._mux.number()
+        sink = os.dup(fd)
         self._tell(id, answer | {"files": [["both", number]]})
         os.set_blocking(fd, False)
-        self._mux.take(number, source=fd, sink=os.dup(fd))
+        self._mux.take(number, source=fd, sink=sink, over=over)
         return number
 
     async def listen(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -186,13 +196,27 @@ class Attended:
         return {"port": answer["port"]}
 
     def _accept(self, id: int, sock: socket.socket) -> None:
-        for _ in range(64):
+        """Take connections, as many as one container may have: whoever comes then waits, and nobody else is harmed."""
+        while len(self._connections) < _MOST_CONNECTIONS:
             try:
                 connection = sock.accept()[0]
-            except OSError:
+            except BlockingIOError:
                 return
+            except OSError:
+                break
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._hand_over(id, {"connection": True}, connection.detach())
+            fd = connection.detach()
+            try:
+                self._connections.add(self._hand_over(id, {"connection": True}, fd, self._connections.discard))
+            except OSError:
+                os.close(fd)
+                break
+        self._loop.remove_reader(sock)
+        self._loop.call_later(_AGAIN_SECONDS, self._accept_again, id)
+
+    def _accept_again(self, id: int) -> None:
+        if (sock := self._listeners.get(id)) is not None:
+            self._loop.add_reader(sock, self._accept, id, sock)
 
     def _unlisten(self, id: int) -> None:
         sock = self._listeners.pop(id, None)
@@ -205,6 +229,14 @@ class Attended:
         assert self._channel is not None
         await self._network.enforce(self._channel, policy)
         return {}
+
+    async def changes(self, doorkeeper: Channel, root: str) -> dict[str, Any]:
+        """What differs from the image, if the container's layers can be found below `root`."""
+        if self._layers is None:
+            return {"changes": None}
+        upper, lowers = self._layers
+        request = {"op": "changes", "path": root + upper, "layers": [root + path for path in lowers]}
+        return {"changes": (await doorkeeper.ask(request))[0]["changes"]}
 
     async def settle(self) -> dict[str, Any]:
         """Tell of what was tried without a network."""

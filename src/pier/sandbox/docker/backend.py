@@ -29,7 +29,9 @@ from pier.sandbox.docker.compose.volumes import VOLUME, TrialVolumes, remove_vol
 from pier.sandbox.docker.config import attendant_plan, container_config
 from pier.sandbox.docker.doctor import examine
 from pier.sandbox.docker.engine import Engine
-from pier.sandbox.docker.entering import CONTAINER_ENDED, FAR_SOCKET
+from pier.sandbox.docker.entering import FAR_SOCKET
+from pier.sandbox.docker.group import CONTAINER_ENDED
+from pier.sandbox.docker.helper_box import HELPER, remove_idle
 from pier.sandbox.docker.images import REPOSITORY
 from pier.sandbox.docker.sandbox import DockerSandbox
 from pier.sandbox.linux.sandbox import LinuxSandbox
@@ -65,7 +67,7 @@ class DockerBackend(Backend):
 
     @property
     def kinds(self) -> frozenset[str]:
-        return frozenset({KIND, SNAPSHOT, VOLUME})
+        return frozenset({KIND, SNAPSHOT, VOLUME, HELPER})
 
     async def capabilities(self) -> Capabilities:
         engine = await self._engine()
@@ -77,10 +79,12 @@ class DockerBackend(Backend):
             switch_network=True,
             limits=limits,
             snapshot=True,
-            gpus=await engine.has_gpus(),
             compose=True,
             bind_mounts=await engine.shares_disk(),
         )
+
+    async def has_gpus(self) -> bool:
+        return await (await self._engine()).has_gpus()
 
     async def _engine(self) -> Engine:
         async with self._opening:
@@ -91,7 +95,9 @@ class DockerBackend(Backend):
     async def start(self, spec: SandboxSpec) -> Sandbox:
         return await self.start_container(spec) if spec.compose is None else await start_services(self, spec)
 
-    async def start_container(self, spec: SandboxSpec, more: Mapping[str, Any] | None = None) -> DockerSandbox:
+    async def start_container(
+        self, spec: SandboxSpec, more: Mapping[str, Any] | None = None, kind: type[DockerSandbox] = DockerSandbox
+    ) -> DockerSandbox:
         """Start one container; `more` replaces parts of what the engine is told of its host side, and adds `Binds`."""
         offered = await self.capabilities()
         if spec.network.mode not in offered.networks:
@@ -100,13 +106,14 @@ class DockerBackend(Backend):
                 hint="use --env local",
             )
         Rules(spec.network.hosts)
-        if spec.gpus and not offered.gpus:
+        if spec.gpus and not await self.has_gpus():
             raise SandboxError(
-                "the Docker engine hands out no GPUs: it has no runtime for them",
+                "the Docker engine hands out no GPUs: it has no driver for them",
                 code="no_gpu",
                 blame="user",
                 retryable=False,
-                hint="install the NVIDIA container toolkit on the engine's host: nvidia-ctk runtime configure",
+                hint="install the NVIDIA container toolkit on the engine's host and start the engine again; "
+                "docker run --gpus 1 shows whether it works",
             )
         if spec.limits.disk is not None and "disk" not in offered.limits:
             raise SandboxError(
@@ -118,21 +125,26 @@ class DockerBackend(Backend):
             )
         engine = await self._engine()
         try:
-            sandbox = await self._start_container(engine, spec, more or {})
+            sandbox = await self._start_container(engine, spec, more or {}, kind)
         except SandboxError as error:
             if error.code not in _NOT_HERE or engine.was_entered or engine.through_helper:
                 raise
             engine.through_helper = True
-            sandbox = await self._start_container(engine, spec, more or {})
+            sandbox = await self._start_container(engine, spec, more or {}, kind)
         engine.was_entered = True
         return sandbox
 
-    async def _start_container(self, engine: Engine, spec: SandboxSpec, more: Mapping[str, Any]) -> DockerSandbox:
+    async def _start_container(
+        self, engine: Engine, spec: SandboxSpec, more: Mapping[str, Any], kind: type[DockerSandbox]
+    ) -> DockerSandbox:
         placing = await engine.place(spec.mounts)
         box = ContainerBox(self._lease, await engine.entrance(), engine.docker, engine.address)
         try:
             labels = {LABEL: self._lease.owner}
             async with engine.images.held(spec.image) as image:
+                if spec.limits.disk is not None and await engine.disk_counts_image():
+                    size = spec.limits.disk + await engine.images.size(image)
+                    more = {"StorageOpt": {"size": str(size)}, **more}
                 config = container_config(spec, image, placing, labels, more)
                 try:
                     await box.start(config, attendant_plan(spec))
@@ -147,22 +159,19 @@ class DockerBackend(Backend):
         except BaseException:
             await asyncio.shield(box.stop())
             raise
-        sandbox = DockerSandbox(spec, box, self)
+        sandbox = kind(spec, box, self)
         self._sandboxes.add(sandbox)
-        if spec.network.mode == "none":
-            sandbox.network.begin(box.entered.proof)
-            return sandbox
-        try:
-            await sandbox.network.enforce(box.channel, spec.network)
-        except BaseException:
-            await asyncio.shield(sandbox.stop())
-            raise
+        await sandbox.open_network()
         return sandbox
 
     async def volumes(self, image: Image) -> TrialVolumes:
         """The volumes of one trial, none so far."""
         engine = await self._engine()
         return TrialVolumes(engine.docker, engine.address, self._lease, await engine.images.ensure(image))
+
+    async def memory(self) -> int:
+        """How many bytes of memory the engine's host has."""
+        return await (await self._engine()).memory()
 
     async def find_image(self, reference: str) -> Image | None:
         engine = await self._engine()
@@ -219,7 +228,7 @@ class DockerBackend(Backend):
         return await examine(engine_address(*self._where), self._lease)
 
     async def destroy(self, held: Held) -> None:
-        ends = {SNAPSHOT: _remove_image, VOLUME: remove_volume}
+        ends = {SNAPSHOT: _remove_image, VOLUME: remove_volume, HELPER: remove_idle}
         docker, _ = await connect(held.data.get("engine") or engine_address(*self._where))
         try:
             await ends.get(held.kind, remove)(docker, held.data["name"])

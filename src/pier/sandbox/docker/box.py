@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiodocker
+from aiodocker.containers import DockerContainer
 from aiodocker.exceptions import DockerError
 
 from pier.errors import SandboxError
 from pier.lease import Lease
 from pier.sandbox.contract import Change
-from pier.sandbox.docker.client import engine_error
-from pier.sandbox.docker.entering import CONTAINER_ENDED, Entered, Entrance
+from pier.sandbox.docker.client import Client, engine_error
+from pier.sandbox.docker.entering import Entered, Entrance
+from pier.sandbox.docker.group import CONTAINER_ENDED
 from pier.sandbox.linux.channel import Channel
 
 __all__ = ["IMAGE_MISSING", "KIND", "LABEL", "ContainerBox", "engine_error", "remove"]
@@ -46,6 +50,14 @@ class ContainerBox:
     @property
     def channel(self) -> Channel:
         return self.entered.channel
+
+    @property
+    def proof(self) -> dict[str, str]:
+        return self.entered.proof
+
+    @property
+    def watching(self) -> list[int]:
+        return self.entered.watching
 
     async def start(self, config: dict[str, Any], plan: dict[str, Any]) -> None:
         """Make the container and enter it; when this raises or is cancelled, `stop` removes what was made."""
@@ -112,6 +124,18 @@ class ContainerBox:
                 self._running.exception()
         await remove(self._docker, self.name)
         self._lease.strike(KIND, self.id)
+
+
+@asynccontextmanager
+async def passing_container(docker: Client, lease: Lease, config: dict[str, Any]) -> AsyncIterator[DockerContainer]:
+    """A container that serves a purpose of pier's own and is no sandbox: made, and gone at the end."""
+    id = secrets.token_hex(6)
+    lease.write(KIND, id, {"engine": docker.address, "name": f"pier-{id}"})
+    try:
+        yield await docker.containers.create({**config, "Labels": {LABEL: lease.owner}}, name=f"pier-{id}")
+    finally:
+        await asyncio.shield(remove(docker, f"pier-{id}"))
+        lease.strike(KIND, id)
 
 
 async def remove(docker: aiodocker.Docker, name: str) -> None:

@@ -14,7 +14,11 @@ import socket
 from typing import Any
 
 from pier.sandbox import tree
-from pier.sandbox.linux import attendant, kernel, wire
+from pier.sandbox.linux import attendant, changes, kernel, wire
+
+_MOST_CHANGES = 20_000
+_LONGEST_CHANGES = 1 << 20
+"""Letters of their paths. More than that the engine is asked for, which does not hold up what else pier is told."""
 
 
 def fork_doorkeeper() -> socket.socket:
@@ -44,7 +48,7 @@ def _serve(sock: socket.socket) -> None:
         while (received := wire.receive(sock)) is not None:
             message, fds = received
             try:
-                _enter(sock, message, fds)
+                _look(sock, message) if message["op"] == "changes" else _enter(sock, message, fds)
             except OSError as error:
                 wire.send(sock, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
             finally:
@@ -63,6 +67,21 @@ def _enter(sock: socket.socket, message: dict[str, Any], fds: list[int]) -> None
         wire.send(sock, {"id": message["id"], "pid": pid}, [pidfd])
     finally:
         os.close(pidfd)
+
+
+def _look(sock: socket.socket, message: dict[str, Any]) -> None:
+    """Say by a child what differs between layers; None if they cannot be read from here or it is too much to tell."""
+    if os.fork() == 0:
+        found: list[list[str]] | None = None
+        try:
+            found = changes.compare(message["path"], message["layers"], _MOST_CHANGES)
+            if sum(len(row[0]) for row in found) > _LONGEST_CHANGES:
+                found = None
+        except (OSError, changes.TooMany):
+            found = None
+        finally:
+            wire.send(sock, {"id": message["id"], "changes": found})
+            os._exit(0)
 
 
 def _reap(*_: object) -> None:

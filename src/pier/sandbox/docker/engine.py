@@ -19,7 +19,8 @@ from pier.sandbox.docker import idle, offers
 from pier.sandbox.docker.client import Client, connect
 from pier.sandbox.docker.config import Placing
 from pier.sandbox.docker.entering import Entrance, OwnEntrance
-from pier.sandbox.docker.helper import REPOSITORY, Helper
+from pier.sandbox.docker.helper import Helper, open_helper
+from pier.sandbox.docker.helper_box import REPOSITORY
 from pier.sandbox.docker.images import EngineImages
 from pier.sandbox.docker.runtime import IDLE
 from pier.sandbox.docker.volumes import PREFIX, PackVolumes
@@ -53,6 +54,7 @@ class Engine:
         self._packs: PackVolumes | None = None
         self._info: dict[str, Any] = {}
         self._limits_disk: bool | None = None
+        self._has_gpus: bool | None = None
         self._starting = asyncio.Lock()
 
     @classmethod
@@ -76,36 +78,39 @@ class Engine:
                 lost, self._helper = self._helper, None
                 await lost.close()
             if self._helper is None:
-                self._helper = await self._start_helper()
+                self._helper = await open_helper(self.docker, self._lease, self._machine)
             return self._helper
-
-    async def _start_helper(self) -> Helper:
-        helper = Helper(self.docker, self._lease)
-        try:
-            await helper.start(self._machine)
-        except BaseException:
-            await asyncio.shield(helper.close())
-            raise
-        return helper
 
     async def networks(self) -> frozenset[NetworkMode]:
         """The policies that can be enforced there."""
         return (await self.helper()).networks if self.through_helper else offered_modes()
 
     async def has_gpus(self) -> bool:
-        """Whether containers there can have GPUs."""
-        return offers.has_gpus(await self._ask_info())
+        """Whether containers there can have GPUs; a container is started once to find out."""
+        async with self._starting:
+            if self._has_gpus is None:
+                self._has_gpus = await offers.has_gpus(self.docker, self._lease, self._machine)
+            return self._has_gpus
 
     async def can_limit_disk(self) -> bool:
         """Whether what a container writes can be limited there."""
-        if self._limits_disk is None:
-            mounts = "" if self.through_helper else Path("/proc/self/mountinfo").read_text()
-            self._limits_disk = offers.can_limit_disk(await self._ask_info(), mounts)
-        return self._limits_disk
+        async with self._starting:
+            if self._limits_disk is None:
+                info = await self._ask_info()
+                self._limits_disk = await offers.can_limit_disk(self.docker, self._lease, self._machine, info)
+            return self._limits_disk
+
+    async def disk_counts_image(self) -> bool:
+        """Whether a limit on disk there counts what the image holds too."""
+        return (await self._ask_info()).get("Driver") in offers.OWN_QUOTAS
 
     async def data_directory(self) -> str:
         """Where the engine keeps images and containers, on its own host."""
         return str((await self._ask_info()).get("DockerRootDir") or "")
+
+    async def memory(self) -> int:
+        """How many bytes of memory its host has."""
+        return int((await self._ask_info()).get("MemTotal") or 0)
 
     async def _ask_info(self) -> dict[str, Any]:
         if not self._info:

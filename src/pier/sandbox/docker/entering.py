@@ -9,7 +9,6 @@ import signal
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from pier.errors import SandboxError
@@ -17,18 +16,16 @@ from pier.network.decision import OnDecision
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import seccomp
 from pier.sandbox.contract import Change
-from pier.sandbox.docker.group import ContainerGroup, until_frozen
+from pier.sandbox.docker.group import CONTAINER_ENDED, ContainerGroup, until_frozen
 from pier.sandbox.docker.hub import Hub, Member, Places
 from pier.sandbox.docker.layers import find_layers
-from pier.sandbox.linux.channel import Channel
+from pier.sandbox.linux.channel import Channel, close_all
 from pier.sandbox.linux.killing import kill_and_wait
 from pier.sandbox.linux.network import Network
 from pier.sandbox.linux.zygotes import Zygotes
 
 FAR_SOCKET = "far_socket"
 """The code of the error that an engine is at a socket of this machine, but is not on it."""
-CONTAINER_ENDED = "container_ended"
-"""The code of the error that a container's first process is not to be found."""
 
 
 class Entered(ABC):
@@ -37,6 +34,8 @@ class Entered(ABC):
     channel: Channel
     proof: dict[str, str]
     """How it was refused a network."""
+    watching: list[int]
+    """Sockets that tell what is tried without a network, until something takes them."""
 
     @abstractmethod
     def oom_kills(self) -> int:
@@ -92,7 +91,9 @@ class OwnEntered(Entered):
 
     def __init__(self, name: str, id: str, pid: int, zygotes: Zygotes) -> None:
         self.proof = {}
+        self.watching = []
         self._name = name
+        self._id = id
         self._pid = pid
         self._zygotes = zygotes
         self._pidfd = -1
@@ -101,10 +102,9 @@ class OwnEntered(Entered):
             self._first = os.pidfd_open(pid)
             self._group = ContainerGroup(pid)
             self._layers = find_layers(pid)
-            groups = Path(f"/proc/{pid}/cgroup").read_text()
         except OSError as error:
             raise SandboxError(f"the container {name} ended at once: {error}", code=CONTAINER_ENDED) from error
-        if id not in groups:
+        if not self._group.is_of(id):
             os.close(self._first)
             raise SandboxError(
                 f"the engine's process {pid} is not the container {name} here: the engine is on another machine",
@@ -120,12 +120,13 @@ class OwnEntered(Entered):
         ready = asyncio.ensure_future(self.channel.wait(0))
         try:
             zygote = await self._zygotes.pick()
-            plan = plan | {"filter": seccomp.program().hex() if seccomp.supported() else ""}
+            plan = plan | {"container": self._id, "filter": seccomp.program().hex() if seccomp.supported() else ""}
             _, fds = await zygote.ask({"op": "enter", "pid": self._pid, "plan": plan}, [theirs.fileno()])
             self._pidfd = fds[0]
             self._watching = asyncio.create_task(self._watch())
             theirs.close()
-            self.proof = (await ready)[0]["proof"]
+            message, self.watching = await ready
+            self.proof = message["proof"]
         finally:
             theirs.close()
             if not ready.done():
@@ -180,6 +181,8 @@ class OwnEntered(Entered):
         return close
 
     async def leave(self) -> None:
+        close_all(self.watching)
+        self.watching.clear()
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)

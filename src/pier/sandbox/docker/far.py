@@ -1,8 +1,9 @@
-"""The helper's program: serves containers on an engine's host for a pier that is somewhere else, or is not root there.
+"""A session in the helper: serves containers on an engine's host for a pier that is somewhere else, or not root there.
 
 It has containers entered as pier does where it is root, and passes pier's requests on. Networks are
 served here, so what a sandbox reaches is what the engine's host reaches. It ends when pier's end of its standard input
-does, or when pier has been silent for long. Standard library only.
+does, or when pier has been silent for long; sessions of others in the same helper are processes of their own. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ctypes
 import encodings.idna  # noqa: F401 - as above
 import json
 import os
+import resource
 import socket
 import sys
 from collections.abc import Coroutine
@@ -23,6 +25,7 @@ from typing import Any
 from pier.errors import PolicyError, SandboxError
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import seccomp
+from pier.sandbox.docker import keeper
 from pier.sandbox.docker.attended import Attended
 from pier.sandbox.docker.doorkeeper import fork_doorkeeper
 from pier.sandbox.docker.hub import Hub
@@ -33,12 +36,18 @@ from pier.sandbox.linux.network import offered_modes
 SILENCE = 120.0
 """Seconds without a word from pier after which it counts as gone."""
 _CHUNK = 1 << 18
-_SHARED = "/shared"
+_MANY = 1 << 16
+"""Files that may be open in a session, for the connections of all its containers."""
+_NOT_ATTENDED = {"error": "the container is not attended", "code": "sandbox_gone"}
 
 
 def main() -> None:
-    """Serve until pier is gone."""
-    asyncio.run(Far(fork_doorkeeper()).serve())
+    """Serve until pier is gone, unless the helper is just ending."""
+    doorkeeper = fork_doorkeeper()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MANY)), hard))
+    if keeper.join():
+        asyncio.run(Far(doorkeeper).serve())
 
 
 def list_parts() -> None:
@@ -115,10 +124,15 @@ class Far:
                 os._exit(0)
 
     def _hello(self) -> dict[str, Any]:
-        shared = ""
-        with contextlib.suppress(OSError), open(f"{_SHARED}/mark") as stream:
-            shared = stream.read()
-        return {"networks": sorted(offered_modes()), "six": Path("/proc/sys/net/ipv6").exists(), "shared": shared}
+        mark = ""
+        with contextlib.suppress(OSError), open(f"{self._root}{os.environ.get(keeper.MARK, '')}") as stream:
+            mark = stream.read(64)
+        return {"networks": sorted(offered_modes()), "six": Path("/proc/sys/net/ipv6").exists(), "mark": mark}
+
+    @property
+    def _root(self) -> str:
+        """The files as the engine sees them: who runs its containers is the parent of each one's first process."""
+        return f"/proc/{os.getppid()}/root"
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -131,11 +145,17 @@ class Far:
         if not key:
             self._start(self._manage(message))
         elif attended is None:
-            self._answer(key, message["id"], {"error": "the container is not attended", "code": "sandbox_gone"})
+            self._answer(key, message["id"], _NOT_ATTENDED)
         elif message["op"] in ("listen", "network", "settle"):
             self._start(self._arrange(attended, message))
         else:
+            self._pass_on(attended, message)
+
+    def _pass_on(self, attended: Attended, message: dict[str, Any]) -> None:
+        try:
             attended.take(message)
+        except OSError as error:
+            self._answer(attended.key, message["id"], {"error": str(error), "code": "sandbox"})
 
     def _answer(self, key: str, id: int, answer: dict[str, Any]) -> None:
         self._mux.send({"key": key, "id": id} | answer)
@@ -145,13 +165,17 @@ class Far:
         try:
             answer: dict[str, Any] = {}
             if message["op"] == "enter":
-                answer = await self._enter(message["container"], message["pid"], message["plan"])
+                answer = await self._enter(message)
+            elif message["op"] == "changes":
+                answer = await self._attended[message["container"]].changes(self._doorkeeper, self._root)
             elif message["op"] == "open_hub":
                 await self._open_hub(message)
             elif message["op"] == "close_hub" and (hub := self._hubs.pop(message["container"], None)):
                 hub.close()
             elif message["op"] == "leave" and (attended := self._attended.pop(message["container"], None)):
                 await attended.leave()
+        except KeyError:
+            self._answer("", message["id"], _NOT_ATTENDED)
         except (SandboxError, OSError) as error:
             self._answer("", message["id"], {"error": str(error), "code": getattr(error, "code", "sandbox")})
         else:
@@ -167,8 +191,9 @@ class Far:
             hub.close()
             raise
 
-    async def _enter(self, key: str, pid: int, plan: dict[str, Any]) -> dict[str, Any]:
-        attended = Attended(self._mux, key, pid)
+    async def _enter(self, message: dict[str, Any]) -> dict[str, Any]:
+        key, plan = message["container"], message["plan"]
+        attended = Attended(self._mux, key, message["of"], message["pid"])
         plan["filter"] = seccomp.program().hex() if seccomp.supported() else ""
         try:
             proof = await attended.enter(self._doorkeeper, plan)

@@ -1,6 +1,7 @@
 """Where the helper's interpreter begins: `python far_boot.py`. Packages are stubbed, as for a zygote.
 
-With `--parts` it says which files it is made of instead, one in each line.
+With `--keep` it keeps the helper's container, with `--parts` it says which files it is made of, one in each line; else
+it is a session in it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ def main() -> None:
         module = types.ModuleType(name)
         module.__path__ = ["/".join([source, *name.split(".")])]
         sys.modules[name] = module
+    if sys.argv[1:] == ["--keep"]:
+        importlib.import_module("pier.sandbox.docker.keeper").main()
+        return
     far = importlib.import_module("pier.sandbox.docker.far")
     if sys.argv[1:] == ["--parts"]:
         far.list_parts()

@@ -14,6 +14,7 @@ from typing import Any
 from pier.errors import PolicyError, SandboxError
 from pier.network.decision import Decision, OnDecision
 from pier.network.policy import NetworkPolicy
+from pier.sandbox.contract import Change
 from pier.sandbox.docker.attended import EVENT
 from pier.sandbox.docker.entering import Entered
 from pier.sandbox.docker.hub import Places
@@ -58,7 +59,10 @@ class FarChannel(Channel):
 
     def take(self, message: dict[str, Any]) -> None:
         """Something came from the helper. What says that a command ended waits until its output is here."""
-        fds = [self._receive(number) for _, number in message.pop("files", [])]
+        try:
+            fds = [self._receive(number) for _, number in message.pop("files", [])]
+        except OSError as error:
+            message, fds = {"id": message["id"], "error": str(error), "code": "sandbox"}, []
         self.oom = max(self.oom, message.get("oom", 0))
         streams = [stream for number in message.pop("after", []) if (stream := self._mux.stream(number)) is not None]
         busy = [stream for stream in streams if not stream.is_quiet]
@@ -92,10 +96,18 @@ class FarChannel(Channel):
 
     def _receive(self, number: int) -> int:
         """An open file for a stream that goes both ways."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        end = ours.detach()
-        self._mux.take(number, source=end, sink=os.dup(end))
+        ours = theirs = None
+        try:
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            sink = os.dup(ours.fileno())
+        except OSError:
+            self._mux.refuse(number)
+            for end in (ours, theirs):
+                if end is not None:
+                    end.close()
+            raise
+        self._mux.take(number, source=ours.detach(), sink=sink)
         return theirs.detach()
 
     def resize(self, job: int, terminal: int, rows: int, columns: int) -> None:
@@ -127,12 +139,19 @@ class FarEntered(Entered):
     ) -> None:
         self.channel = self._far = channel
         self.proof = proof
+        self.watching = []
         self._helper = helper
         self._key = key
         self._left = left
 
     def oom_kills(self) -> int:
         return self._far.oom
+
+    async def changes(self) -> list[Change] | None:
+        if self.channel.closed:
+            raise self.channel.lost()
+        rows = (await self._helper.ask({"op": "changes", "container": self._key}))[0]["changes"]
+        return None if rows is None else [Change(*row) for row in rows]
 
     def network(self, policy: NetworkPolicy, on_decision: OnDecision | None) -> Network:
         network = FarNetwork(policy, on_decision)
@@ -171,7 +190,7 @@ class FarNetwork(Network):
         self._gatekeeper.ledger.note(decision)
 
     async def settle(self, channel: Channel) -> None:
-        if self.policy.mode == "none" and not channel.closed:
+        if not channel.closed:
             with contextlib.suppress(SandboxError, TimeoutError):
                 async with asyncio.timeout(_SETTLE_SECONDS):
                     await channel.ask({"op": "settle"})

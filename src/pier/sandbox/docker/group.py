@@ -8,6 +8,8 @@ from pathlib import Path
 
 from pier.sandbox.linux.channel import Channel
 
+CONTAINER_ENDED = "container_ended"
+"""The code of the error that a container's first process is not to be found."""
 _ROOT = Path("/sys/fs/cgroup")
 _WATCH_SECONDS = 1.0
 _FROZEN_LOOKS = 5
@@ -20,7 +22,8 @@ class ContainerGroup:
 
     def __init__(self, pid: int) -> None:
         self._memory = self._freezer = Path("/nonexistent")
-        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        self._told = Path(f"/proc/{pid}/cgroup").read_text()
+        for line in self._told.splitlines():
             _, controllers, path = line.split(":", 2)
             below = _ROOT / controllers / path.lstrip("/")
             if "memory" in controllers.split(","):
@@ -29,6 +32,10 @@ class ContainerGroup:
                 self._freezer = below / "freezer.state"
             elif not controllers and (below / "cgroup.freeze").exists():
                 self._memory, self._freezer = below / "memory.events", below / "cgroup.freeze"
+
+    def is_of(self, id: str) -> bool:
+        """Whether it is that of the container `id`: engines name groups after it."""
+        return id in self._told
 
     def oom_kills(self) -> int:
         """How many processes the limit on memory has killed."""

@@ -1,8 +1,9 @@
-"""A container of pier's own on an engine's host, which enters the others where pier itself cannot.
+"""pier's end of a session in the helper, which enters containers on an engine's host where pier itself cannot.
 
-One for each engine and backend. It has the host's processes and network, and the capabilities to join namespaces; what
-it is made of is in `runtime`, what it does in `far`. Its standard streams are the connection. It goes when that does,
-or with its owner's lease.
+The helper is a container of pier's own there, one for each engine (`helper_box`). It has the host's processes and
+network, and the capabilities to join namespaces; what it is made of is in `runtime`. Each pier that uses it has a
+session: a process in it (`far`) whose standard streams are the connection. Sessions know nothing of one another. One
+ends when its connection does, and everything that it served with it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
 from aiodocker.exceptions import DockerError
+from aiodocker.stream import Stream
 
 from pier.errors import SandboxError
 from pier.files import write
@@ -22,150 +25,105 @@ from pier.home import pier_home
 from pier.image.reach import is_socket, shown
 from pier.lease import Lease
 from pier.network.policy import NetworkMode
-from pier.sandbox.docker.box import KIND, LABEL, remove
 from pier.sandbox.docker.client import Client, engine_error
 from pier.sandbox.docker.entering import Entrance
 from pier.sandbox.docker.far_channel import FarChannel, FarEntered
+from pier.sandbox.docker.helper_box import HelperBox
 from pier.sandbox.docker.mux import Broken, Mux
-from pier.sandbox.docker.runtime import IDLE, Runtime, find_runtime
+from pier.sandbox.docker.runtime import find_runtime
 
-REPOSITORY = "pier/helper"
 _START_SECONDS = 120
+_AGAIN_SECONDS = 0.1
 _PING_SECONDS = 15.0
 _SILENCE_SECONDS = 60.0
 """Who does not answer for that long is gone."""
-_CAPABILITIES = ["SYS_ADMIN", "SYS_PTRACE", "NET_ADMIN"]
-_UNCONFINED = ["seccomp=unconfined", "apparmor=unconfined", "label=disable"]
+
+
+async def open_helper(docker: Client, lease: Lease, machine: str) -> Helper:
+    """A session in the helper of an engine, which is made if it is not there. `machine`: the engine's processor."""
+    runtime = await asyncio.to_thread(find_runtime, machine)
+    box = HelperBox(docker, lease, runtime, await asyncio.to_thread(lambda: runtime.digest))
+    try:
+        async with asyncio.timeout(_START_SECONDS):
+            with _marked(docker.address) as mark:
+                while (helper := await _open_session(docker, box, mark)) is None:
+                    await box.ensure()
+                    await asyncio.sleep(_AGAIN_SECONDS)
+                return helper
+    except TimeoutError:
+        message = f"the helper {box.name} did not start in {_START_SECONDS} s"
+        raise SandboxError(message, code="helper_start", hint="pier doctor") from None
+    except DockerError as error:
+        raise engine_error(error) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise SandboxError(f"the helper cannot be reached: {error}", code="helper_start") from error
+
+
+async def _open_session(docker: Client, box: HelperBox, mark: str) -> Helper | None:
+    """None if there is no helper, or one that is ending."""
+    stream = await box.attach(mark)
+    if stream is None:
+        return None
+    helper = Helper(stream, box, shown(docker.address))
+    try:
+        if await helper.greet(mark):
+            return helper
+    except BaseException:
+        await helper.close()
+        raise
+    await helper.close()
+    return None
+
+
+@contextmanager
+def _marked(address: str) -> Iterator[str]:
+    """A file that tells whether an engine at a socket of this machine sees the same files; empty for other engines."""
+    if not is_socket(address):
+        yield ""
+        return
+    token = secrets.token_hex(6)
+    mark = pier_home() / "docker" / f"mark-{token}"
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    write(mark, token, durable=False)
+    try:
+        yield str(mark.resolve())
+    finally:
+        mark.unlink(missing_ok=True)
 
 
 class Helper(Entrance):
-    """The helper on one engine's host. `start` it once; `closed` says that it is gone."""
+    """A session in the helper on one engine's host. `closed` says that it is gone."""
 
-    def __init__(self, docker: Client, lease: Lease) -> None:
-        self.id = secrets.token_hex(6)
-        self.name = f"pier-helper-{self.id}"
+    def __init__(self, stream: Stream, box: HelperBox, where: str) -> None:
         self.networks: frozenset[NetworkMode] = frozenset()
         self.has_six = False
         self.shares_disk = False
-        self.volume = ""
-        """The volume that has the program which keeps containers alive."""
-        self._docker = docker
-        self._lease = lease
+        self.name = box.name
+        self.volume = box.volume
         self._channels: dict[str, FarChannel] = {}
         self._mux = Mux(1, self._on_message)
-        gone = f"the helper at the engine {shown(docker.address)} is gone"
-        self._own = FarChannel(self._mux, "", gone, code="helper_gone")
-        self._stream: Any = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._own = FarChannel(self._mux, "", f"the helper at the engine {where} is gone", code="helper_gone")
+        self._stream = stream
         self._complaints = ""
+        self._tasks = [asyncio.create_task(work) for work in (self._read(), self._write(), self._ping())]
 
     @property
     def closed(self) -> bool:
         return self._own.closed
 
-    async def start(self, machine: str) -> None:
-        """Make and reach it; when this raises or is cancelled, `close` removes what was made."""
-        runtime = await asyncio.to_thread(find_runtime, machine)
-        digest = await asyncio.to_thread(lambda: runtime.digest)
-        self.volume = f"pier-pack-{digest}"
-        self._lease.write(KIND, self.id, {"engine": self._docker.address, "name": self.name})
+    async def greet(self, mark: str) -> bool:
+        """Wait until it answers; False if it found that the helper is ending."""
         try:
-            async with asyncio.timeout(_START_SECONDS):
-                image = await self._bring(runtime, digest)
-                hello = await self._run(runtime, image)
-        except TimeoutError:
-            why = f": {self._complaints.splitlines()[-1]}" if self._complaints else ""
-            raise SandboxError(
-                f"the helper did not start in {_START_SECONDS} s{why}", code="helper_start", hint="pier doctor"
-            ) from None
-        except DockerError as error:
-            raise engine_error(error) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise SandboxError(f"the helper cannot be reached: {error}", code="helper_start") from error
+            hello = (await self._own.wait(0))[0]["hello"]
+        except SandboxError as error:
+            if not self._complaints.strip():
+                return False
+            told = self._complaints.strip().splitlines()[-1]
+            raise SandboxError(f"the helper ended at once: {told}", code="helper_start") from error
         self.networks = frozenset(hello["networks"])
         self.has_six = hello["six"]
-        self.shares_disk = bool(hello["shared"]) and hello["shared"] == self.id
-
-    async def _bring(self, runtime: Runtime, digest: str) -> str:
-        name = f"{REPOSITORY}:{digest}"
-        try:
-            await self._docker.images.inspect(name)
-        except DockerError as error:
-            if error.status != 404:
-                raise
-            data = await asyncio.to_thread(runtime.archive)
-            query = {"fromSrc": "-", "repo": name, "message": "pier's helper"}
-            async with self._docker._query("images/create", "POST", params=query, data=data) as answer:
-                told = await answer.text()
-            if '"error"' in told:
-                raise SandboxError(
-                    f"the engine did not take the helper's image: {told[-300:]}", code="helper_image"
-                ) from None
-        return name
-
-    async def _run(self, runtime: Runtime, image: str) -> dict[str, Any]:
-        mark = pier_home() / "docker" / f"mark-{self.id}"
-        shared = is_socket(self._docker.address)
-        try:
-            if shared:
-                mark.mkdir(parents=True)
-                write(mark / "mark", self.id.encode())
-            container = await self._create(runtime, image, mark if shared else None)
-            self._stream = container.attach(stdin=True, stdout=True, stderr=True)
-            await self._stream._init()
-            await container.start()
-            self._tasks = [asyncio.create_task(work) for work in (self._read(), self._write(), self._ping())]
-            return (await self._own.wait(0))[0]["hello"]
-        except SandboxError as error:
-            if self._complaints:
-                raise SandboxError(
-                    f"the helper ended at once: {self._complaints.strip().splitlines()[-1]}", code="helper_start"
-                ) from error
-            raise
-        finally:
-            with contextlib.suppress(OSError):
-                (mark / "mark").unlink(missing_ok=True)
-                mark.rmdir()
-
-    async def _create(self, runtime: Runtime, image: str, mark: Path | None) -> Any:
-        config = self._config(runtime, image)
-        if mark is not None:
-            bound = {"Type": "bind", "Source": str(mark), "Target": "/shared", "ReadOnly": True}
-            try:
-                mounts = [*config["HostConfig"]["Mounts"], bound]
-                host = config["HostConfig"] | {"Mounts": mounts}
-                return await self._docker.containers.create(config | {"HostConfig": host}, name=self.name)
-            except DockerError as error:
-                if error.status != 400:
-                    raise
-        return await self._docker.containers.create(config, name=self.name)
-
-    def _config(self, runtime: Runtime, image: str) -> dict[str, Any]:
-        return {
-            "Image": image,
-            "Entrypoint": list(runtime.argv),
-            "Cmd": [],
-            "Env": list(runtime.env),
-            "User": "0:0",
-            "WorkingDir": "/",
-            "OpenStdin": True,
-            "StdinOnce": True,
-            "AttachStdin": True,
-            "AttachStdout": True,
-            "AttachStderr": True,
-            "Labels": {LABEL: self._lease.owner, "dev.pier.helper": self.id},
-            "HostConfig": {
-                "AutoRemove": True,
-                "NetworkMode": "host",
-                "PidMode": "host",
-                "CgroupnsMode": "host",
-                "CapAdd": _CAPABILITIES,
-                "SecurityOpt": _UNCONFINED,
-                "LogConfig": {"Type": "none"},
-                "Binds": ["/sys/fs/cgroup:/sys/fs/cgroup:rw"],
-                "Mounts": [{"Type": "volume", "Source": self.volume, "Target": f"/{IDLE}"}],
-            },
-        }
+        self.shares_disk = bool(mark) and mark.endswith(f"mark-{hello['mark']}")
+        return True
 
     async def _read(self) -> None:
         why = ""
@@ -216,7 +174,7 @@ class Helper(Entrance):
             raise self._own.lost()
         channel = self._channels[name] = FarChannel(self._mux, name, f"the container {name} is gone")
         try:
-            answer, _ = await self._own.ask({"op": "enter", "container": name, "pid": pid, "plan": plan})
+            answer, _ = await self._own.ask({"op": "enter", "container": name, "of": id, "pid": pid, "plan": plan})
         except BaseException:
             channel.close()
             del self._channels[name]
@@ -229,15 +187,12 @@ class Helper(Entrance):
         self._channels.pop(name, None)
 
     async def close(self) -> None:
-        """End it and remove its container."""
+        """End the session; the helper ends itself when nobody has one."""
         self._lose("pier is done with it")
-        if self._stream is not None:
-            with contextlib.suppress(aiohttp.ClientError, OSError, AssertionError):
-                await self._stream.close()
+        with contextlib.suppress(aiohttp.ClientError, OSError, AssertionError):
+            await self._stream.close()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
         self._tasks = []
-        await remove(self._docker, self.name)
-        self._lease.strike(KIND, self.id)

@@ -56,10 +56,10 @@ class Mux:
         self._next += 2
         return self._next
 
-    def take(self, number: int, source: int = -1, sink: int = -1) -> Stream:
+    def take(self, number: int, source: int = -1, sink: int = -1, over: Callable[[int], None] | None = None) -> Stream:
         """Carry the stream `number`: what `source` has goes out, what comes goes into `sink`. Both are owned from now
-        on, and must not block."""
-        stream = Stream(self, number, source, sink)
+        on, and must not block. `over` is called when both are closed."""
+        stream = Stream(self, number, source, sink, over)
         self._streams[number] = stream
         stream.begin()
         return stream
@@ -111,7 +111,14 @@ class Mux:
                 await write(b"".join(batch))
 
     def forget(self, number: int) -> None:
-        self._streams.pop(number, None)
+        stream = self._streams.pop(number, None)
+        if stream is not None and stream.over is not None:
+            stream.over(number)
+
+    def refuse(self, number: int) -> None:
+        """Have nothing to do with a stream that goes both ways."""
+        self._put(_STOP, number)
+        self._put(_END, number)
 
     def close(self) -> None:
         """Close every file of every stream. Idempotent."""
@@ -124,8 +131,11 @@ class Mux:
 class Stream:
     """Bytes of one open file, one way or both."""
 
-    def __init__(self, mux: Mux, number: int, source: int, sink: int) -> None:
+    def __init__(
+        self, mux: Mux, number: int, source: int, sink: int, over: Callable[[int], None] | None = None
+    ) -> None:
         self.number = number
+        self.over = over
         self.read = 0
         self._mux = mux
         self._source = source
