@@ -16,7 +16,6 @@ from pier.gateway.limiter import Retry, retry_after
 from pier.gateway.providers import Directory, Provider, at_address
 from pier.gateway.redact import Scrubber, redacted, redacted_path
 from pier.gateway.tokens import Extras, ask
-from pier.gateway.watch import Broken, Framer, Watch, data_of
 
 pytestmark = pytest.mark.plain
 ENV = {"ANTHROPIC_API_KEY": "ka", "OPENAI_API_KEY": "ko", "GOOGLE_API_KEY": "kg", "OPENROUTER_API_KEY": "kr"}
@@ -161,32 +160,10 @@ def test_extras_are_asked_for_and_taken_out_again() -> None:
     assert extras == Extras(token_ids=True, logprobs=True, usage=True)
     event = {"id": 1, "prompt_token_ids": [1], "choices": [{"delta": {}, "token_ids": [2], "logprobs": {}}]}
     raw = b"data: " + json.dumps(event).encode() + b"\n\n"
-    assert extras.strip_event(raw, event) == b'data: {"id": 1, "choices": [{"delta": {}}]}\n\n'
-    assert extras.strip_event(b'data: {"choices": [], "usage": {}}\n\n', {"choices": [], "usage": {}}) == b""
-    assert extras.strip_event(b": ping\n\n", None) == b": ping\n\n"
+    plain, counted = b'data: {"id": 1}\n\n', b'data: {"choices": [], "usage": {}}\n\n'
+    values = [{"id": 1}, event, {"choices": [], "usage": {}}, None, None]
+    stripped = extras.strip_events(plain + raw + counted + b": ping\n\ndata: [DONE]\n\n", values)
+    assert stripped == plain + b'data: {"id": 1, "choices": [{"delta": {}}]}\n\n: ping\n\ndata: [DONE]\n\n'
+    assert extras.strip_events(plain, [{"id": 1}]) is plain
     asked = parse(b'{"stream":true,"logprobs":true,"return_token_ids":true,"stream_options":{"include_usage":true}}')
     assert ask(asked, tokens=True, usage=True) == (asked, Extras())
-
-
-def test_events_are_whole() -> None:
-    framer = Framer()
-    assert framer.feed(b"data: 1\n\ndata:") == [b"data: 1\n\n"]
-    assert framer.torn
-    assert framer.feed(b" 2\r\n\r") == []
-    assert framer.feed(b"\n") == [b"data: 2\r\n\r\n"]
-    assert not framer.torn
-    assert data_of(b"event: x\r\ndata: a\r\ndata: b\r\n\r\n") == b"a\nb"
-    assert data_of(b": ping\n\n") is None
-
-
-def test_usage_grows_over_an_anthropic_stream() -> None:
-    watch = Watch("anthropic")
-    start = {"input_tokens": 5, "cache_read_input_tokens": 10, "cache_creation_input_tokens": 0, "output_tokens": 1}
-    watch.see(json.dumps({"type": "message_start", "message": {"usage": start}}).encode())
-    watch.see(b'{"type":"message_delta","delta":{},"usage":{"output_tokens":9}}')
-    assert (watch.finished, watch.done) == (True, False)
-    watch.see(b'{"type":"message_stop"}')
-    assert watch.done
-    assert watch.usage == Usage(15, 9, 10, 0)
-    with pytest.raises(Broken, match="not JSON"):
-        watch.see(b"{")

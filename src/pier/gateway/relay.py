@@ -20,7 +20,7 @@ from pier.gateway.redact import Scrubber
 from pier.gateway.tokens import Extras, Sampler, ask
 from pier.gateway.turns import stream_turn
 from pier.gateway.upstream import MAX_ANSWER, Outgoing, UpstreamFailed
-from pier.gateway.watch import Broken, Framer, Watch, data_of
+from pier.gateway.watch import Broken, Framer, Watch
 
 if TYPE_CHECKING:
     from pier.gateway.upstream import AnyAnswer
@@ -138,21 +138,19 @@ async def _stream(
     return await x.finish()
 
 
-async def _pass_on(x: Exchange, events: list[bytes], watch: Watch, extras: Extras) -> bytes:
+async def _pass_on(x: Exchange, block: bytes, watch: Watch, extras: Extras) -> bytes:
     """What of these events the agent gets. Those before a broken one are delivered before it is reported."""
-    ready: list[bytes] = []
-    for event in events:
-        try:
-            value = watch.see(data_of(event))
-        except Broken:
-            await x.write(b"".join(ready))
-            raise
-        ready.append(extras.strip_event(event, value) if extras else event)
+    try:
+        values = watch.see(block)
+    except Broken as broken:
+        if whole := block[: broken.before]:
+            await x.write(extras.strip_events(whole, Watch(x.caller.route.dialect).see(whole)))
+        raise
     x.usage = watch.usage
-    data = b"".join(ready)
     if extras:
-        x.record.chunk("delivered", data)
-    return data
+        block = extras.strip_events(block, values)
+        x.record.chunk("delivered", block)
+    return block
 
 
 async def _stream_whole(x: Exchange, answer: AnyAnswer, scrub: Scrubber) -> None:

@@ -6,7 +6,6 @@ servers such as vLLM give token ids.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,9 @@ from pier.gateway.body import Body, dump
 from pier.gateway.dialect import DIALECTS, BadResponse
 from pier.gateway.translate import Memory
 from pier.gateway.turns import TurnBuilder
+from pier.gateway.watch import events_of
 
-_MAY_HAVE_EXTRAS = re.compile(rb"usage|token_ids|logprobs")
+_EXTRAS = (b"usage", b"token_ids", b"logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,17 @@ class Extras:
         drop = {*(("token_ids",) if self.token_ids else ()), *(("logprobs",) if self.logprobs else ())}
         return {name: part for name, part in choice.items() if name not in drop} if isinstance(choice, dict) else choice
 
-    def strip_event(self, event: bytes, value: Any) -> bytes:
-        """The same for an event as bytes, whose decoded data is `value` (None: no JSON in it)."""
-        if value is None or not _MAY_HAVE_EXTRAS.search(event):
-            return event
-        kept = self.strip(value)
-        if kept is None:
-            return b""
-        return event if kept == value else b"data: " + dump(kept) + b"\n\n"
+    def strip_events(self, block: bytes, values: list[Any]) -> bytes:
+        """The same for whole events as bytes, whose decoded data are `values` (None: no JSON in it)."""
+        if not self or not any(word in block for word in _EXTRAS):
+            return block
+        kept = [self.strip(value) for value in values]
+        if kept == values:
+            return block
+        return b"".join(
+            event if new == old else b"data: " + dump(new) + b"\n\n" if new is not None else b""
+            for event, old, new in zip(events_of(block), values, kept, strict=True)
+        )
 
 
 def ask(body: Body, *, tokens: bool, usage: bool) -> tuple[Body, Extras]:

@@ -15,36 +15,59 @@ from pier.gateway.dialect.openai import read_usage as read_openai
 MAX_EVENT = 64 * 1024 * 1024
 _scan = JSONDecoder().scan_once  # pyright: ignore[reportAttributeAccessIssue]
 _END_OF_EVENT = re.compile(rb"\r?\n\r?\n|\r\r")
+_DONE = object()
+"""Stands for the word with which OpenAI's streams end."""
 
 
 class Broken(Exception):
-    """The upstream's stream is not what it should be."""
+    """The upstream's stream is not what it should be. `before` is how many bytes of the block that was looked at come
+    before the event that is wrong."""
+
+    def __init__(self, message: str, before: int = 0) -> None:
+        super().__init__(message)
+        self.before = before
 
 
 class Framer:
-    """Cuts a stream into whole events, as bytes."""
+    """Cuts a stream behind whole events."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
-        self._seen = 0
 
     @property
     def torn(self) -> bool:
         """Whether the stream stands in the middle of an event."""
         return bool(self._rest.strip())
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: bytes) -> bytes:
+        """The events that are whole now, as they came."""
         rest = self._rest
-        rest += data
-        events, start = [], 0
-        while found := _END_OF_EVENT.search(rest, max(start, self._seen - 3)):
-            events.append(bytes(rest[start : found.end()]))
-            start = self._seen = found.end()
-        del rest[:start]
-        self._seen = len(rest)
+        if rest:
+            seen = max(len(rest) - 3, 0)
+            rest += data
+            end = _last_end(rest, seen)
+            data = bytes(rest[:end])
+            del rest[:end]
+        elif (end := _last_end(data, 0)) < len(data):
+            rest += data[end:]
+            data = data[:end]
         if len(rest) > MAX_EVENT:
             raise Broken(f"the provider sent an event of more than {MAX_EVENT} bytes")
-        return events
+        return data
+
+
+def _last_end(data: bytes | bytearray, start: int) -> int:
+    """Where the last whole event ends; 0 if there is none."""
+    if data.find(b"\r", start) < 0:
+        return data.rfind(b"\n\n", start) + 2 if data.find(b"\n\n", start) >= 0 else 0
+    return max((found.end() for found in _END_OF_EVENT.finditer(data, start)), default=0)
+
+
+def events_of(block: bytes) -> list[bytes]:
+    """Whole events, one by one."""
+    ends = [*(found.end() for found in _END_OF_EVENT.finditer(block)), len(block)]
+    ends = ends[:-2] + ends[-1:]
+    return [block[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def data_of(event: bytes) -> bytes | None:
@@ -68,23 +91,30 @@ class Watch:
         self.failed: str | None = None
         self.usage: Usage | None = None
 
-    def see(self, data: bytes | None) -> Any:
-        """One event's data, decoded; `Broken` if it is not JSON."""
-        if data is None:
-            return None
-        if data == b"[DONE]":
-            self.done = self.finished = True
-            return None
-        try:
-            text = data.decode().strip()
-            value, end = _scan(text, 0)
-        except (ValueError, StopIteration, RecursionError):
-            raise Broken("the provider sent an event that is not JSON") from None
-        if end != len(text):
-            raise Broken("the provider sent an event that is not JSON")
-        if isinstance(value, dict):
-            self._look(self, value)
-        return value
+    def see(self, block: bytes) -> list[Any]:
+        """Whole events; the decoded data of each, None where that is not JSON on purpose. `Broken` if it should be."""
+        values = _plain(block)
+        if values is None:
+            values, before = [], 0
+            for event in events_of(block):
+                try:
+                    values.append(_decoded(data_of(event)))
+                except Broken as broken:
+                    broken.before = before
+                    self._take(values)
+                    raise
+                before += len(event)
+        return self._take(values)
+
+    def _take(self, values: list[Any]) -> list[Any]:
+        look = self._look
+        for index, value in enumerate(values):
+            if isinstance(value, dict):
+                look(self, value)
+            elif value is _DONE:
+                self.done = self.finished = True
+                values[index] = None
+        return values
 
     def see_whole(self, value: Mapping[str, Any]) -> None:
         """A whole answer that was not streamed."""
@@ -155,3 +185,48 @@ class Watch:
 
 def _known(raw: Any) -> dict[str, Any]:
     return {name: value for name, value in raw.items() if value is not None} if isinstance(raw, dict) else {}
+
+
+def _plain(block: bytes) -> list[Any] | None:
+    """The data of events as nearly all providers write them, in one go; None if any is written otherwise."""
+    try:
+        text = block.decode()
+    except ValueError:
+        return None
+    if "\r" in text:
+        return None
+    values = []
+    pieces = text.split("\n\n")
+    pieces.pop()
+    for piece in pieces:
+        if piece.startswith("data: "):
+            at = 6
+        elif piece.startswith("event: ") and piece.startswith("\ndata: ", at := piece.find("\n")):
+            at += 7
+        else:
+            return None
+        try:
+            value, end = _scan(piece, at)
+        except (ValueError, StopIteration, RecursionError):
+            value, end = _DONE, at + len("[DONE]")
+            if not piece.endswith("[DONE]"):
+                return None
+        if end != len(piece) or piece.find("\n", at) >= 0:
+            return None
+        values.append(value)
+    return values
+
+
+def _decoded(data: bytes | None) -> Any:
+    if data is None:
+        return None
+    if data == b"[DONE]":
+        return _DONE
+    try:
+        text = data.decode().strip()
+        value, end = _scan(text, 0)
+    except (ValueError, StopIteration, RecursionError):
+        end, text, value = 0, "?", None
+    if end != len(text):
+        raise Broken("the provider sent an event that is not JSON")
+    return value

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from http import HTTPStatus
 
 from multidict import CIMultiDict
@@ -104,6 +105,12 @@ class Chunked:
                     raise BadMessage("a chunk does not end where it said")
                 break
             line, at = data[at:end], end + 2
+            if not (self._at_end_of_chunk or self._trailing):
+                size = _size_of(line)
+                if size and data.startswith(b"\r\n", at + size):  # all of a chunk, as most come
+                    parts.append(data[at : at + size])
+                    at += size + 2
+                    continue
             if self._line(line):
                 self._rest = b""
                 return b"".join(parts), data[at:]
@@ -122,12 +129,18 @@ class Chunked:
             if line and (self._trailers > MAX_FIELDS or not _TRAILER.fullmatch(line)):
                 raise BadMessage("a trailer cannot be read")
         else:
-            found = _SIZE.fullmatch(line)
-            if found is None:
-                raise BadMessage("the size of a chunk cannot be read")
-            self._left = int(found[1], 16)
+            self._left = _size_of(line)
             self._trailing = not self._left
         return self.done
+
+
+@lru_cache(1024)
+def _size_of(line: bytes) -> int:
+    """Chunks of a stream are much alike."""
+    found = _SIZE.fullmatch(line)
+    if found is None:
+        raise BadMessage("the size of a chunk cannot be read")
+    return int(found[1], 16)
 
 
 Framing = Length | Chunked | UntilClose
