@@ -48,7 +48,7 @@ test_every_attempt_is_in_the_log = same.test_every_attempt_is_in_the_log
 test_detours_fail = same.test_detours_fail
 test_other_protocols_and_ports_pass_by_their_name = same.test_other_protocols_and_ports_pass_by_their_name
 test_none_has_no_way_out_at_all = same.test_none_has_no_way_out_at_all
-test_without_a_network_attempts_are_counted = same.test_without_a_network_attempts_are_counted
+test_without_a_network_every_attempt_is_in_the_log_too = same.test_without_a_network_every_attempt_is_in_the_log_too
 
 
 @pytest.mark.parametrize("name", ["curl", "curl over IPv6", "curl to an IPv6 host", "git", "python"])

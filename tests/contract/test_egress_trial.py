@@ -42,7 +42,7 @@ async def test_attempts_without_a_network_are_summed_up(tmp_path: Path) -> None:
     async with open_bench(tmp_path / "trials", {"PATH": os.environ["PATH"]}) as bench:
         result = await bench.run(task, AgentChoice("command", options={"command": tries}))
         quiet = await bench.run(task, AgentChoice("command", options={"command": "true"}))
-    assert result.pier is not None and result.pier.network_refused == {"ip anywhere": 3}
+    assert result.pier is not None and result.pier.network_refused == {"tcp 192.0.2.7:80": 3}
     assert quiet.pier is not None and quiet.pier.network_refused == {}
 
 

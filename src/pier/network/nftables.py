@@ -1,4 +1,4 @@
-"""The few packet rules that the gateway namespace needs, written straight to the kernel.
+"""The few packet rules that a gateway's namespace and a sandbox's own need, written straight to the kernel.
 
 In the gateway namespace a packet's destination is *local* exactly if the policy lets the gatekeeper see it:
 
@@ -26,34 +26,64 @@ _INET = 1
 _TABLE = b"pier\0"
 _EQUAL, _UNEQUAL = 0, 1
 _ROUTE_LOCAL = 2
+_DROP, _ACCEPT = 0, 1
 
 
 def divert(port: int, *, datagrams: bool) -> None:
-    """Put the rules into the current network namespace; `port` is the gatekeeper's listener. With `datagrams` the
-    gatekeeper reads UDP and echo requests as packets, so the kernel must not answer them itself."""
-    is_tcp = [_meta(16), _compare(_EQUAL, bytes([socket.IPPROTO_TCP]))]
-    is_local = [_destination_kind(), _compare(_EQUAL, struct.pack("I", _ROUTE_LOCAL))]
-    is_foreign = [_destination_kind(), _compare(_UNEQUAL, struct.pack("I", _ROUTE_LOCAL))]
-    bodies = [
-        (_NEW_TABLE, _CREATE, attribute(1, _TABLE)),
+    """Put the rules into the current network namespace, a gateway's; `port` is the gatekeeper's listener. With
+    `datagrams` the gatekeeper reads UDP and echo requests as packets, so the kernel must not answer them itself."""
+    batch = _batch(
         (_NEW_CHAIN, _CREATE, _chain(b"divert\0", b"nat\0", -100)),
         (_NEW_CHAIN, _CREATE, _chain(b"refuse\0", b"filter\0", 0)),
-        (_NEW_RULE, _CREATE | _APPEND, _rule(b"divert\0", *is_tcp, *is_local, *_redirect(port))),
-        *(
-            (_NEW_RULE, _CREATE | _APPEND, _rule(b"refuse\0", *is_local, *kind, _drop()))
-            for kind in (_DATAGRAMS if datagrams else ())
-        ),
-        (_NEW_RULE, _CREATE | _APPEND, _rule(b"refuse\0", *is_tcp, *is_foreign, _reject(1, 0))),
-        (_NEW_RULE, _CREATE | _APPEND, _rule(b"refuse\0", *_unicast_only(), *is_foreign, _reject(2, 3))),
-    ]
+        _append(b"divert\0", *_IS_TCP, *_IS_LOCAL, *_redirect(port)),
+        *(_append(b"refuse\0", *_IS_LOCAL, *kind, _verdict(_DROP)) for kind in (_DATAGRAMS if datagrams else ())),
+        _append(b"refuse\0", *_IS_TCP, *_IS_FOREIGN, _reject(1, 0)),
+        _append(b"refuse\0", *_unicast_only(), *_IS_FOREIGN, _reject(2, 3)),
+    )
+    commit(batch)
+
+
+def refusing(group: int, resolver: str) -> tuple[bytes, int]:
+    """Rules for a sandbox's own network namespace, to be made once and put in by `commit`: what goes to another machine
+    by the loopback device is refused as it is sent, and told to whoever listens to `group`. Lookups at `resolver` seem
+    to be sent, and are for the listener to answer. What is put on the device as it is, byte for byte, is told and
+    dropped where it arrives."""
+    is_lookup = [
+        _meta(16), _compare(_EQUAL, bytes([socket.IPPROTO_UDP])), _transport(2, 2), _compare(_EQUAL, b"\0\x35"),
+        _meta(15), _compare(_EQUAL, bytes([socket.AF_INET])),
+        _destination(), _compare(_EQUAL, socket.inet_aton(resolver)),
+    ]  # fmt: skip
+    sent, came = ([_meta(key), _compare(_EQUAL, struct.pack("I", 1)), *_IS_FOREIGN] for key in (5, 4))
+    tell = _expression(b"log\0", attribute(1, struct.pack(">H", group)))
+    return _batch(
+        (_NEW_CHAIN, _CREATE, _chain(b"sent\0", b"filter\0", 0, hook=3)),
+        (_NEW_CHAIN, _CREATE, _chain(b"came\0", b"filter\0", 0)),
+        _append(b"sent\0", *sent, *is_lookup, tell, _verdict(_ACCEPT)),
+        _append(b"sent\0", *sent, *_IS_TCP, tell, _reject(1, 0)),
+        _append(b"sent\0", *sent, tell, _reject(2, 0)),
+        _append(b"came\0", *came, *is_lookup, _verdict(_DROP)),
+        _append(b"came\0", *came, tell, _verdict(_DROP)),
+    )
+
+
+def _batch(*bodies: tuple[int, int, bytes]) -> tuple[bytes, int]:
+    """The requests that make the table with all that `bodies` say, or nothing, and how many there are."""
+    data = message(_BEGIN, 0, 0, struct.pack(">BBH", 0, 0, 10))
+    for sequence, (kind, flags, body) in enumerate([(_NEW_TABLE, _CREATE, attribute(1, _TABLE)), *bodies], 1):
+        data += message(_SUBSYSTEM | kind, flags | _ACK, sequence, struct.pack(">BBH", _INET, 0, 0) + body)
+    return data + message(_END, 0, len(bodies) + 2, struct.pack(">BBH", 0, 0, 10)), len(bodies) + 1
+
+
+def commit(batch: tuple[bytes, int]) -> None:
+    """Put rules into the current network namespace."""
+    data, count = batch
     with Netlink(_NETFILTER) as netlink:
-        count = len(bodies)
-        data = message(_BEGIN, 0, 0, struct.pack(">BBH", 0, 0, 10))
-        for sequence, (kind, flags, body) in enumerate(bodies, 1):
-            data += message(_SUBSYSTEM | kind, flags | _ACK, sequence, struct.pack(">BBH", _INET, 0, 0) + body)
-        data += message(_END, 0, count + 1, struct.pack(">BBH", 0, 0, 10))
         netlink.socket.send(data)
         netlink.wait(set(range(1, count + 1)), "cannot set packet rules (nftables)")
+
+
+def _append(chain: bytes, *expressions: bytes) -> tuple[int, int, bytes]:
+    return _NEW_RULE, _CREATE | _APPEND, attribute(1, _TABLE) + attribute(2, chain) + nested(4, *expressions)
 
 
 def _unicast_only() -> list[bytes]:
@@ -65,13 +95,9 @@ def _number(kind: int, value: int) -> bytes:
     return attribute(kind, struct.pack(">I", value))
 
 
-def _chain(name: bytes, kind: bytes, priority: int) -> bytes:
-    hook = nested(4, _number(1, 0), attribute(2, struct.pack(">i", priority)))
-    return attribute(1, _TABLE) + attribute(3, name) + hook + _number(5, 1) + attribute(7, kind)
-
-
-def _rule(chain: bytes, *expressions: bytes) -> bytes:
-    return attribute(1, _TABLE) + attribute(2, chain) + nested(4, *expressions)
+def _chain(name: bytes, kind: bytes, priority: int, *, hook: int = 0) -> bytes:
+    place = nested(4, _number(1, hook), attribute(2, struct.pack(">i", priority)))
+    return attribute(1, _TABLE) + attribute(3, name) + place + _number(5, 1) + attribute(7, kind)
 
 
 def _expression(name: bytes, *parts: bytes) -> bytes:
@@ -91,8 +117,13 @@ def _transport(offset: int, size: int) -> bytes:
     return _expression(b"payload\0", _number(1, 1), _number(2, 2), _number(3, offset), _number(4, size))
 
 
-def _drop() -> bytes:
-    return _expression(b"immediate\0", _number(1, 0), nested(2, nested(2, _number(1, 0))))
+def _destination() -> bytes:
+    """The address that an IPv4 packet goes to."""
+    return _expression(b"payload\0", _number(1, 1), _number(2, 1), _number(3, 16), _number(4, 4))
+
+
+def _verdict(code: int) -> bytes:
+    return _expression(b"immediate\0", _number(1, 0), nested(2, nested(2, _number(1, code))))
 
 
 def _destination_kind() -> bytes:
@@ -108,6 +139,9 @@ def _reject(kind: int, code: int) -> bytes:
     return _expression(b"reject\0", _number(1, kind), attribute(2, bytes([code])))
 
 
+_IS_TCP = [_meta(16), _compare(_EQUAL, bytes([socket.IPPROTO_TCP]))]
+_IS_LOCAL = [_destination_kind(), _compare(_EQUAL, struct.pack("I", _ROUTE_LOCAL))]
+_IS_FOREIGN = [_destination_kind(), _compare(_UNEQUAL, struct.pack("I", _ROUTE_LOCAL))]
 _DATAGRAMS = (
     [_meta(16), _compare(_EQUAL, bytes([socket.IPPROTO_UDP])), _transport(2, 2), _compare(_UNEQUAL, b"\0\x35")],
     [_meta(16), _compare(_EQUAL, bytes([socket.IPPROTO_ICMP])), _transport(0, 1), _compare(_EQUAL, b"\x08")],

@@ -63,6 +63,12 @@ def answer(to: Datagram, payload: bytes) -> bytes:
     return _packet(to, _ICMP if to.address.version == 4 else _ICMP6, body, checksum_at=2)
 
 
+def bare(number: int, source: str, target: str) -> bytes:
+    """An IPv4 packet of a protocol, with nothing in it; the kernel adds its checksum."""
+    ends = ipaddress.IPv4Address(source).packed + ipaddress.IPv4Address(target).packed
+    return struct.pack(">BBHHHBBH", 0x45, 0, 20, 0, 0x4000, 64, number, 0) + ends
+
+
 def echo_head(six: bool) -> bytes:
     """What comes before the sequence number of an echo request; its checksum and identifier are the kernel's to set."""
     return bytes([_ECHO6 if six else _ECHO]) + bytes(ECHO_HEAD - 1)

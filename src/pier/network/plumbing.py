@@ -2,7 +2,7 @@
 
 A second network namespace, the gateway's, hangs on the sandbox's own by a pair of linked interfaces. It has no way on:
 its listening sockets are handed to pier, which serves them from outside, and when pier closes them the namespace is
-gone. A sandbox with the policy `none` has no such pair at all.
+gone. A sandbox with the policy `none` has no such pair at all, only what `last_resort` makes.
 
 Standard library only: this runs in processes that can import nothing any more.
 """
@@ -29,6 +29,9 @@ GATEWAY6, INSIDE6, LENGTH6 = "fd70:6965:72::1", "fd70:6965:72::2", 64
 SYNTHETIC, SYNTHETIC_LENGTH = "198.18.0.0", 15
 SYNTHETIC6, SYNTHETIC6_LENGTH = "fd70:6965:72:1::", 64
 RESOLV_CONF = f"nameserver {GATEWAY}\noptions timeout:10 attempts:2\n"
+
+NO_SIX = (errno.EOPNOTSUPP, errno.EAFNOSUPPORT, errno.EACCES, errno.ENODEV)
+"""How the kernel says that it has no IPv6."""
 
 _MTU = 65000
 NEW_NETWORK = 0x40000000
@@ -117,7 +120,7 @@ def _has_six(gateway: Netlink, sandbox: Netlink, here: int, there: int) -> bool:
         sandbox.add_address(there, INSIDE6, LENGTH6)
         sandbox.add_route("::", 0, index=there, via=GATEWAY6)
     except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EAFNOSUPPORT, errno.EACCES, errno.ENODEV):
+        if error.errno in NO_SIX:
             return False
         raise
     return True
@@ -244,9 +247,10 @@ def _try_udp(address: str, port: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
         try:
             sock.connect((address, port))
+            sock.send(b"\n")
         except OSError as error:
             return errno.errorcode.get(error.errno or 0, str(error))
-    raise OSError(errno.EISCONN, f"there is a route to {address}, but the network is none")
+    raise OSError(errno.EISCONN, f"a datagram to {address} was sent, but the network is none")
 
 
 def _try_name(name: str, seconds: float) -> str:

@@ -138,6 +138,14 @@ class Netlink:
             body += attribute(5, pack_address(via)[1])
         self.ask(_NEWROUTE, _CREATE | _EXCL, body, f"cannot add a route to {prefix}/{length}")
 
+    def add_last_resort(self, source: str, metric: int) -> None:
+        """Send what has no other route to the loopback device, with `source` for its origin."""
+        family, packed = pack_address(source)
+        scope = 253 if family == socket.AF_INET else 0
+        body = struct.pack("BBBBBBBBI", family, 0, 0, 0, MAIN_TABLE, 4, scope, UNICAST, 0)
+        body += attribute(4, struct.pack("i", 1)) + attribute(7, packed) + attribute(6, struct.pack("I", metric))
+        self.ask(_NEWROUTE, _CREATE | _EXCL, body, "cannot add a route of last resort")
+
 
 def pack_address(address: str) -> tuple[int, bytes]:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -8,18 +8,20 @@ work as in a local sandbox. It ends when the container does, and ends it when pi
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from pier.network import lan, plumbing
-from pier.sandbox.linux import kernel, wire
+from pier.network import lan, last_resort, plumbing
+from pier.sandbox.linux import inner, kernel, wire, worker
 from pier.sandbox.linux.census import Census
-from pier.sandbox.linux.init import Init, set_limits
+from pier.sandbox.linux.init import SPARE, Init, set_limits
+from pier.sandbox.linux.inner import Inner
 from pier.sandbox.linux.root import HOST
 
 _NAMESPACES = ("ipc", "uts", "net", "cgroup", "pid", "mnt")
@@ -37,15 +39,20 @@ def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
         inside = os.stat(f"{pid}/ns/pid", dir_fd=proc).st_ino
         if inside == os.stat("self/ns/pid", dir_fd=proc).st_ino:
             raise OSError(22, "the container has no process namespace of its own")
-        _join_groups(pid)
-        _enter(pid)
+        _join_groups(pid, plan["container"])
+        _enter(pid, container)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         os.umask(0o022)
         os.setgroups([])
         set_limits(plan["rlimits"])
-        census = Census(proc, without=frozenset({pid}), namespace=inside)
+        census = Census(proc, first=pid, namespace=inside)
         attendant = Attendant(control, plan, census, container, (proc, inside))
-        wire.send(control, {"id": 0, "ready": True, "proof": plumbing.probe("none")})
+        sockets = last_resort.listen()
+        proof = plumbing.probe("none")
+        last_resort.forget(sockets)
+        wire.send(control, {"id": 0, "ready": True, "proof": proof}, [sock.fileno() for sock in sockets])
+        for sock in sockets:
+            sock.close()
         attendant.serve()
         signal.pidfd_send_signal(container, signal.SIGKILL)
     except OSError as error:
@@ -64,6 +71,7 @@ class Attendant(Init):
         super().__init__(control, plan, census)
         self._container = container
         self._inside = inside
+        self._inner: Inner | None = None
         self.poll.register(container, select.POLLIN)
 
     def _hear(self, fd: int) -> None:
@@ -80,8 +88,16 @@ class Attendant(Init):
                     os.close(fd)
         elif message["op"] == "seal":
             self._by_child(message, lambda: self._seal(message))
+        elif message["op"] == "exec" and message.get("first"):
+            self._begin(message, fds)
         else:
             super()._take(message, fds)
+
+    def _tell(self, answer: dict[str, Any]) -> None:
+        """A command that was killed because the container ends did not end by itself: that is another story."""
+        if answer.get("exit") == 128 + signal.SIGKILL and self.census.is_ending(self.census.first):
+            os._exit(0)
+        super()._tell(answer)
 
     def _share_network(self, message: dict[str, Any], fds: list[int]) -> None:
         made: list[int] = []
@@ -97,6 +113,81 @@ class Attendant(Init):
         kept = os.statvfs(path).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC)
         kernel.bind(path, path, read_only=True, flags=kept)
         wire.send(self.control, {"id": message["id"]})
+
+    def _begin(self, message: dict[str, Any], fds: list[int]) -> None:
+        """Run a program as process 1 of inner namespaces, which commands join from now on until it ends."""
+        try:
+            if self._inner is not None:
+                raise OSError(errno.EBUSY, "another program is process 1 already")
+            keeper = self.hire(inner.keep, fds)
+            self.jobs[message["id"]] = keeper
+            try:
+                self._introduce(keeper, message, fds)
+            except OSError:
+                self.jobs.pop(message["id"], None)
+                self._lose(keeper)
+                raise
+        except OSError as error:
+            wire.send(self.control, {"id": message["id"], "error": str(error), "code": "cannot_start"})
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _introduce(self, keeper: int, message: dict[str, Any], fds: list[int]) -> None:
+        """Have a keeper make the namespaces, and let its program run once they are known here."""
+        sock = self.workers[keeper]
+        wire.send(sock, message, fds)
+        told = inner.wait_for(sock)
+        sock.setblocking(False)
+        if "ready" in told:
+            self._inner = Inner(self.census.proc, self.census.first, keeper)
+            self._namespaces().add(self._inner.namespace)
+            wire.send(sock, {"go": True})
+        else:
+            del self.jobs[message["id"]]
+            self._lose(keeper)
+            wire.send(self.control, told["answer"])
+
+    def _namespaces(self) -> set[int]:
+        assert self.census.namespaces is not None
+        return self.census.namespaces
+
+    def _choose_worker(self, message: dict[str, Any], others: Sequence[int]) -> int:
+        """Commands run where the program is that is process 1, all else where nothing that it does can reach it."""
+        if message["op"] == "exec" and self._inner is not None:
+            with contextlib.suppress(OSError):  # nobody is born where process 1 is about to end
+                return self._choose_inside(self._inner, others)
+        return super()._choose_worker(message, others)
+
+    def _choose_inside(self, place: Inner, others: Sequence[int]) -> int:
+        if place.idle:
+            return place.idle.pop()
+        with place.entered():
+            pid = self.hire(worker.main, others)
+        place.members.add(pid)
+        return pid
+
+    def _rest(self, pid: int) -> None:
+        place = self._inner
+        if place is None or pid not in {place.keeper, *place.members}:
+            super()._rest(pid)
+        elif pid in place.members and len(place.idle) < SPARE:
+            place.idle.append(pid)
+        else:
+            self._lose(pid)
+
+    def _lose(self, pid: int) -> None:
+        super()._lose(pid)
+        place = self._inner
+        if place is not None and pid in place.members:
+            place.members.discard(pid)
+            place.idle = [other for other in place.idle if other != pid]
+        elif place is not None and pid == place.keeper:
+            self._inner = None
+            self._namespaces().discard(place.namespace)
+            place.close()
+            for other in place.idle:
+                super()._lose(other)
 
     def _kill_all(self) -> int:
         """As for a local sandbox, but by a child: here the signal would reach the host's processes. Whoever keeps that
@@ -168,11 +259,14 @@ class Attendant(Init):
                 os.kill(-1, signal.SIGKILL)
 
 
-def _join_groups(pid: int) -> None:
+def _join_groups(pid: int, id: str) -> None:
     """Count as the container's own, for its limits and for the devices that it may open. Without the latter nothing
-    would keep commands from the machine's disks, so that one is a must."""
+    would keep commands from the machine's disks, so that one is a must. Groups have the container's `id` in their
+    names: a process without it has got the number of one that ended."""
     with open(f"{HOST}/proc/{pid}/cgroup") as stream:
         rows = [line.rstrip("\n").split(":", 2) for line in stream]
+    if not any(id in path for _, _, path in rows):
+        raise OSError(errno.ESRCH, "the container has ended")
     joined: set[str] = set()
     for _, controllers, path in rows:
         names = controllers.split(",")
@@ -190,8 +284,10 @@ def _join_groups(pid: int) -> None:
         raise OSError(1, "cannot join the container's control group, which keeps devices from it")
 
 
-def _enter(pid: int) -> None:
+def _enter(pid: int, container: int) -> None:
     fds = [os.open(f"{HOST}/proc/{pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in _NAMESPACES]
+    # While the process is there, nothing else has its number: all that was found under it is of that one.
+    signal.pidfd_send_signal(container, 0)
     for fd in fds:
         kernel.enter(fd)
         os.close(fd)

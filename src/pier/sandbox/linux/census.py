@@ -9,32 +9,56 @@ import os
 import resource
 
 _PAGE = resource.getpagesize()
+_EXITING = 4
+"""Among the kernel's flags of a process: that it has begun to end."""
 
 
 class Census:
-    """The processes that a /proc shows, but for `without`. `proc` is an open directory, so that it survives a change of
-    root; with `namespace` only processes of that pid namespace (an inode) count."""
+    """The processes that a /proc shows, but for `first`, the namespace's process 1. `proc` is an open directory, so that
+    it survives a change of root; with `namespace` only processes of that pid namespace (an inode) count, and those of
+    other `namespaces` that are added later."""
 
-    def __init__(self, proc: int, *, without: frozenset[int], namespace: int | None = None) -> None:
+    def __init__(self, proc: int, *, first: int, namespace: int | None = None) -> None:
         self.proc = proc
-        self._without = without
-        self._namespace = namespace
+        self.first = first
+        self.namespaces = None if namespace is None else {namespace}
 
     def take(self) -> dict[int, int]:
         """All processes with their parents."""
         found: dict[int, int] = {}
         for name in os.listdir(self.proc):
-            if not name.isdigit() or int(name) in self._without or not self._is_here(name):
+            if not name.isdigit() or int(name) == self.first or not self._is_here(name):
                 continue
             fields = self._fields(int(name))
             if fields:
                 found[int(name)] = int(fields[1])
         return found
 
-    def is_running(self, pid: int) -> bool:
-        """Whether a process is more than the entry of one that has ended."""
+    def is_ending(self, pid: int) -> bool:
+        """Whether a process ends, or has ended. The first of a namespace kills all others before it is gone."""
         fields = self._fields(pid)
-        return bool(fields) and fields[0] not in (b"Z", b"X")
+        return not fields or bool(int(fields[6]) & _EXITING)
+
+    def is_running(self, pid: int) -> bool:
+        """Whether a process is more than the entry of one that has ended. One whose first thread alone has ended runs."""
+        fields = self._fields(pid)
+        return bool(fields) and (fields[0] not in (b"Z", b"X") or int(fields[17]) > 1)
+
+    def stopped(self) -> list[int]:
+        """The processes that somebody has stopped."""
+        return [pid for pid in self.take() if self._fields(pid)[:1] == [b"T"]]
+
+    def children(self, pid: int) -> list[int]:
+        """The children of a process's first thread, of which the kernel leaves none out unless one is reaped meanwhile;
+        none if the process is gone, or if this kernel does not tell."""
+        return [int(child) for child in self._read(f"{pid}/task/{pid}/children").split()]
+
+    def is_barren(self, pid: int) -> bool:
+        """Whether nothing runs below a process that inherits orphans, however fast they fork and exit: its first thread
+        has no children, or twice the same ones, all of which had ended in between and were not reaped since."""
+        before = self.children(pid)
+        ended = all(self._is_entry(child) for child in before)
+        return ended and (not before or (self.children(pid) == before and all(map(self._is_entry, before))))
 
     def private_memory(self, pid: int) -> int:
         """Bytes that a process has to itself."""
@@ -42,24 +66,31 @@ class Census:
         return (int(fields[1]) - int(fields[2])) * _PAGE if fields else 0
 
     def _is_here(self, name: str) -> bool:
-        if self._namespace is None:
+        if self.namespaces is None:
             return True
         try:
-            return os.stat(f"{name}/ns/pid", dir_fd=self.proc).st_ino == self._namespace
+            return os.stat(f"{name}/ns/pid", dir_fd=self.proc).st_ino in self.namespaces
         except OSError:
             return False
 
     def _fields(self, pid: int) -> list[bytes]:
         return self._read(f"{pid}/stat").rpartition(b")")[2].split()
 
+    def _is_entry(self, pid: int) -> bool:
+        """Whether a process has ended and was not reaped yet."""
+        return bool(self._fields(pid)) and not self.is_running(pid)
+
     def _read(self, path: str) -> bytes:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.proc)
         except OSError:
             return b""
+        parts: list[bytes] = []
         try:
-            return os.read(fd, 8192)
+            while part := os.read(fd, 8192):
+                parts.append(part)
         except OSError:
             return b""
         finally:
             os.close(fd)
+        return b"".join(parts)

@@ -118,7 +118,7 @@ def _raise_if_failed(message: dict[str, Any]) -> None:
     text, code = message.get("message", "the sandbox lost the copy"), message.get("code", "sandbox")
     if code == "not_found":
         raise FileNotFoundError(text)
-    if message.get("errno") == 28:
+    if message.get("errno") in (errno.ENOSPC, errno.EDQUOT):
         raise SandboxError(text, code="disk_full", retryable=False)
     if code in _BLAMED_ON_TASK:
         raise SandboxError(text, code=code, blame="task", retryable=False)

@@ -17,7 +17,7 @@ import signal
 import socket
 from typing import Any
 
-from pier.network import plumbing
+from pier.network import last_resort, plumbing
 from pier.sandbox.linux import kernel, root, wire, worker
 from pier.sandbox.linux.census import Census
 from pier.sandbox.linux.init import Init, set_limits
@@ -48,9 +48,11 @@ def _begin(control: socket.socket, config: dict[str, Any]) -> None:
     root.mount_proc()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     proc = os.open("/b/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    init = First(control, _BLANK | config, Census(proc, without=frozenset({1})))
+    init = First(control, _BLANK | config, Census(proc, first=1))
     texts = root.prepare(config["masks"], many_ids=many_ids)
+    sockets = last_resort.listen()
     proof = plumbing.probe("none")
+    last_resort.forget(sockets)
     _thread.start_new_thread(init.run, ())
     received = wire.receive(control)
     if received is None:
@@ -58,10 +60,12 @@ def _begin(control: socket.socket, config: dict[str, Any]) -> None:
     plan, (_, *trees) = received
     try:
         root.build(plan, texts, trees, many_ids=many_ids)
-        wire.send(control, {"id": 0, "ready": True, "proof": proof})
+        wire.send(control, {"id": 0, "ready": True, "proof": proof}, [sock.fileno() for sock in sockets])
     except OSError as error:
         wire.send(control, {"id": 0, "error": str(error), "errno": error.errno or 0})
         return
+    for sock in sockets:
+        sock.close()
     root.leave()
     init.attend(plan)
 
@@ -128,6 +132,10 @@ class First(Init):
         self._wanted = message
         self._ask.release()
         self._done.acquire()
+
+    def _hold_all(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGSTOP)
 
     def _on_free(self, job: int, answer: dict[str, Any]) -> None:
         self.jobs.pop(job, None)

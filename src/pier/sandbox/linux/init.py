@@ -9,15 +9,16 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pier.network import counting, plumbing
+from pier.network import plumbing
 from pier.sandbox.linux import wire, worker
 from pier.sandbox.linux.census import Census
 from pier.sandbox.linux.wire import OUT_OF_MEMORY
 
-_SPARE = 2
+SPARE = 2
+"""So many workers are kept though they have nothing to do."""
 _WATCH_MS = 100
 _PATIENCE = 5.0
 """Seconds that killing one command's tree may take before everything inside is killed instead."""
@@ -74,6 +75,12 @@ class Init:
     def add_worker(self, others: Sequence[int] = ()) -> None:
         """Fork a worker that waits for a command, so that commands do not wait for a fork. `others` are open files of
         a request, which it must not hold."""
+        self.idle.append(self.hire(worker.main, others))
+
+    def hire(
+        self, work: Callable[[socket.socket, socket.socket, dict[str, Any]], None], others: Sequence[int] = ()
+    ) -> int:
+        """Fork somebody who is sent requests and says when he is free again."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
@@ -85,14 +92,14 @@ class Init:
                 os.close(self.wake_out)
                 for fd in others:
                     os.close(fd)
-                worker.main(theirs, self.control, self.confine)
+                work(theirs, self.control, self.confine)
             finally:
                 os._exit(1)
         theirs.close()
         ours.setblocking(False)
         self.workers[pid] = ours
-        self.idle.append(pid)
         self.poll.register(ours, select.POLLIN)
+        return pid
 
     def _take(self, message: dict[str, Any], fds: list[int]) -> None:
         try:
@@ -109,8 +116,6 @@ class Init:
                 self._listen(message)
             elif message["op"] == "network":
                 self._change_network(message)
-            elif message["op"] == "unrouted":
-                wire.send(self.control, {"id": message["id"], "count": counting.unrouted(self.census.proc)})
         except OSError as error:
             wire.send(self.control, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
         finally:
@@ -131,9 +136,7 @@ class Init:
                 wire.send(self.control, {"id": message["id"]} | answer)
                 return
         while True:
-            if not self.idle:
-                self.add_worker(fds)
-            pid = self.idle.pop()
+            pid = self._choose_worker(message, fds)
             try:
                 wire.send(self.workers[pid], message, fds)
             except OSError:
@@ -141,6 +144,19 @@ class Init:
                 continue
             self.jobs[message["id"]] = pid
             return
+
+    def _choose_worker(self, message: dict[str, Any], others: Sequence[int]) -> int:
+        """A worker without a job, for the job in `message`."""
+        if not self.idle:
+            self.add_worker(others)
+        return self.idle.pop()
+
+    def _rest(self, pid: int) -> None:
+        """A worker has nothing to do any more."""
+        if len(self.idle) < SPARE:
+            self.idle.append(pid)
+        else:
+            self._lose(pid)
 
     def _is_alone(self) -> bool:
         """Whether nothing runs inside. Else whatever does could stop a program before it has begun, or change a file
@@ -170,12 +186,9 @@ class Init:
             return
         message = received[0]
         self.jobs.pop(message["free"], None)
-        if len(self.idle) < _SPARE:
-            self.idle.append(pid)
-        else:
-            self._lose(pid)
+        self._rest(pid)
         if message["answer"]:
-            wire.send(self.control, message["answer"])
+            self._tell(message["answer"])
 
     def _lose(self, pid: int) -> None:
         """End a worker; a command that it had is over, and what is left of it falls to this process."""
@@ -191,7 +204,11 @@ class Init:
         for job in [job for job, owner in self.jobs.items() if owner == pid]:
             del self.jobs[job]
             self.strayed = True
-            wire.send(self.control, {"id": job, "exit": 137, "lost": True})
+            self._tell({"id": job, "exit": 137})
+
+    def _tell(self, answer: dict[str, Any]) -> None:
+        """Tell what came of a command."""
+        wire.send(self.control, answer)
 
     def _reap(self) -> None:
         if self._collect():
@@ -213,21 +230,36 @@ class Init:
             self._clear(0)
 
     def _clear(self, worker: int) -> bool:
-        """Kill whatever is below a worker, or (0) below this process but no worker; False if all had to be killed."""
-        deadline = time.monotonic() + _PATIENCE
+        """Kill whatever is below a worker, or (0) below process 1 but no worker; False if all had to be killed. Who
+        inherits orphans knows at every moment whether there are any, even if each of them forks and exits at once."""
+        began = time.monotonic()
+        heir = worker or self.census.first
         while True:
-            found = self.census.take()
-            chosen = [pid for pid in found if self._worker_of(pid, found) == worker and pid != worker]
-            for pid in chosen:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _send_each(self.census.children(heir), signal.SIGKILL)
+            chosen = self._strike(worker, still=time.monotonic() > began + _PATIENCE / 5)
             self._collect()
-            if not any(self.census.is_running(pid) for pid in chosen):
+            if not any(self.census.is_running(pid) for pid in chosen) and self.census.is_barren(heir):
                 return True
             time.sleep(0.0005)
-            if time.monotonic() > deadline:
+            if time.monotonic() > began + _PATIENCE:
                 self._kill_all()
                 return False
+
+    def _strike(self, worker: int, *, still: bool) -> list[int]:
+        """Kill what a look finds below a worker. For it all processes are held `still`, those of others too, when there
+        are so many that they would fork faster than they are found."""
+        asleep = self.census.stopped() if still else []
+        if still:
+            self._hold_all()
+        found = self.census.take()
+        chosen = [pid for pid in found if self._worker_of(pid, found) == worker and pid != worker]
+        _send_each(chosen, signal.SIGKILL)
+        if still:
+            _send_each(found.keys() - set(chosen) - set(asleep), signal.SIGCONT)
+        return chosen
+
+    def _hold_all(self) -> None:
+        """Stop every other process, by one signal that none can outrun, if that reaches nobody outside."""
 
     def _worker_of(self, pid: int, found: dict[int, int]) -> int:
         """The worker that a process is or is below; 0 if there is none."""
@@ -250,12 +282,9 @@ class Init:
         except ChildProcessError:
             alone = True
         if self.own is not None and self.own.busy:
-            self.own.settle(alone=alone or (bool(self.workers) and self._has_workers_only()))
+            lone = bool(self.workers) and not self.own.pid and self.census.is_barren(self.census.first)
+            self.own.settle(alone=alone or lone)
         return lost
-
-    def _has_workers_only(self) -> bool:
-        me = os.getpid()
-        return all(parent != me or pid in self.workers for pid, parent in self.census.take().items())
 
     def _kill_all(self) -> int:
         """One signal to every other process here, which none can outrun; then all of them are collected.
@@ -310,3 +339,9 @@ class Init:
             sock.listen(1024)
             answer = {"id": message["id"], "port": sock.getsockname()[1]}
             wire.send(self.control, answer, [sock.fileno()])
+
+
+def _send_each(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -12,13 +12,15 @@ import os
 import signal
 import struct
 import termios
+from collections.abc import Callable
 from typing import Any
 
 from pier.sandbox.linux import users
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _TIOCSPTLCK, _TIOCGPTN = 0x40045431, 0x80045430
-_RESET = [signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP]
+_RESET = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+"""What this interpreter ignores, and whatever whoever started pier did, is no command's concern."""
 
 
 class Refused(Exception):
@@ -37,8 +39,24 @@ class CannotRun(Exception):
         self.exit_code = exit_code
 
 
-def launch(request: dict[str, Any], fds: list[int], *, many_ids: bool) -> tuple[int, int]:
-    """Start the command; its pid, and the terminal's master or -1. `fds` are its stdin, stdout and stderr."""
+class Program:
+    """What is to be run: `candidates` are the files that it may be, in the order of the search path."""
+
+    def __init__(
+        self, argv: list[str], env: dict[str, str], user: users.User, first: Callable[[], None] | None
+    ) -> None:
+        self.argv = argv
+        self.env = env
+        self.user = user
+        self.first = first
+        self.candidates = _candidates(argv[0], env["PATH"])
+
+
+def launch(
+    request: dict[str, Any], fds: list[int], *, many_ids: bool, first: Callable[[], None] | None = None
+) -> tuple[int, int]:
+    """Start the command; its pid, and the terminal's master or -1. `fds` are its stdin, stdout and stderr. `first` is
+    done by its process before anything else."""
     try:
         user = users.find(request["user"])
     except users.NoSuchUser as error:
@@ -50,12 +68,12 @@ def launch(request: dict[str, Any], fds: list[int], *, many_ids: bool) -> tuple[
     argv = request["argv"]
     if not argv or any("\0" in part for part in argv) or any("\0" in part for pair in env.items() for part in pair):
         raise Refused("a command needs a program, and no part of it or its environment may have a NUL", "bad_command")
-    candidates = _candidates(argv[0], env["PATH"])
+    program = Program(argv, env, user, first)
     if request.get("tty"):
-        return _launch_terminal(argv, env, user, candidates, request["tty"])
-    if user.uid == 0 and user.gid == 0:
-        return _spawn(argv, env, candidates, fds), -1
-    return _fork(argv, env, user, candidates, fds, terminal=False), -1
+        return _launch_terminal(program, request["tty"])
+    if user.uid == 0 and user.gid == 0 and first is None:
+        return _spawn(program, fds), -1
+    return _fork(program, fds, terminal=False), -1
 
 
 def _enter(path: str) -> None:
@@ -77,19 +95,19 @@ def _cannot_run(program: str, error: OSError | None) -> CannotRun:
     return CannotRun(f"{program}: {os.strerror(error.errno or 0)}", 126)
 
 
-def _spawn(argv: list[str], env: dict[str, str], candidates: list[str], fds: list[int]) -> int:
+def _spawn(program: Program, fds: list[int]) -> int:
     """Looking for a program before trying to run it spares a process for each directory that lacks it."""
     actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(fds)]
     worst: OSError | None = None
-    for path in candidates:
+    for path in program.candidates:
         try:
             os.stat(path)
             return os.posix_spawn(
-                path, argv, env, file_actions=actions, setsid=True, setsigdef=_RESET, setsigmask=()
+                path, program.argv, program.env, file_actions=actions, setsid=True, setsigdef=_RESET, setsigmask=()
             )  # fmt: skip
         except OSError as error:
             worst = _worse(worst, error)
-    raise _cannot_run(argv[0], worst)
+    raise _cannot_run(program.argv[0], worst)
 
 
 def _worse(one: OSError | None, other: OSError) -> OSError:
@@ -97,10 +115,8 @@ def _worse(one: OSError | None, other: OSError) -> OSError:
     return other if one is None or one.errno in missing else one
 
 
-def _launch_terminal(
-    argv: list[str], env: dict[str, str], user: users.User, candidates: list[str], size: list[int]
-) -> tuple[int, int]:
-    env.setdefault("TERM", "xterm")
+def _launch_terminal(program: Program, size: list[int]) -> tuple[int, int]:
+    program.env.setdefault("TERM", "xterm")
     master = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
     slave = -1
     try:
@@ -108,9 +124,9 @@ def _launch_terminal(
         number = struct.unpack("I", fcntl.ioctl(master, _TIOCGPTN, b"\0" * 4))[0]
         slave = os.open(f"/dev/pts/{number}", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", size[0], size[1], 0, 0))
-        if user.uid:
-            os.fchown(slave, user.uid, -1)
-        return _fork(argv, env, user, candidates, [slave, slave, slave], terminal=True), master
+        if program.user.uid:
+            os.fchown(slave, program.user.uid, -1)
+        return _fork(program, [slave, slave, slave], terminal=True), master
     except BaseException:
         os.close(master)
         raise
@@ -119,23 +135,25 @@ def _launch_terminal(
             os.close(slave)
 
 
-def _fork(
-    argv: list[str], env: dict[str, str], user: users.User, candidates: list[str], fds: list[int], *, terminal: bool
-) -> int:
+def _fork(program: Program, fds: list[int], *, terminal: bool) -> int:
     report_in, report_out = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
+        step = b"f"
         try:
-            _become(user, fds, terminal)
+            if program.first is not None:
+                program.first()
+            step = b"u"
+            _become(program.user, fds, terminal)
             worst: OSError | None = None
-            for path in candidates:
+            for path in program.candidates:
                 try:
-                    os.execve(path, argv, env)
+                    os.execve(path, program.argv, program.env)
                 except OSError as error:
                     worst = _worse(worst, error)
             os.write(report_out, b"%d" % (worst.errno or 0 if worst else errno.ENOENT))
         except OSError as error:
-            os.write(report_out, b"u%d" % (error.errno or 0))
+            os.write(report_out, b"%s%d" % (step, error.errno or 0))
         finally:
             os._exit(127)
     os.close(report_out)
@@ -144,9 +162,11 @@ def _fork(
     if not report:
         return pid
     os.waitpid(pid, 0)
+    if report.startswith(b"f"):
+        raise Refused(f"the program cannot be process 1: {os.strerror(int(report[1:]))}", "cannot_start")
     if report.startswith(b"u"):
-        raise Refused(f"cannot become user {user.name}: {os.strerror(int(report[1:]))}", "cannot_become_user")
-    raise _cannot_run(argv[0], OSError(int(report), ""))
+        raise Refused(f"cannot become user {program.user.name}: {os.strerror(int(report[1:]))}", "cannot_become_user")
+    raise _cannot_run(program.argv[0], OSError(int(report), ""))
 
 
 def _become(user: users.User, fds: list[int], terminal: bool) -> None:

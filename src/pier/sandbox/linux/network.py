@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 from pier.errors import PolicyError, SandboxError
-from pier.network import counting
 from pier.network.decision import Decision, OnDecision
 from pier.network.gatekeeper import Gatekeeper
 from pier.network.policy import NetworkMode, NetworkPolicy
+from pier.network.refusals import Refusals
 from pier.network.rules import Rules
 from pier.sandbox.linux.channel import Channel
 
 _NETFILTER = 12
-_COUNT_SECONDS = 5.0
 _EVERYTHING = [["0.0.0.0", 0], ["::", 0]]
 
 
@@ -35,7 +34,7 @@ class Network:
     def __init__(self, policy: NetworkPolicy, on_decision: OnDecision | None) -> None:
         self.policy = policy
         self._gatekeeper = Gatekeeper(policy, on_decision)
-        self._counted = counting.PROBED
+        self._refusals: Refusals | None = None
 
     @property
     def refused(self) -> dict[str, int]:
@@ -45,6 +44,14 @@ class Network:
     async def answer(self, query: bytes) -> bytes | None:
         """The policy's answer to a question for a name that came another way."""
         return await self._gatekeeper.answer(query)
+
+    def watch(self, fds: list[int]) -> None:
+        """Hear of what is tried without a network, from the sockets that init made; `fds` is empty afterwards."""
+        if fds:
+            if self._refusals is not None:
+                self._refusals.close()
+            self._refusals = Refusals(fds, self._gatekeeper.answer, self._gatekeeper.ledger.note)
+            fds.clear()
 
     def begin(self, proof: dict[str, str]) -> None:
         """A sandbox begins without a network; init said how it was refused one."""
@@ -59,10 +66,10 @@ class Network:
         self._gatekeeper.set_policy(policy)
         self.policy = policy
         try:
-            message, fds = await channel.ask({"op": "network", "mode": policy.mode, "prefixes": prefixes})
-            if policy.mode != "none":
-                await self._gatekeeper.serve(fds)
-                with self._gatekeeper.unnoted():
+            with self._unnoted():
+                message, fds = await channel.ask({"op": "network", "mode": policy.mode, "prefixes": prefixes})
+                if policy.mode != "none":
+                    await self._gatekeeper.serve(fds)
                     message, _ = await channel.ask({"op": "probe", "mode": policy.mode})
             if "proof" not in message:
                 raise SandboxError("something inside has killed what was to prove it", code="probe_failed")
@@ -74,23 +81,18 @@ class Network:
                 f"the network policy {policy.mode!r} cannot be enforced: {error}", hint="pier doctor"
             ) from error
         self._note(message["proof"])
-        if policy.mode == "none":
-            self._counted = await self._count(channel)
+
+    @contextlib.contextmanager
+    def _unnoted(self) -> Iterator[None]:
+        with self._gatekeeper.unnoted():
+            yield
+            if self._refusals is not None:
+                self._refusals.take_all()
 
     async def settle(self, channel: Channel) -> None:
-        """Note what was tried without a network since the last time: the kernel refused it, and counted."""
-        if self.policy.mode != "none" or channel.closed:
-            return
-        with contextlib.suppress(SandboxError, TimeoutError):
-            async with asyncio.timeout(_COUNT_SECONDS):
-                found = await self._count(channel)
-            if found > self._counted:
-                tried = found - self._counted
-                self._gatekeeper.ledger.note(Decision("ip", "anywhere", False, reason="no route", count=tried))
-            self._counted = max(found, self._counted)
-
-    async def _count(self, channel: Channel) -> int:
-        return (await channel.ask({"op": "unrouted"}))[0]["count"]
+        """Note what was tried without a network up to now."""
+        if self._refusals is not None:
+            await self._refusals.settle()
 
     def _note(self, proof: dict[str, str]) -> None:
         told = ", ".join(f"{name}: {value}" for name, value in proof.items())
@@ -98,6 +100,8 @@ class Network:
 
     async def close(self) -> None:
         await self._gatekeeper.close()
+        if self._refusals is not None:
+            self._refusals.close()
 
 
 def _prefixes(policy: NetworkPolicy) -> list[list[Any]]:

@@ -39,6 +39,16 @@ class Box(Protocol):
     @property
     def channel(self) -> Channel: ...
 
+    @property
+    def proof(self) -> dict[str, str]:
+        """How it was refused a network when it began."""
+        ...
+
+    @property
+    def watching(self) -> list[int]:
+        """Sockets that tell what is tried without a network, until the sandbox's network takes them."""
+        ...
+
     def oom_kills(self) -> int: ...
 
     def disk_kills(self) -> int: ...
@@ -109,10 +119,16 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         on_output: OnOutput | None = None,
         output_limit: int = OUTPUT_LIMIT,
     ) -> LinuxProcess:
-        request = self._request(command, cwd, env, user) | {"tell": True}
+        request = self._request(command, cwd, env, user)
+        return await self._start(request, on_output, output_limit, tty=tty, wants_input=stdin)
+
+    async def _start(
+        self, request: dict[str, Any], on_output: OnOutput | None, limit: int, *, tty: bool, wants_input: bool
+    ) -> LinuxProcess:
+        request["tell"] = True
         if tty:
             request["tty"] = _TERMINAL_SIZE
-        process = self._launch(request, on_output, output_limit, wants_input=stdin)
+        process = self._launch(request, on_output, limit, wants_input=wants_input)
         try:
             await process.started()
         except BaseException:
@@ -262,6 +278,18 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
             raise self.box.channel.lost()
         return await self._home.changes(self)
 
+    async def open_network(self) -> None:
+        """Put the policy in force that the sandbox begins with. When that fails, the sandbox is stopped."""
+        self.network.watch(self.box.watching)
+        if self.spec.network.mode == "none":
+            self.network.begin(self.box.proof)
+            return
+        try:
+            await self.network.enforce(self.box.channel, self.spec.network)
+        except BaseException:
+            await asyncio.shield(self.stop())
+            raise
+
     async def set_network(self, policy: NetworkPolicy) -> None:
         async with self._lock:
             await self.network.enforce(self.box.channel, policy)
@@ -287,6 +315,7 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
             self._discard_processes()
             await self.network.settle(self.box.channel)
             image = await self._home.snapshot(self)
+            self.network.watch(self.box.watching)
             await self.network.enforce(self.box.channel, self.network.policy)
             for listener in self._listeners:
                 await self._serve(listener)
@@ -301,8 +330,7 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         async with self._lock:
             for listener in self._listeners:
                 await listener.close()
-            if self.spec.on_decision is not None:
-                await self.network.settle(self.box.channel)
+            await self.network.settle(self.box.channel)
             await self.network.close()
             await self._home.end(self)
             self._discard_processes()

@@ -31,7 +31,18 @@ def main(own: socket.socket, control: socket.socket, settings: dict[str, Any]) -
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     kernel.set_name("pier-worker")
     confine(settings)
-    _serve(own, Worker(control, lambda job, answer: _tell_init(own, job, answer), many_ids=settings["many_ids"]))
+    serve(own, control, settings)
+
+
+def serve(
+    own: socket.socket, control: socket.socket, settings: dict[str, Any], first: Callable[[], None] | None = None
+) -> None:
+    """Serve init's requests. `first` is done by each command's process before it becomes the command."""
+
+    def free(job: int, answer: dict[str, Any]) -> None:
+        wire.send(own, {"free": job, "answer": answer})
+
+    _serve(own, Worker(control, free, many_ids=settings["many_ids"], first=first))
 
 
 def confine(settings: dict[str, Any]) -> None:
@@ -41,10 +52,6 @@ def confine(settings: dict[str, Any]) -> None:
     if settings["filter"]:
         seccomp.load(settings["filter"])
     kernel.drop_capabilities()
-
-
-def _tell_init(own: socket.socket, job: int, answer: dict[str, Any]) -> None:
-    wire.send(own, {"free": job, "answer": answer})
 
 
 def _serve(own: socket.socket, worker: Worker) -> None:
@@ -70,8 +77,16 @@ class Worker:
     """A request, its work, and the wait until nothing of it is left: then `free` is called with the job's number and
     its answer, if that was not given yet."""
 
-    def __init__(self, control: socket.socket, free: Callable[[int, dict[str, Any]], None], *, many_ids: bool) -> None:
+    def __init__(
+        self,
+        control: socket.socket,
+        free: Callable[[int, dict[str, Any]], None],
+        *,
+        many_ids: bool,
+        first: Callable[[], None] | None = None,
+    ) -> None:
         self.many_ids = many_ids
+        self.first = first
         self.control = control
         self.free = free
         self.job = -1
@@ -97,7 +112,7 @@ class Worker:
     def _run(self, message: dict[str, Any], fds: list[int]) -> None:
         master = -1
         try:
-            self.pid, master = launch.launch(message, fds, many_ids=self.many_ids)
+            self.pid, master = launch.launch(message, fds, many_ids=self.many_ids, first=self.first)
             if message["tell"]:
                 wire.send(self.control, {"id": self.job, "started": True}, [master] if master >= 0 else [])
         except launch.CannotRun as error:

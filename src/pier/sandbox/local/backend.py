@@ -80,14 +80,7 @@ class LocalBackend(Backend):
         sandbox = LinuxSandbox[Box](spec, box, self)
         self._snapshots.hold(sandbox.id, spec.image.layers)
         self._sandboxes.add(sandbox)
-        if spec.network.mode == "none":
-            sandbox.network.begin(box.proof)
-            return sandbox
-        try:
-            await sandbox.network.enforce(box.channel, spec.network)
-        except BaseException:
-            await asyncio.shield(sandbox.stop())
-            raise
+        await sandbox.open_network()
         return sandbox
 
     async def _start_box(self, spec: SandboxSpec, frozen: tuple[Path, ...]) -> Box:

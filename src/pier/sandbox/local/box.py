@@ -15,7 +15,7 @@ from pier.errors import SandboxError
 from pier.lease import Lease
 from pier.sandbox.cgroup import Group, Hierarchies
 from pier.sandbox.contract import Limits
-from pier.sandbox.linux.channel import Answer, Channel
+from pier.sandbox.linux.channel import Answer, Channel, close_all
 from pier.sandbox.linux.killing import STOP_SECONDS, kill_and_wait
 from pier.sandbox.linux.remove import remove_some
 from pier.sandbox.linux.wire import OUT_OF_MEMORY
@@ -48,6 +48,7 @@ class Box:
         self._oom_kills = 0
         self._watching: asyncio.Task[None] | None = None
         self.proof: dict[str, str] = {}
+        self.watching: list[int] = []
         self.pid = 0
         self._disk_kills = 0
         self.shifted = True
@@ -72,7 +73,7 @@ class Box:
                     answer, _ = await asyncio.gather(ready, asyncio.to_thread(self._group.attach, self.pid))
                 else:
                     answer = await ready
-                self.proof = answer[0]["proof"]
+                self.proof, self.watching = answer[0]["proof"], answer[1]
         except TimeoutError:
             problem = f"the sandbox {self.id} did not start in {_START_SECONDS} s"
             raise SandboxError(problem, code="start_timeout") from None
@@ -126,6 +127,8 @@ class Box:
 
     async def end(self) -> None:
         """Kill init, and so everything inside, and wait until the kernel is done with it."""
+        close_all(self.watching)
+        self.watching.clear()
         if self._asked is not None and self.pid == 0:
             with contextlib.suppress(SandboxError, TimeoutError):
                 self._meet(await asyncio.wait_for(asyncio.shield(self._asked), STOP_SECONDS))

@@ -1,0 +1,94 @@
+"""Tells what a sandbox without a network tries to reach.
+
+Its namespace has the loopback device and nothing else. Each address that is not its own has a route of last resort to
+that device, where packet rules refuse what arrives and hand its beginning to a socket. So an attempt leads nowhere, is
+refused at once, and is known with its destination. A link that another policy adds has routes that come first.
+
+Standard library only: this runs in processes that can import nothing any more.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+from collections.abc import Sequence
+
+from pier.network import nftables, plumbing
+from pier.network.rtnetlink import Netlink, attribute, message
+
+_NETFILTER = 12
+_GROUP = 7
+_CONFIG = 4 << 8 | 1
+_ACK = 0x4
+_BIND, _PACKET, _NUMBERED = 1, 2, 1
+_HEAD = 600
+"""How much of a packet is told: enough for a lookup's whole question."""
+_LAST = 0xFFFFFFFF
+"""The metric of a route that is taken when there is no other."""
+_LACKING = (
+    errno.EPROTONOSUPPORT, errno.EOPNOTSUPP, errno.EAFNOSUPPORT, errno.ENOENT, errno.EINVAL, errno.ENOSYS,
+)  # fmt: skip
+
+
+_RULES = nftables.refusing(_GROUP, plumbing.GATEWAY)
+
+
+def listen() -> list[socket.socket]:
+    """Run by a sandbox's init in its network namespace: a socket that tells of refused packets, and one that sends
+    answers to lookups. Nothing where the kernel cannot tell: what has no route is then refused in silence."""
+    try:
+        telling = _bind()
+    except OSError as error:
+        if error.errno in _LACKING:
+            return []
+        raise
+    try:
+        nftables.commit(_RULES)
+        _route_here()
+        return [telling, socket.socket(socket.AF_INET, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.IPPROTO_RAW)]
+    except OSError as error:
+        telling.close()
+        if error.errno in _LACKING:
+            return []
+        raise
+
+
+def _route_here() -> None:
+    with Netlink() as netlink:
+        netlink.add_last_resort("127.0.0.1", _LAST)
+        try:
+            netlink.add_last_resort("::1", _LAST)
+        except OSError as error:
+            if error.errno not in plumbing.NO_SIX:
+                raise
+
+
+def _bind() -> socket.socket:
+    netlink = Netlink(_NETFILTER)
+    try:
+        body = struct.pack(">BBH", socket.AF_UNSPEC, 0, _GROUP) + attribute(1, bytes([_BIND]))
+        body += attribute(2, struct.pack(">IBx", _HEAD, _PACKET)) + attribute(5, struct.pack(">I", 1))
+        body += attribute(6, struct.pack(">H", _NUMBERED))
+        netlink.socket.send(message(_CONFIG, _ACK, 1, body))
+        netlink.wait({1}, "cannot listen to refused packets (nfnetlink_log)")
+        netlink.socket.setblocking(False)
+    except OSError:
+        netlink.socket.close()
+        raise
+    return netlink.socket
+
+
+def forget(sockets: Sequence[socket.socket]) -> None:
+    """Take what was told so far for nothing."""
+    for sock in sockets[:1]:
+        while receive(sock) is not None:
+            pass
+
+
+def receive(sock: socket.socket) -> bytes | None:
+    """What was told next, empty if something was lost; None if there is no more."""
+    try:
+        return sock.recv(1 << 16, socket.MSG_DONTWAIT)
+    except OSError as error:
+        return b"" if error.errno == errno.ENOBUFS else None

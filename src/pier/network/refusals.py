@@ -1,0 +1,133 @@
+"""Reads what `last_resort` tells of one sandbox, from pier's own process: notes each attempt, answers lookups."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Iterator
+
+from pier.network import last_resort, packets
+from pier.network.attempts import read_attempt
+from pier.network.decision import Decision
+from pier.network.plumbing import GATEWAY
+
+_HEADER, _PAYLOAD, _SEQUENCE = 1, 9, 12
+_AT_ONCE = 256
+_PAUSE = 0.25
+"""Seconds without reading after a flood, so that a sandbox costs pier little more than what it may write down."""
+_MOST_LOOKUPS = 64
+REASON = "no network"
+_MARK = packets.bare(253, "127.0.0.1", GATEWAY)
+"""A packet of pier's own, refused like any other: its number tells how many were lost before it."""
+
+Told = tuple[int, int, bytes]
+"""A packet's number among those told, its protocol, and its beginning."""
+
+
+class Refusals:
+    """What one network namespace tells, from the sockets of `last_resort.listen`, which are this one's from now on.
+    `answer` answers a lookup, and notes it by itself; `note` takes everything else."""
+
+    def __init__(
+        self, fds: list[int], answer: Callable[[bytes], Awaitable[bytes | None]], note: Callable[[Decision], None]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._telling, self._answers = (socket.socket(fileno=fd) for fd in fds)
+        self._answer = answer
+        self._note = note
+        self._next = -1
+        self._overrun = False
+        self._pause: asyncio.TimerHandle | None = None
+        self._lookups: set[asyncio.Task[None]] = set()
+        self._resume()
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._telling, self._take_some)
+
+    def _take_some(self) -> None:
+        for _ in range(_AT_ONCE):
+            if not self._take():
+                return
+        self._loop.remove_reader(self._telling)
+        self._pause = self._loop.call_later(_PAUSE, self._resume)
+
+    def take_all(self) -> None:
+        """Note everything that was told so far; lookups may still be answered."""
+        while self._take():
+            pass
+        if self._overrun:
+            with contextlib.suppress(OSError):
+                self._answers.sendto(_MARK, (GATEWAY, 0))
+            while self._take():
+                pass
+
+    async def settle(self) -> None:
+        """Note everything that was told so far."""
+        self.take_all()
+        if self._lookups:
+            await asyncio.wait(self._lookups)
+
+    def _take(self) -> bool:
+        data = last_resort.receive(self._telling)
+        if data is None:
+            return False
+        self._overrun = self._overrun or not data
+        for number, protocol, packet in _read(data):
+            if self._next >= 0 and number > self._next:
+                self._lose(number - self._next)
+            self._next = number + 1
+            self._consider(protocol, packet)
+        return True
+
+    def _lose(self, count: int) -> None:
+        self._note(Decision("ip", "anywhere", False, reason=f"{REASON}; too many at once to list", count=count))
+
+    def _consider(self, protocol: int, packet: bytes) -> None:
+        sent = packets.read(packet, protocol)
+        if sent is not None and sent.kind == "udp" and sent.port == 53 and str(sent.address) == GATEWAY:
+            if len(self._lookups) < _MOST_LOOKUPS:
+                task = self._loop.create_task(self._look_up(sent))
+                self._lookups.add(task)
+                task.add_done_callback(self._lookups.discard)
+            return
+        attempt = read_attempt(packet, protocol)
+        if attempt is not None and (packet[9], packet[12:20]) != (_MARK[9], _MARK[12:20]):
+            self._note(Decision(attempt.kind, str(attempt.address), False, attempt.port, REASON))
+
+    async def _look_up(self, sent: packets.Datagram) -> None:
+        reply = await self._answer(sent.payload)
+        if reply is not None and self._answers.fileno() >= 0:
+            with contextlib.suppress(OSError):
+                self._answers.sendto(packets.answer(sent, reply), (str(sent.source), 0))
+
+    def close(self) -> None:
+        """Close the sockets; the kernel then has nobody to tell. Idempotent."""
+        if self._pause is not None:
+            self._pause.cancel()
+        if self._telling.fileno() >= 0:
+            self._loop.remove_reader(self._telling)
+        for task in self._lookups:
+            task.cancel()
+        self._telling.close()
+        self._answers.close()
+
+
+def _read(data: bytes) -> Iterator[Told]:
+    """The packets in what one read gave: netlink messages of the kernel's packet log."""
+    while len(data) >= 20:
+        size = struct.unpack_from("I", data)[0]
+        parts = dict(_attributes(data[20:size]))
+        if _PAYLOAD in parts and _HEADER in parts and _SEQUENCE in parts:
+            number = int.from_bytes(parts[_SEQUENCE], "big")
+            yield number, int.from_bytes(parts[_HEADER][:2], "big"), parts[_PAYLOAD]
+        data = data[max((size + 3) & ~3, 20) :]
+
+
+def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
+    while len(data) >= 4:
+        size, kind = struct.unpack_from("HH", data)
+        yield kind & 0x3FFF, data[4:size]
+        data = data[max((size + 3) & ~3, 4) :]
