@@ -163,7 +163,7 @@ def _mount(directory: Path, size: str, filesystem: str) -> None:
 def cannot_mount(filesystem: str) -> str | None:
     """Why no file system of that kind can be made here, or None."""
     if shutil.which(f"mkfs.{filesystem}") is None:
-        return f"mkfs.{filesystem} is not installed (apt-get install {filesystem}progs btrfs-progs)"
+        return f"mkfs.{filesystem} is not installed (apt-get install btrfs-progs xfsprogs)"
     known = Path("/proc/filesystems").read_text().split()
     return None if filesystem in known else f"the kernel has no {filesystem}"
 

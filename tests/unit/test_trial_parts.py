@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pier.errors import JobError, PierError, PolicyError, TaskError, UsageError
+from pier.lease import Lease
 from pier.network.policy import NONE, NetworkPolicy
+from pier.sandbox import open_backend
 from pier.sandbox.contract import Capabilities
 from pier.task.config import Environment
 from pier.trial.agents import Deadline, make_agent
@@ -183,15 +185,19 @@ def test_where_trials_run(tmp_path: Path) -> None:
     assert room.wish.context == bundled.path / "tests" and room.content is None
 
 
-def test_what_a_backend_cannot_run_is_refused(tmp_path: Path) -> None:
+async def test_what_a_backend_cannot_run_is_refused(tmp_path: Path) -> None:
     compose = write_task(tmp_path / "a", **{"environment__docker-compose.yaml": "services: {}"})
-    with pytest.raises(PierError, match="'docker' can") as caught:
-        check_support(compose, Capabilities(), "local")
-    assert caught.value.blame == "user" and not caught.value.retryable
-    for line in ('os = "windows"', "gpus = 1"):
-        task = write_task(tmp_path / line[:2], toml=TOML + line + "\n", **{"tests__test.bat": ""})
-        with pytest.raises(PierError, match="local"):
-            check_support(task, Capabilities(), "local")
+    with Lease() as lease:
+        async with open_backend("local", lease) as backend:
+            with pytest.raises(PierError, match="'docker' can") as caught:
+                await check_support(compose, backend, SandboxChoice())
+            assert caught.value.blame == "user" and not caught.value.retryable
+            for line in ('os = "windows"', "gpus = 1", 'tpu = {type = "v5", topology = "2x2"}'):
+                task = write_task(tmp_path / line[:2], toml=TOML + line + "\n", **{"tests__test.bat": ""})
+                with pytest.raises(PierError, match="local"):
+                    await check_support(task, backend, SandboxChoice())
+            asking = write_task(tmp_path / "gpu", toml=TOML + "gpus = 1\n")
+            await check_support(asking, backend, SandboxChoice(gpus=0))
 
 
 def test_options_are_refused_by_name() -> None:

@@ -167,8 +167,6 @@ def _check_agent(choice: AgentChoice, *, job_budget: bool) -> None:
 def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
     environment = config.environment
     options = getattr(find("backend", environment.backend, BACKENDS), "options", ())
-    if environment.override_gpus:
-        raise UsageError("environment.override_gpus: pier does not do this yet: GPUs", code="not-done")
     for name in ("cpu_enforcement_policy", "memory_enforcement_policy"):
         if getattr(environment, name) not in ("auto", "limit"):
             raise UsageError(f"environment.{name}: pier knows only auto and limit, which are the same", code="not-done")
@@ -188,6 +186,7 @@ def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
             memory=environment.override_memory_mb << 20 if environment.override_memory_mb else None,
             disk=environment.override_storage_mb << 20 if environment.override_storage_mb else None,
         ),
+        gpus=environment.override_gpus,
         mounts=_mounts(environment),
     )
 

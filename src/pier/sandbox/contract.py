@@ -112,7 +112,6 @@ class Capabilities:
     listen: bool = True
     snapshot: bool = False
     tty: bool = True
-    gpus: bool = False
     compose: bool = False
     bind_mounts: bool = True
     users: bool = True
@@ -337,6 +336,11 @@ class Backend(ABC):
     @abstractmethod
     async def capabilities(self) -> Capabilities:
         """What this backend can do here. Cached; probes at most once."""
+
+    async def has_gpus(self) -> bool:
+        """Whether sandboxes can have GPUs. Apart from `capabilities`, since some backends have to try it out, which
+        only those should pay for who ask for one. Cached; tries at most once."""
+        return False
 
     @abstractmethod
     async def start(self, spec: SandboxSpec) -> Sandbox:

@@ -131,7 +131,7 @@ class Environment(PhaseNetwork):
     cpus: int | None = None
     memory_mb: int | None = None
     storage_mb: int | None = None
-    gpus: int | None = None
+    gpus: int | None = Field(default=None, ge=0)
     gpu_types: tuple[str, ...] | None = None
     tpu: Tpu | None = None
     mcp_servers: tuple[McpServerTable, ...] = ()

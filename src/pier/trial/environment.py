@@ -54,16 +54,24 @@ class Furnished:
     workdir: str
 
 
-def check_support(task: Task, capabilities: Capabilities, backend: str) -> None:
+async def check_support(task: Task, backend: Backend, choice: SandboxChoice) -> None:
     """Refuse what the backend cannot run, before anything starts."""
-    environment = task.config.environment
-    if task.compose and not capabilities.compose:
-        message = f"{task.compose}: this task is made of several services, which the backend {backend!r} cannot run"
+    environment, name = task.config.environment, backend.name
+    if task.compose and not (await backend.capabilities()).compose:
+        message = f"{task.compose}: this task is made of several services, which the backend {name!r} cannot run"
         raise _refusal(f"{message}; 'docker' can", "compose", hint="run it with --env docker")
     if environment.os != "linux":
-        raise _refusal(f"{task.name}: the backend {backend!r} runs no {environment.os} tasks", "unsupported")
-    if (environment.gpus or environment.tpu) and not capabilities.gpus:
-        raise _refusal(f"{task.name}: the backend {backend!r} has no GPUs or TPUs", "unsupported")
+        raise _refusal(f"{task.name}: the backend {name!r} runs no {environment.os} tasks", "unsupported")
+    if environment.tpu:
+        raise _refusal(f"{task.name}: the backend {name!r} has no TPUs", "unsupported")
+    if wanted_gpus(environment, choice) and not await backend.has_gpus():
+        message = f"{task.name}: the backend {name!r} has no GPUs here"
+        raise _refusal(message, "no_gpu", hint="pier doctor; run it without them: --override-gpus 0")
+
+
+def wanted_gpus(table: Environment, choice: SandboxChoice) -> int:
+    """How many GPUs a sandbox is to have."""
+    return (table.gpus or 0) if choice.gpus is None else choice.gpus
 
 
 def _refusal(message: str, code: str, hint: str | None = None) -> SandboxError:
@@ -141,6 +149,10 @@ def sandbox_limits(
         "open_files": choice.limits.open_files,
     }
     held = {name: value for name, value in wanted.items() if value and name in capabilities.limits}
+    if table.gpu_types and wanted_gpus(table, choice):
+        record.warn(
+            f"this backend does not choose GPUs by their kind; the task asks for {' or '.join(table.gpu_types)}"
+        )
     for name in (name for name, value in wanted.items() if value and name not in held):
         record.warn(f"this backend does not limit {name} here; the task asks for {wanted[name]}")
     return Limits(**held)
@@ -169,7 +181,7 @@ async def start_room(
         limits=limits,
         mounts=tuple(mounts),
         env={**env, **extra},
-        gpus=room.table.gpus or 0,
+        gpus=wanted_gpus(room.table, choice),
         name=name,
         on_decision=on_decision,
         compose=services,

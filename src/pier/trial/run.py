@@ -147,7 +147,7 @@ class _Trial:
         spec, backend = self.spec, self.services.backend
         agent = make_agent(spec.agent)
         capabilities = await backend.capabilities()
-        check_support(spec.task, capabilities, backend.name)
+        await check_support(spec.task, backend, spec.sandbox)
         reach = agent.reach(spec.agent.options, spec.agent.env, direct=spec.agent.direct or spec.agent.model is None)
         plan = plan_network(
             spec.task.config.environment,

@@ -56,8 +56,8 @@ class VerifierChoice:
 
 @dataclass(frozen=True, slots=True)
 class SandboxChoice:
-    """Where the trial runs. `image` replaces the task's own image; `limits` replace those of the task that they name;
-    `network` replaces the baseline policy; `hosts` are added to it."""
+    """Where the trial runs. `image` replaces the task's own image; `limits` and `gpus` replace those of the task that
+    they name; `network` replaces the baseline policy; `hosts` are added to it."""
 
     backend: str = "local"
     image: str | None = None
@@ -66,6 +66,7 @@ class SandboxChoice:
     hosts: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
+    gpus: int | None = None
     mounts: tuple[Mount, ...] = ()
 
 

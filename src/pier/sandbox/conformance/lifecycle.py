@@ -190,7 +190,7 @@ async def fork(bench: Bench) -> None:
 
 @check("asking for what the backend lacks is refused before anything starts")
 async def refused_before_start(bench: Bench) -> None:
-    if not bench.capabilities.gpus:
+    if not await bench.backend.has_gpus():
         await refuses(bench.backend.start(SandboxSpec(bench.image, gpus=1)), SandboxError)
     await refuses(bench.backend.start(SandboxSpec(bench.image, limits=Limits(memory=-1))), SandboxError)
     assert bench.held() == []

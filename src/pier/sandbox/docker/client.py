@@ -112,6 +112,11 @@ def is_disk_full(text: str) -> bool:
     return "no space left" in text.lower() or "disk quota exceeded" in text.lower()
 
 
+def is_no_driver(error: DockerError) -> bool:
+    """Whether an engine says that it has nothing that hands out devices of the kind that was asked for."""
+    return "could not select device driver" in str(error.message)
+
+
 def engine_error(error: DockerError) -> SandboxError:
     """What an engine said, as an error with blame."""
     text = error.message if isinstance(error.message, str) else str(error)
@@ -119,6 +124,13 @@ def engine_error(error: DockerError) -> SandboxError:
         return SandboxError(f"the Docker engine does not answer: {text}", code="engine_down", hint="pier doctor")
     if is_disk_full(text):
         return SandboxError(f"the Docker engine's disk is full: {text}", code="disk_full", hint="docker system df")
+    if "nvidia-container" in text:
+        return SandboxError(
+            f"the Docker engine could not hand out the GPUs: {text}",
+            code="gpu",
+            retryable=False,
+            hint="look at the GPUs of the engine's host: nvidia-smi, docker run --gpus all",
+        )
     if error.status == 404:
         return SandboxError(f"the Docker engine lost it: {text}", code="container_gone")
     return SandboxError(f"the Docker engine refused: {text}", code="engine")

@@ -46,7 +46,7 @@ def container_config(
     if limits.processes is not None:
         host["PidsLimit"] = limits.processes + _OWN_PROCESSES
     if spec.gpus:
-        host["DeviceRequests"] = [{"Driver": "", "Count": spec.gpus, "Capabilities": [["gpu"]]}]
+        host["DeviceRequests"] = [gpu_request(spec.gpus)]
     if limits.disk is not None:
         host["StorageOpt"] = {"size": str(limits.disk)}
     for key, value in more.items():
@@ -63,6 +63,11 @@ def container_config(
         "StopSignal": "SIGKILL",
         "Healthcheck": {"Test": ["NONE"]},
     }
+
+
+def gpu_request(count: int) -> dict[str, Any]:
+    """What an engine is told that is to hand out GPUs; -1 is all that it has. Which ones is up to the engine."""
+    return {"Driver": "", "Count": count, "Capabilities": [["gpu"]]}
 
 
 def attendant_plan(spec: SandboxSpec) -> dict[str, Any]:

@@ -5,12 +5,18 @@ No image has to bring a shell or `sleep` for that. The program is a few machine 
 
 from __future__ import annotations
 
+import io
 import os
 import struct
+import tarfile
 from pathlib import Path
 
 from pier.errors import SandboxError
 from pier.files import write
+
+IDLE = "idle"
+MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+"""What engines call processors, and what the kernel does."""
 
 _BASE = 0x400000
 _HEADERS = 64 + 56
@@ -61,6 +67,17 @@ def program(machine: str) -> bytes:
     header += struct.pack("<HHIQQQIHHHHHH", 2, number, 1, _BASE + _HEADERS, 64, 0, 0, 64, 56, 1, 0, 0, 0)
     segment = struct.pack("<IIQQQQQQ", 1, 5, 0, _BASE, _BASE, size, size, 0x1000)
     return header + segment + code
+
+
+def archive(engine_machine: str) -> bytes:
+    """A root file system that has the program as `/idle` and nothing else, the same each time."""
+    data = program(MACHINES.get(engine_machine, engine_machine))
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as packed:
+        info = tarfile.TarInfo(IDLE)
+        info.mode, info.size = 0o755, len(data)
+        packed.addfile(info, io.BytesIO(data))
+    return sink.getvalue()
 
 
 def place(directory: Path) -> Path:

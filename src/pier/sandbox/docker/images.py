@@ -126,6 +126,10 @@ class EngineImages:
             ),
         )
 
+    async def size(self, name: str) -> int:
+        """How many bytes an image holds."""
+        return int((await self._docker.images.inspect(name))["Size"])
+
     async def _has(self, name: str) -> bool:
         try:
             await self._docker.images.inspect(name)

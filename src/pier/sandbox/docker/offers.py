@@ -2,36 +2,79 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import hashlib
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
-_OWN_QUOTAS = ("btrfs", "zfs")
-"""Storage drivers that can always limit what a container writes."""
-_QUOTA_OPTIONS = {"prjquota", "pquota"}
+from aiodocker.containers import DockerContainer
+from aiodocker.exceptions import DockerError
+
+from pier.lease import Lease
+from pier.sandbox.docker import idle
+from pier.sandbox.docker.box import passing_container
+from pier.sandbox.docker.client import Client, engine_error, is_no_driver
+from pier.sandbox.docker.config import gpu_request
+from pier.sandbox.docker.holding import holding
+from pier.sandbox.docker.images import REPOSITORY
+
+OWN_QUOTAS = ("btrfs", "zfs")
+"""Storage drivers that can always limit what a container holds, its image included."""
+_TRIED_SIZE = "1073741824"
 
 
-def has_gpus(info: dict[str, Any]) -> bool:
-    """Whether an engine says that it can hand out GPUs: by a runtime of NVIDIA's, or by devices that it found."""
-    devices = info.get("DiscoveredDevices") or []
-    return "nvidia" in (info.get("Runtimes") or {}) or any("gpu" in str(each.get("ID", "")) for each in devices)
+async def has_gpus(docker: Client, lease: Lease, machine: str) -> bool:
+    """Whether an engine hands out GPUs. It says so only when a container starts that asks for one, so such a container
+    is started for a moment; engines that know nothing of GPUs leave the wish out. `machine`: the engine's word for its
+    processor."""
+    try:
+        async with _tried(docker, lease, machine, {"DeviceRequests": [gpu_request(1)]}) as container:
+            found = await container.show()
+            await container.start()
+    except DockerError as error:
+        if is_no_driver(error):
+            return False
+        raise engine_error(error) from error
+    return bool(found["HostConfig"].get("DeviceRequests"))
 
 
-def can_limit_disk(info: dict[str, Any], mounts: str) -> bool:
-    """Whether `storage_opt` works: `mounts` is the engine's host's mountinfo, empty if it cannot be read."""
+async def can_limit_disk(docker: Client, lease: Lease, machine: str, info: Mapping[str, Any]) -> bool:
+    """Whether `storage_opt` works. `info` is what the engine says of itself; where that leaves it open, a container
+    that asks for it is made and removed: the engine refuses if the file system below has no project quotas."""
     driver = info.get("Driver")
-    if driver in _OWN_QUOTAS:
+    if driver in OWN_QUOTAS:
         return True
     backing = dict(row for row in info.get("DriverStatus") or [] if len(row) == 2).get("Backing Filesystem")
     if driver != "overlay2" or backing not in ("xfs", "<unknown>"):
         return False
-    return bool(_options(Path(info.get("DockerRootDir") or "/"), mounts) & _QUOTA_OPTIONS)
+    try:
+        async with _tried(docker, lease, machine, {"StorageOpt": {"size": _TRIED_SIZE}}):
+            return True
+    except DockerError as error:
+        if "storage-opt" in str(error.message):
+            return False
+        raise engine_error(error) from error
 
 
-def _options(path: Path, mounts: str) -> set[str]:
-    """The options of the file system that holds `path`."""
-    found: dict[Path, set[str]] = {}
-    for row in mounts.splitlines():
-        before, _, after = row.partition(" - ")
-        if len(fields := before.split()) > 4 and after:
-            found[Path(fields[4])] = set(after.split()[-1].split(","))
-    return next((found[place] for place in (path, *path.parents) if place in found), set())
+@asynccontextmanager
+async def _tried(docker: Client, lease: Lease, machine: str, more: Mapping[str, Any]) -> AsyncIterator[DockerContainer]:
+    """A container with nothing in it but the program that waits, made as `more` says."""
+    data = idle.archive(machine)
+    name = f"{REPOSITORY}/{idle.IDLE}:{hashlib.sha256(data).hexdigest()[:24]}"
+    async with holding(name):
+        await _bring(docker, name, data)
+        config = {"Image": name, "Cmd": [f"/{idle.IDLE}"], "HostConfig": {"NetworkMode": "none", **more}}
+        async with passing_container(docker, lease, config) as container:
+            yield container
+
+
+async def _bring(docker: Client, name: str, data: bytes) -> None:
+    """Bring an image that has nothing but the program that waits."""
+    try:
+        await docker.images.inspect(name)
+    except DockerError as error:
+        if error.status != 404:
+            raise
+        query = {"fromSrc": "-", "repo": name, "message": "pier's program that waits"}
+        async with docker._query("images/create", "POST", params=query, data=data) as answer:
+            await answer.text()

@@ -21,16 +21,12 @@ from py_compile import compile as compile_module
 from tempfile import TemporaryDirectory
 
 from pier.errors import SandboxError
-from pier.sandbox.docker import idle
+from pier.sandbox.docker.idle import IDLE, MACHINES, program
 from pier.sandbox.linux.root import HOST
-
-IDLE = "idle"
-"""The directory of the image that has the program of that name."""
 
 _BOOT = Path(__file__).resolve().with_name("far_boot.py")
 _SOURCE = Path(__file__).resolve().parents[3]
 _ROOT = "helper"
-_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +68,7 @@ class Runtime:
 def find_runtime(engine_machine: str) -> Runtime:
     """What the helper is made of. `engine_machine`: the engine's word for its processor."""
     machine = os.uname().machine
-    if sys.platform != "linux" or _MACHINES.get(engine_machine, engine_machine) != machine:
+    if sys.platform != "linux" or MACHINES.get(engine_machine, engine_machine) != machine:
         raise SandboxError(
             f"pier's helper is made of parts of this machine ({sys.platform} {machine}), and the engine's host is "
             f"{engine_machine}",
@@ -92,7 +88,7 @@ def find_runtime(engine_machine: str) -> Runtime:
     home = f"{_ROOT}/{parts['lib']}/python{parts['version'][0]}.{parts['version'][1]}"
     library = _library_directory(modules)
     files: dict[str, Path | bytes] = {
-        f"{IDLE}/{IDLE}": idle.program(machine),
+        f"{IDLE}/{IDLE}": program(machine),
         "etc/nsswitch.conf": b"hosts: files dns\n",
         f"{_ROOT}/bin/python3": Path(getattr(sys, "_base_executable", sys.executable)).resolve(),
         f"{home}/os.py": library / "os.py",

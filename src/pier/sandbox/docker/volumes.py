@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import secrets
 import stat
 import tarfile
 from collections.abc import AsyncIterator
@@ -17,10 +16,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from aiodocker.containers import DockerContainer
 from aiodocker.exceptions import DockerError
 
 from pier.lease import Lease
-from pier.sandbox.docker.box import KIND, LABEL, remove
+from pier.sandbox.docker.box import passing_container
 from pier.sandbox.docker.client import Client, engine_error
 from pier.sandbox.docker.holding import holding, letting_go
 
@@ -52,34 +52,31 @@ class PackVolumes:
     async def _fill(self, directory: Path) -> str:
         name = PREFIX + await asyncio.to_thread(digest_of, directory)
         await self._held.enter_async_context(holding(name))
-        id = secrets.token_hex(6)
-        self._lease.write(KIND, id, {"engine": self._docker.address, "name": f"pier-{id}"})
         host = {"NetworkMode": "none", "Binds": [f"{name}:{_INSIDE}"]}
-        config = {"Image": self._image, "Cmd": ["none"], "Labels": {LABEL: self._lease.owner}, "HostConfig": host}
+        config = {"Image": self._image, "Cmd": ["none"], "HostConfig": host}
         try:
-            container = await self._docker.containers.create(config, name=f"pier-{id}")
-            if not await self._is_whole(container):
-                query = {"path": _INSIDE, "noOverwriteDirNonDir": "0"}
-                async with self._docker._query(
-                    f"containers/{container.id}/archive",
-                    "PUT",
-                    params=query,
-                    data=_packed(directory),
-                    headers={"Content-Type": "application/x-tar"},
-                ) as answer:
-                    await answer.read()
+            async with passing_container(self._docker, self._lease, config) as container:
+                if not await self._is_whole(container):
+                    await self._copy(directory, container)
         except DockerError as error:
             raise engine_error(error) from error
-        finally:
-            await asyncio.shield(remove(self._docker, f"pier-{id}"))
-            self._lease.strike(KIND, id)
         return name
+
+    async def _copy(self, directory: Path, container: DockerContainer) -> None:
+        async with self._docker._query(
+            f"containers/{container.id}/archive",
+            "PUT",
+            params={"path": _INSIDE, "noOverwriteDirNonDir": "0"},
+            data=_packed(directory),
+            headers={"Content-Type": "application/x-tar"},
+        ) as answer:
+            await answer.read()
 
     async def close(self) -> None:
         """Let the volumes go, for whoever collects."""
         await self._held.aclose()
 
-    async def _is_whole(self, container: Any) -> bool:
+    async def _is_whole(self, container: DockerContainer) -> bool:
         try:
             async with self._docker._query(
                 f"containers/{container.id}/archive", "GET", params={"path": f"{_INSIDE}/{_WHOLE}"}
