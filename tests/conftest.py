@@ -1,16 +1,21 @@
-"""What every suite shares: a private home for pier's state, and the check that nothing was leaked."""
+"""What every suite shares: a private home for pier's state, local backends, and the check that nothing was leaked."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from hypothesis import settings
 
+from pier.image.model import Image
+from pier.lease import Lease
+from pier.sandbox.local import LocalBackend
+from tests.busybox import busybox_image
 from tests.leaks import Footprint, mark_session, wait_until_clean
 
 mark_session()
@@ -26,6 +31,35 @@ def pier_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     home = tmp_path_factory.mktemp("home") / "pier"
     monkeypatch.setenv("PIER_HOME", str(home))
     return home
+
+
+@pytest.fixture
+async def backend(pier_home: Path) -> AsyncIterator[LocalBackend]:
+    """A local backend of the test's own, which leaves nothing behind."""
+    with Lease() as lease:
+        async with LocalBackend(lease) as opened:
+            yield opened
+        assert lease.held() == []
+    assert not list(pier_home.glob("sandboxes/*"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalBackend]:
+    """A local backend that the tests of a module share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIER_HOME", str(tmp_path_factory.mktemp("home") / "pier"))
+        lease = Lease()
+        opened = LocalBackend(lease)
+    with lease:
+        async with opened:
+            yield opened
+        assert lease.held() == []
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Image:
+    """An image of a few small tools."""
+    return busybox_image(tmp_path / "image")
 
 
 @pytest.fixture(scope="session", autouse=True)

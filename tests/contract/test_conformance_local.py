@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from pier.image.model import Image
-from pier.lease import Lease
-from pier.sandbox import open_backend
 from pier.sandbox.conformance import CHECKS, Check, verify
 from pier.sandbox.contract import Backend
 from tests.busybox import busybox_image
 
 pytestmark = pytest.mark.plain
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Backend]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIER_HOME", str(tmp_path_factory.mktemp("home") / "pier"))
-        lease = Lease()
-        backend = open_backend("local", lease)
-    with lease:
-        async with backend:
-            yield backend
-        assert lease.held() == []
 
 
 @pytest.fixture(scope="module")
@@ -42,5 +26,5 @@ def test_the_suite_is_whole() -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-async def test_promise(check: Check, backend: Backend, image: Image, tmp_path: Path) -> None:
-    await verify(check, backend, image, tmp_path)
+async def test_promise(check: Check, shared_backend: Backend, image: Image, tmp_path: Path) -> None:
+    await verify(check, shared_backend, image, tmp_path)

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,6 @@ import pytest_asyncio
 
 from pier.errors import SandboxError
 from pier.idmap import IdMap
-from pier.lease import Lease
-from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend, Limits, SandboxSpec
 from pier.sandbox.host import host_image
 
@@ -249,25 +246,14 @@ HARMLESS = ("got b''",)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Backend]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIER_HOME", str(tmp_path_factory.mktemp("home") / "pier"))
-        lease = Lease()
-        backend = open_backend("local", lease)
-    with lease:
-        async with backend:
-            yield backend
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def attempts(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+async def attempts(shared_backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     canary = tmp_path_factory.mktemp("host") / "canary"
     canary.write_text("the host's own")
     name = f"pier-test-{os.getpid()}-{time.monotonic_ns()}"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0" + name)
         listener.listen()
-        async with await backend.start(SandboxSpec(host_image())) as sandbox:
+        async with await shared_backend.start(SandboxSpec(host_image())) as sandbox:
             await sandbox.write_file("/tmp/escape.py", SCRIPT.encode())
             command = ["/usr/bin/python3", "/tmp/escape.py", str(canary), str(os.getpid()), name]
             result = await sandbox.exec(command, timeout=120)
@@ -295,17 +281,17 @@ async def test_host_processes_are_not_seen(attempts: dict[str, str]) -> None:
     assert int(attempts["processes seen"]) < 10
 
 
-async def test_the_first_process_cannot_be_limited(backend: Backend) -> None:
+async def test_the_first_process_cannot_be_limited(shared_backend: Backend) -> None:
     if IdMap.detect().mode == "single":
         pytest.skip("with one id there is no other group to keep")
     script = "import resource\ntry: resource.prlimit(1, resource.RLIMIT_CPU, (1, 1))\nexcept OSError: print('no')"
-    async with await backend.start(SandboxSpec(host_image())) as sandbox:
+    async with await shared_backend.start(SandboxSpec(host_image())) as sandbox:
         assert (await sandbox.exec(["/usr/bin/python3", "-c", script])).text == "no\n"
 
 
-async def test_a_fork_bomb_is_contained(backend: Backend) -> None:
+async def test_a_fork_bomb_is_contained(shared_backend: Backend) -> None:
     limits = Limits(processes=64)
-    async with await backend.start(SandboxSpec(host_image(), limits=limits)) as sandbox:
+    async with await shared_backend.start(SandboxSpec(host_image(), limits=limits)) as sandbox:
         bomb = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass\n"
         started = await sandbox.spawn(["/usr/bin/python3", "-c", bomb])
         await asyncio.sleep(1)
@@ -315,8 +301,8 @@ async def test_a_fork_bomb_is_contained(backend: Backend) -> None:
             assert (await sandbox.exec("echo alive", timeout=100)).text == "alive\n"
 
 
-async def test_memory_abuse_is_contained(backend: Backend) -> None:
-    async with await backend.start(SandboxSpec(host_image(), limits=Limits(memory=128 << 20))) as sandbox:
+async def test_memory_abuse_is_contained(shared_backend: Backend) -> None:
+    async with await shared_backend.start(SandboxSpec(host_image(), limits=Limits(memory=128 << 20))) as sandbox:
         hog = "x = []\nwhile True: x.append(bytearray(8 << 20))"
         result = await sandbox.exec(["/usr/bin/python3", "-c", hog], timeout=120)
         assert result.exit_code != 0 and not result.timed_out
@@ -325,8 +311,8 @@ async def test_memory_abuse_is_contained(backend: Backend) -> None:
         assert (await sandbox.exec("true", timeout=100)).ok
 
 
-async def test_disk_abuse_is_contained(backend: Backend) -> None:
-    async with await backend.start(SandboxSpec(host_image(), limits=Limits(disk=64 << 20))) as sandbox:
+async def test_disk_abuse_is_contained(shared_backend: Backend) -> None:
+    async with await shared_backend.start(SandboxSpec(host_image(), limits=Limits(disk=64 << 20))) as sandbox:
         result = await sandbox.exec(
             "cd /tmp; for i in $(seq 40); do head -c 10M /dev/zero >$i || exit 3; done", timeout=120
         )
@@ -334,7 +320,7 @@ async def test_disk_abuse_is_contained(backend: Backend) -> None:
         assert result.out_of_disk
 
 
-async def test_a_tree_that_changes_during_a_download_reveals_nothing(backend: Backend, tmp_path: Path) -> None:
+async def test_a_tree_that_changes_during_a_download_reveals_nothing(shared_backend: Backend, tmp_path: Path) -> None:
     """A directory and a symlink to a directory of the host take turns under one name while it is packed."""
     secret = tmp_path / "secret"
     secret.mkdir()
@@ -346,7 +332,7 @@ while True:
     os.rename("/tmp/t/a/dir", "/tmp/real"); os.rename("/tmp/link", "/tmp/t/a/dir")
     os.rename("/tmp/t/a/dir", "/tmp/link"); os.rename("/tmp/real", "/tmp/t/a/dir")
 """
-    async with await backend.start(SandboxSpec(host_image())) as sandbox:
+    async with await shared_backend.start(SandboxSpec(host_image())) as sandbox:
         async with await sandbox.spawn(["/usr/bin/python3", "-c", flip]):
             while not (await sandbox.exec("test -d /tmp/t/a")).ok:
                 await asyncio.sleep(0.05)
@@ -357,8 +343,8 @@ while True:
     assert (secret / "file").read_text() == "the host's own"
 
 
-async def test_secrets_of_the_host_are_masked(backend: Backend) -> None:
-    async with await backend.start(SandboxSpec(host_image())) as sandbox:
+async def test_secrets_of_the_host_are_masked(shared_backend: Backend) -> None:
+    async with await shared_backend.start(SandboxSpec(host_image())) as sandbox:
         home = await sandbox.exec("ls -A /root /home 2>/dev/null")
         names = {row for row in home.text.split() if not row.endswith(":")}
         assert names <= {".bashrc", ".profile", "user", "agent"}, names
@@ -371,13 +357,13 @@ async def test_secrets_of_the_host_are_masked(backend: Backend) -> None:
         ):
             look = await sandbox.exec(f"cat {path} 2>/dev/null | head -c 100")
             assert b"$y$" not in look.stdout and b"PRIVATE KEY" not in look.stdout
-        pier = backend.lease.directory.parent
+        pier = shared_backend.lease.directory.parent
         assert not (await sandbox.exec(["ls", str(pier)])).ok
 
 
-async def test_the_host_is_unchanged_by_what_is_written_inside(backend: Backend) -> None:
+async def test_the_host_is_unchanged_by_what_is_written_inside(shared_backend: Backend) -> None:
     marks = ("/usr/bin/pier-escape", "/etc/pier-escape", "/opt/pier-escape", "/pier-escape", "/tmp/pier-escape")
-    async with await backend.start(SandboxSpec(host_image())) as sandbox:
+    async with await shared_backend.start(SandboxSpec(host_image())) as sandbox:
         for mark in marks:
             await sandbox.exec(["touch", mark])
         try:
@@ -387,16 +373,16 @@ async def test_the_host_is_unchanged_by_what_is_written_inside(backend: Backend)
     assert not [mark for mark in marks if Path(mark).exists()]
 
 
-async def test_file_capabilities_and_set_id_programs_keep_working(backend: Backend) -> None:
-    async with await backend.start(SandboxSpec(host_image())) as sandbox:
+async def test_file_capabilities_and_set_id_programs_keep_working(shared_backend: Backend) -> None:
+    async with await shared_backend.start(SandboxSpec(host_image())) as sandbox:
         ping = await sandbox.exec(["ping", "-c", "1", "127.0.0.1"], timeout=60)
         if ping.exit_code == 127:
             pytest.skip("ping is not installed")
         assert ping.ok, ping.error_text
 
 
-async def test_no_new_privileges_on_demand(backend: Backend) -> None:
-    async with await backend.start(SandboxSpec(host_image(), no_new_privileges=True)) as sandbox:
+async def test_no_new_privileges_on_demand(shared_backend: Backend) -> None:
+    async with await shared_backend.start(SandboxSpec(host_image(), no_new_privileges=True)) as sandbox:
         assert "NoNewPrivs:\t1" in (await sandbox.exec("cat /proc/self/status")).text
-    async with await backend.start(SandboxSpec(host_image())) as sandbox:
+    async with await shared_backend.start(SandboxSpec(host_image())) as sandbox:
         assert "NoNewPrivs:\t0" in (await sandbox.exec("cat /proc/self/status")).text

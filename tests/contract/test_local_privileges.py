@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from pier.image.model import Image
-from pier.lease import Lease
-from pier.sandbox import SandboxSpec, open_backend
+from pier.sandbox import SandboxSpec
 from pier.sandbox.host import host_image
 from pier.sandbox.local import LocalBackend
 from tests.busybox import busybox_image
@@ -25,14 +23,10 @@ RULES = "Defaults !use_pty\nroot ALL=(ALL:ALL) ALL\nuser ALL=(ALL:ALL) NOPASSWD:
 
 
 @pytest.fixture
-async def backend(pier_home: Path) -> AsyncIterator[LocalBackend]:
-    with Lease() as lease:
-        async with open_backend("local", lease) as opened:
-            assert isinstance(opened, LocalBackend)
-            if not (await opened.capabilities()).users:
-                pytest.skip("this user has one id only")
-            yield opened
-        assert lease.held() == []
+async def backend(backend: LocalBackend) -> LocalBackend:
+    if not (await backend.capabilities()).users:
+        pytest.skip("this user has one id only")
+    return backend
 
 
 @pytest.fixture

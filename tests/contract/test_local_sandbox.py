@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,24 +15,8 @@ from pier.lease import Lease
 from pier.sandbox import Limits, Mount, SandboxSpec, open_backend
 from pier.sandbox.host import host_image
 from pier.sandbox.local import LocalBackend
-from tests.busybox import busybox_image
 
 pytestmark = pytest.mark.plain
-
-
-@pytest.fixture
-async def backend(pier_home: Path) -> AsyncIterator[LocalBackend]:
-    with Lease() as lease:
-        async with open_backend("local", lease) as opened:
-            assert isinstance(opened, LocalBackend)
-            yield opened
-        assert lease.held() == []
-    assert not list(pier_home.glob("sandboxes/*"))
-
-
-@pytest.fixture
-def image(tmp_path: Path) -> Image:
-    return busybox_image(tmp_path / "image")
 
 
 async def test_host_image_has_the_system_and_nobody_s_business(backend: LocalBackend, pier_home: Path) -> None:

@@ -5,15 +5,12 @@ Packs as in `tests.agent_rig`; a program that tells its version has found its lo
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from pier.agent.contract import PACK_PATH
-from pier.lease import Lease
 from pier.sandbox.contract import Backend, Mount, SandboxSpec
-from pier.sandbox.local import LocalBackend
 from tests.agent_rig import need_pack
 from tests.contract.test_pack_roots import ROOTS, make_root
 
@@ -26,13 +23,6 @@ KINDS = {
     "python": ("mini-swe-agent", [PYTHON, "-I", "-c", "import ssl, sqlite3, yaml, minisweagent; print('v', 1)"], "v 1"),
 }
 """For each kind an agent, a command and a part of its output."""
-
-
-@pytest.fixture
-async def backend() -> AsyncIterator[Backend]:
-    with Lease() as lease:
-        async with LocalBackend(lease) as found:
-            yield found
 
 
 @pytest.mark.parametrize("root", ROOTS)

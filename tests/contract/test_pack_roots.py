@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -11,20 +10,12 @@ import pytest
 from pier.agent.contract import PACK_PATH
 from pier.agent.pack.runtime import complete
 from pier.image.model import Image, ImageConfig
-from pier.lease import Lease
 from pier.sandbox.contract import Mount, SandboxSpec
 from pier.sandbox.local import LocalBackend
 
 pytestmark = pytest.mark.plain
 
 ROOTS = ("empty", "busybox", "musl")
-
-
-@pytest.fixture
-async def backend() -> AsyncIterator[LocalBackend]:
-    with Lease() as lease:
-        async with LocalBackend(lease) as found:
-            yield found
 
 
 @pytest.fixture

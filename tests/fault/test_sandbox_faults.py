@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,24 +19,8 @@ from pier.image.model import Image
 from pier.lease import Lease, sweep
 from pier.sandbox import SandboxSpec, open_backend
 from pier.sandbox.local import LocalBackend
-from tests.busybox import busybox_image
 
 pytestmark = pytest.mark.plain
-
-
-@pytest.fixture
-async def backend(pier_home: Path) -> AsyncIterator[LocalBackend]:
-    with Lease() as lease:
-        async with open_backend("local", lease) as opened:
-            assert isinstance(opened, LocalBackend)
-            yield opened
-        assert lease.held() == []
-    assert not list(pier_home.glob("sandboxes/*"))
-
-
-@pytest.fixture
-def image(tmp_path: Path) -> Image:
-    return busybox_image(tmp_path / "image")
 
 
 async def test_a_killed_zygote_is_replaced(backend: LocalBackend, image: Image) -> None:

@@ -5,33 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from pier.image.model import Image
-from pier.lease import Lease
-from pier.sandbox import Limits, SandboxSpec, open_backend
+from pier.sandbox import Limits, SandboxSpec
 from pier.sandbox.local import LocalBackend
-from tests.busybox import busybox_image
 
 pytestmark = pytest.mark.plain
-
-
-@pytest.fixture
-async def backend(pier_home: Path) -> AsyncIterator[LocalBackend]:
-    with Lease() as lease:
-        async with open_backend("local", lease) as opened:
-            assert isinstance(opened, LocalBackend)
-            yield opened
-        assert lease.held() == []
-    assert not list(pier_home.glob("sandboxes/*"))
-
-
-@pytest.fixture
-def image(tmp_path: Path) -> Image:
-    return busybox_image(tmp_path / "image")
 
 
 def children(pids: list[int]) -> list[int]:

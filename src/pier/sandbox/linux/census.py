@@ -14,9 +14,9 @@ _EXITING = 4
 
 
 class Census:
-    """The processes that a /proc shows, but for `first`, the namespace's process 1. `proc` is an open directory, so that
-    it survives a change of root; with `namespace` only processes of that pid namespace (an inode) count, and those of
-    other `namespaces` that are added later."""
+    """The processes that a /proc shows, but for `first`, process 1 of its namespace. `proc` is an open directory, so
+    that it survives a change of root; with `namespace` only processes of that pid namespace (an inode) count, and those
+    of other `namespaces` that are added later."""
 
     def __init__(self, proc: int, *, first: int, namespace: int | None = None) -> None:
         self.proc = proc
@@ -40,7 +40,7 @@ class Census:
         return not fields or bool(int(fields[6]) & _EXITING)
 
     def is_running(self, pid: int) -> bool:
-        """Whether a process is more than the entry of one that has ended. One whose first thread alone has ended runs."""
+        """Whether a process is more than the entry of one that has ended. Others of its threads may run."""
         fields = self._fields(pid)
         return bool(fields) and (fields[0] not in (b"Z", b"X") or int(fields[17]) > 1)
 

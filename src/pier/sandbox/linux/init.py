@@ -239,6 +239,7 @@ class Init:
             chosen = self._strike(worker, still=time.monotonic() > began + _PATIENCE / 5)
             self._collect()
             if not any(self.census.is_running(pid) for pid in chosen) and self.census.is_barren(heir):
+                self._collect(_PATIENCE)
                 return True
             time.sleep(0.0005)
             if time.monotonic() > began + _PATIENCE:
@@ -269,16 +270,16 @@ class Init:
             pid = found[pid]
         return 0
 
-    def _collect(self) -> bool:
+    def _collect(self, seconds: float = worker.AT_ONCE) -> bool:
         """Reap what ended; whether a worker did. One that somebody has stopped would never answer, so it ends too."""
         lost = alone = False
         try:
-            while (ended := os.waitpid(-1, os.WNOHANG | os.WUNTRACED | worker.ALL_CHILDREN))[0]:
-                if ended[0] in self.workers:
-                    self._lose(ended[0])
+            for pid, status in worker.ended(os.WUNTRACED, seconds):
+                if pid in self.workers:
+                    self._lose(pid)
                     lost = True
-                elif self.own is not None and not os.WIFSTOPPED(ended[1]):
-                    self.own.note(*ended)
+                elif self.own is not None and not os.WIFSTOPPED(status):
+                    self.own.note(pid, status)
         except ChildProcessError:
             alone = True
         if self.own is not None and self.own.busy:

@@ -14,7 +14,8 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pier.network import plumbing
@@ -22,8 +23,10 @@ from pier.sandbox import seccomp, tree
 from pier.sandbox.linux import kernel, launch, users, wire
 from pier.sandbox.tree.small import serve_small
 
-ALL_CHILDREN = 0x40000000
+_ALL_CHILDREN = 0x40000000
 """__WALL: children count, whatever signal they send at their end."""
+AT_ONCE = 0.05
+"""Seconds of reaping before requests are looked at: some may fork and exit as fast as they are reaped."""
 
 
 def main(own: socket.socket, control: socket.socket, settings: dict[str, Any]) -> None:
@@ -142,16 +145,13 @@ class Worker:
 
     def reap(self) -> None:
         """Collect what ended."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG | ALL_CHILDREN)
-            except ChildProcessError:
-                self.settle(alone=True)
-                return
-            if pid == 0:
-                self.settle(alone=False)
-                return
-            self.note(pid, status)
+        try:
+            for pid, status in ended():
+                self.note(pid, status)
+        except ChildProcessError:
+            self.settle(alone=True)
+        else:
+            self.settle(alone=False)
 
     def note(self, pid: int, status: int) -> None:
         """A process has ended."""
@@ -182,6 +182,18 @@ def copy(request: dict[str, Any], fd: int, *, small: bool = False) -> dict[str, 
         os.close(fd)
         return {"ok": False, "code": "no_such_user", "message": str(error)}
     return serve_small(request, fd) if small else tree.serve(request, fd)
+
+
+def ended(also: int = 0, seconds: float = AT_ONCE) -> Iterator[tuple[int, int]]:
+    """Reap what has ended, and `also` what `os.waitpid` has a flag for. If there may be more when the time is over,
+    this process is woken for it. A ChildProcessError says that there is no child any more."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pid, status = os.waitpid(-1, os.WNOHANG | _ALL_CHILDREN | also)
+        if pid == 0:
+            return
+        yield pid, status
+    signal.raise_signal(signal.SIGCHLD)
 
 
 def _exit_code(status: int) -> int:
