@@ -6,9 +6,11 @@ are few of them. `MeasuredRecord` takes the moments of a call from the same line
 
 from __future__ import annotations
 
+import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -20,6 +22,8 @@ from pier.gateway.recorder import CallRecord, Outcome, Side
 from pier.gateway.tally import Tally, end_of
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_SAMPLE = 0.25
+"""Seconds between two looks at how late the event loop is."""
 _MOST_LABELS = 200
 """Names of models come from agents when no model is set; past so many they are counted together."""
 Labels = tuple[str, ...]
@@ -47,6 +51,11 @@ class Counter:
         if not self.labels:
             return self.values.get((), 0)
         return [{**dict(zip(self.labels, labels, strict=True)), "value": v} for labels, v in self.values.items()]
+
+    def load(self, snapshot: Any) -> None:
+        rows = snapshot if self.labels else [{"value": snapshot}]
+        for row in rows:
+            self.add(row["value"], *(row[name] for name in self.labels))
 
 
 @dataclass(slots=True)
@@ -80,8 +89,13 @@ class Histogram:
 
     def snapshot(self) -> Any:
         count = sum(self.counts)
-        mean = self.total / count if count else None
-        return {"count": count, "sum": round(self.total, 6), "mean": mean, "p50": self._at(0.5), "p99": self._at(0.99)}
+        mean = round(self.total / count, 6) if count else None
+        told = {"count": count, "sum": round(self.total, 6), "mean": mean, "p50": self._at(0.5), "p99": self._at(0.99)}
+        return {**told, "counts": list(self.counts)}
+
+    def load(self, snapshot: Any) -> None:
+        self.counts = [one + other for one, other in zip(self.counts, snapshot["counts"], strict=True)]
+        self.total += snapshot["sum"]
 
     def _at(self, share: float) -> float | None:
         found = self.quantile(share)
@@ -145,6 +159,21 @@ class Metrics:
     def snapshot(self) -> dict[str, Any]:
         """All of it as JSON, without the common prefix of the names."""
         return {part.name.removeprefix("pier_gateway_"): part.snapshot() for part in self._parts()}
+
+    def load(self, snapshot: Mapping[str, Any]) -> None:
+        """Go on with the numbers of an earlier gateway; what cannot be read in them is left out."""
+        for part in self._parts():
+            if not isinstance(part, Gauge):
+                with suppress(KeyError, TypeError, ValueError):
+                    part.load(snapshot[part.name.removeprefix("pier_gateway_")])
+
+    async def sample_lag(self) -> None:
+        """See how late the event loop is, for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _SAMPLE
+            await asyncio.sleep(_SAMPLE)
+            self.lag.observe(max(0.0, loop.time() - due))
 
     def _parts(self) -> list[Counter | Histogram | Gauge]:
         return [part for part in vars(self).values() if isinstance(part, Counter | Histogram)] + self._gauges

@@ -18,16 +18,13 @@ from pier.errors import UsageError
 from pier.gateway.http.server import Handle, Request, Server
 from pier.gateway.metrics import Metrics
 
-_SAMPLE = 0.25
-"""Seconds between two looks at how late the event loop is."""
-
 
 @asynccontextmanager
 async def metrics_served(metrics: Metrics, address: str) -> AsyncIterator[str]:
     """Serve at `address`, HOST:PORT or the path of a unix socket, while the context lasts; gives where that is."""
     server = Server(_answers(metrics), lambda status, message: json.dumps({"error": message}).encode())
     listening, where = await _listen(server, address)
-    sampling = asyncio.create_task(_sample_lag(metrics))
+    sampling = asyncio.create_task(metrics.sample_lag())
     try:
         yield where
     finally:
@@ -106,11 +103,3 @@ def _answers(metrics: Metrics) -> Handle:
         return request.reply(404, [("Content-Type", "application/json")], b'{"error": "look at /metrics"}')
 
     return answer
-
-
-async def _sample_lag(metrics: Metrics) -> None:
-    loop = asyncio.get_running_loop()
-    while True:
-        due = loop.time() + _SAMPLE
-        await asyncio.sleep(_SAMPLE)
-        metrics.lag.observe(max(0.0, loop.time() - due))

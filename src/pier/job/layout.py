@@ -1,10 +1,12 @@
 """The files of a job's directory that other programs read: `config.json`, `lock.json`, `result.json`.
 
-Their shapes are Harbor's. They are derived from the ledger, so losing one loses nothing.
+Their shapes are Harbor's. They are derived from the ledger (and what they say of model calls from `gateway.json`), so
+losing one loses nothing.
 
     <job>/config.json      what was asked for, without secrets
     <job>/lock.json        the plan: every trial with the digest of its task
     <job>/result.json      counts, metrics and which trial got what
+    <job>/gateway.json     the numbers of the model calls (`pier.job.numbers`)
     <job>/job.log          what happened, in words
     <job>/journal.jsonl    the truth (`pier.job.ledger`)
     <job>/.retries/        tries that no longer count, as they were
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from pier.files import write, write_json
 from pier.job.config import JobConfig
 from pier.job.ledger import Ledger, Outcome, now
 from pier.job.metrics import Graded, Summary, summarise
+from pier.job.numbers import calls_of
 from pier.job.plan import Plan, PlannedTask
 from pier.job.templates import hide
 from pier.sandbox import BACKENDS
@@ -137,6 +140,10 @@ def result_of(ledger: Ledger, config: JobConfig, running: int = 0) -> dict[str, 
         "finished_at": ledger.finished_at,
         "n_total_trials": len(planned),
         "stats": stats,
+        "pier": {
+            "faults_by_blame": Counter(outcome.fault.blame for outcome in counted.values() if outcome.fault),
+            "model_calls": calls_of(ledger.directory),
+        },
     }
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 from pier.job.layout import groups_of, usage
 from pier.job.ledger import Ledger
 from pier.job.metrics import Summary
+from pier.job.numbers import calls_of, in_words
 from pier.job.progress import in_short
 
 
@@ -36,6 +37,8 @@ def print_report(
     if any(agent.get("model_name") for agent in ledger.plan.agents):
         words.append(f"cost ${cost:.4f}" if cost is not None else "cost unknown")
     out.print(", ".join(words), highlight=False)
+    if calls := calls_of(directory):
+        out.print(in_words(calls), highlight=False, markup=False)
     out.print(f"files: {directory}", highlight=False, markup=False)
     if stopped:
         out.print(f"stopped: {stopped}; allow more with --job-max-*", style="red", highlight=False, markup=False)

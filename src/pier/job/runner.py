@@ -18,6 +18,7 @@ from pier.job.interrupts import Interrupts
 from pier.job.layout import LOG, write_result
 from pier.job.ledger import Outcome, now
 from pier.job.log import JobLog
+from pier.job.numbers import JobNumbers
 from pier.job.outcome import outcome_of, outcome_of_error
 from pier.job.plan import PlannedTrial
 from pier.job.progress import Progress
@@ -110,12 +111,19 @@ async def _run_owed(
             schedule.stop()
 
         interrupts.connect(stop)
-        with progress.show():
-            async with _beside(_keep_up(job, schedule, budget)), _beside(_build_ahead(specs, owed, services)):
-                try:
-                    await schedule.run(owed)
-                finally:
-                    budget.save()
+        metrics = services.gateway.metrics if services.gateway else None
+        numbers = JobNumbers(job.directory, metrics)
+        async with AsyncExitStack() as beside:
+            beside.enter_context(progress.show())
+            if metrics:
+                await beside.enter_async_context(_beside(metrics.sample_lag()))
+            await beside.enter_async_context(_beside(_keep_up(job, schedule, budget, numbers)))
+            await beside.enter_async_context(_beside(_build_ahead(specs, owed, services)))
+            try:
+                await schedule.run(owed)
+            finally:
+                budget.save()
+                numbers.save()
         job.stopped = budget.used_up() if any(True for _ in job.ledger.owed()) else None
         interrupts.connect(lambda: None)
     return schedule.stopping
@@ -154,12 +162,13 @@ async def _beside(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
             await task
 
 
-async def _keep_up(job: Job, schedule: Schedule, budget: JobBudget) -> None:
+async def _keep_up(job: Job, schedule: Schedule, budget: JobBudget, numbers: JobNumbers) -> None:
     """Keep `result.json` fresh and the journal on disk, seldom enough that it costs next to nothing."""
     pause = 1.0
     while True:
         await asyncio.sleep(pause)
         began = time.monotonic()
+        numbers.save()
         write_result(job.ledger, job.config, schedule.running)
         budget.save()
         pause = max(1.0, 30 * (time.monotonic() - began))
