@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import socket
 import struct
-from collections.abc import Sequence
 
 from pier.network import nftables, plumbing
 from pier.network.rtnetlink import Netlink, attribute, message
@@ -28,10 +27,23 @@ _LAST = 0xFFFFFFFF
 """The metric of a route that is taken when there is no other."""
 _LACKING = (
     errno.EPROTONOSUPPORT, errno.EOPNOTSUPP, errno.EAFNOSUPPORT, errno.ENOENT, errno.EINVAL, errno.ENOSYS,
+    errno.EPERM, errno.EACCES,
 )  # fmt: skip
+"""How a kernel says that it has no packet log, or that not everybody may use it."""
 
 
 _RULES = nftables.refusing(_GROUP, plumbing.GATEWAY)
+
+
+def begin() -> tuple[dict[str, str], list[socket.socket]]:
+    """Run by a sandbox's init in its network namespace, before anything else runs there: `listen`, and prove that there
+    is no way out. Answers the proof and the sockets."""
+    sockets = listen()
+    proof = plumbing.probe("none") | {"attempts": "listed" if sockets else "not listed"}
+    for sock in sockets[:1]:
+        while receive(sock) is not None:
+            pass
+    return proof, sockets
 
 
 def listen() -> list[socket.socket]:
@@ -77,13 +89,6 @@ def _bind() -> socket.socket:
         netlink.socket.close()
         raise
     return netlink.socket
-
-
-def forget(sockets: Sequence[socket.socket]) -> None:
-    """Take what was told so far for nothing."""
-    for sock in sockets[:1]:
-        while receive(sock) is not None:
-            pass
 
 
 def receive(sock: socket.socket) -> bytes | None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pier.network import lan, last_resort, plumbing
+from pier.network import lan, last_resort
 from pier.sandbox.linux import inner, kernel, wire, worker
 from pier.sandbox.linux.census import Census
 from pier.sandbox.linux.init import SPARE, Init, set_limits
@@ -47,9 +47,7 @@ def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
         set_limits(plan["rlimits"])
         census = Census(proc, first=pid, namespace=inside)
         attendant = Attendant(control, plan, census, container, (proc, inside))
-        sockets = last_resort.listen()
-        proof = plumbing.probe("none")
-        last_resort.forget(sockets)
+        proof, sockets = last_resort.begin()
         wire.send(control, {"id": 0, "ready": True, "proof": proof}, [sock.fileno() for sock in sockets])
         for sock in sockets:
             sock.close()

@@ -17,7 +17,7 @@ import signal
 import socket
 from typing import Any
 
-from pier.network import last_resort, plumbing
+from pier.network import last_resort
 from pier.sandbox.linux import kernel, root, wire, worker
 from pier.sandbox.linux.census import Census
 from pier.sandbox.linux.init import Init, set_limits
@@ -50,9 +50,7 @@ def _begin(control: socket.socket, config: dict[str, Any]) -> None:
     proc = os.open("/b/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     init = First(control, _BLANK | config, Census(proc, first=1))
     texts = root.prepare(config["masks"], many_ids=many_ids)
-    sockets = last_resort.listen()
-    proof = plumbing.probe("none")
-    last_resort.forget(sockets)
+    proof, sockets = last_resort.begin()
     _thread.start_new_thread(init.run, ())
     received = wire.receive(control)
     if received is None:
