@@ -106,7 +106,9 @@ async def test_services_find_one_another_and_hold_the_policy(
         monkeypatch.setenv("PIER_DOCKER_HELPER", "1")
     hook = "[[verifier.collect]]\nservice = 'db'\ncommand = 'echo $COLOUR > /dump'\n"
     toml = TOML.replace("[verifier]\n", f"{hook}[verifier]\n")
-    toml = f'artifacts = [{{source = "/dump", service = "db"}}, {{source = "/etc/note.txt", service = "web"}}]\n{toml}'
+    wanted = {"db": "/dump", "web": "/etc/note.txt", "nobody": "/nothing"}
+    rows = ", ".join(f'{{source = "{source}", service = "{service}"}}' for service, source in wanted.items())
+    toml = f"artifacts = [{rows}]\n{toml}"
     toml += 'env = {ASKED_FOR = "${ASKED:-asked}"}\n'
     files = {"site/index.html": "the page\n", "note.txt": "a note\n", "db.env": "# place\nSECRET_PLACE='a $place'\n"}
     task = compose_task(
@@ -132,7 +134,9 @@ async def test_services_find_one_another_and_hold_the_policy(
     assert (trial / "artifacts" / "dump").read_text() == "blue\n"
     assert (trial / "artifacts" / "etc" / "note.txt").read_text() == "a note\n"
     manifest = json.loads((trial / "artifacts" / "manifest.json").read_text())
-    assert {row.get("service") for row in manifest} == {None, "db", "web"}
+    became = {row.get("service"): (row["source"], row["status"]) for row in manifest}
+    assert became["db"] == ("/dump", "ok") and became["web"] == ("/etc/note.txt", "ok")
+    assert became["nobody"] == ("/nothing", "skipped") and set(became) == {None, "db", "web", "nobody"}
     assert "started" in (trial / "services" / "db.log").read_text()
     rows = network_log(trial)
     proven = {row.get("service", "main") for row in rows if row["kind"] == "probe"}

@@ -9,7 +9,7 @@ import pytest
 from pier.errors import TaskError
 from pier.image.model import Image, ImageConfig
 from pier.sandbox.compose import Build, Compose, Health, Service, Volume, read_compose
-from pier.sandbox.docker.compose.process import command_of, image_health
+from pier.sandbox.docker.compose.process import command_of, health_of, image_health
 
 pytestmark = pytest.mark.plain
 
@@ -98,6 +98,7 @@ volumes: {data: }
         shm_size=1 << 30,
         extra_hosts={"a": "192.0.2.1", "b": "192.0.2.2"},
         restart="on-failure",
+        restart_tries=3,
     )
     db = compose.services["db"]
     assert (db.image, db.memory, db.cpus, db.restart) == ("db:1", 10 << 20, 2.0, "always")
@@ -134,13 +135,22 @@ def test_variables_see_only_what_they_are_given(tmp_path: Path, monkeypatch: pyt
         ("volumes: ['data:relative']", "is not an absolute path"),
         ("build: ..", "leads out of"),
         ("env_file: ../../etc/passwd", "leads out of"),
-        ("extra_hosts: ['h:host-gateway']", "this machine is out of reach"),
-        ("extra_hosts: ['h=[host-gateway]']", "this machine is out of reach"),
+        ("extra_hosts: ['h:elsewhere']", "h: 'elsewhere' is neither an address nor host-gateway"),
+        ("extra_hosts: [h]", "h: '' is neither an address"),
         ("depends_on: [nobody]", "there is no service 'nobody'"),
         ("depends_on: {main: {condition: sometimes}}", "'sometimes' is not one of"),
         ("depends_on: [main]", "in a ring: main"),
         ("networks: [nowhere]", "there is no network 'nowhere'"),
-        ("healthcheck: {interval: 1s}", "healthcheck.test: is missing"),
+        ("healthcheck: {test: [x]}", r"healthcheck\.test: must be a text, or a list that begins with CMD"),
+        ("healthcheck: {disable: perhaps}", r"healthcheck\.disable: 'perhaps' is neither true nor false"),
+        ("init: perhaps", r"init: 'perhaps' is neither true nor false"),
+        ("cpus: inf", "cpus: 'inf' is no number"),
+        ("cpus: -1", "cpus: must not be negative"),
+        ("tmpfs: run", "'run' is not an absolute path"),
+        ("volumes: [{type: npipe, source: x, target: /x}]", r"volumes\.type: 'npipe' is not one of"),
+        ("volumes: [{type: bind, target: /x}]", "what is to be bound at /x is not said"),
+        ("volumes: [{source: v, target: /x, volume: {subpath: y}}]", r"volumes\.volume\.subpath: is not supported"),
+        ("deploy: {restart_policy: {condition: maybe}}", r"restart_policy\.condition: 'maybe' is not one of"),
         ("healthcheck: {test: x, interval: soon}", "'soon' is no time such as"),
         ("mem_limit: much", "'much' is no size such as"),
         ("deploy: {replicas: 2}", "only one replica"),
@@ -165,7 +175,13 @@ BOMB = "x-0: &0 [x]\n" + "".join(f"x-{n}: &{n} [{', '.join([f'*{n - 1}'] * 9)}]\
         ("services: {main: {image: x}}\nconfigs: {}", "configs: is not supported"),
         ("services: {main: {image: x}}\ninclude: [x]", "include: is not supported"),
         ("services: {main: {image: x}}\nvolumes: {v: {external: true}}", "volumes.v.external: is not supported"),
+        ("services: {main: {image: x}}\nvolumes: {v: {driver: nfs}}", "volumes.v.driver: 'nfs' is not one of local"),
         ("services: {main: {image: x}}\nnetworks: {n: {driver: macvlan}}", "'macvlan' is not supported"),
+        (
+            "services: {main: {image: x}, s: {image: x, depends_on: {main: {"
+            "condition: service_completed_successfully}}}}",
+            "services.s.depends_on.main: the agent works in it",
+        ),
         ("services: {main: {image: x}, ../../escape: {image: x}}", "'../../escape' is no name of letters"),
         ("services: &s {main: {image: x}, x-more: *s}", "is nested without an end"),
         (BOMB, "holds more than"),
@@ -178,7 +194,8 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, text: str, told: str
 
 
 KEYS = """build image command entrypoint environment env_file depends_on healthcheck volumes tmpfs working_dir user
-hostname networks deploy mem_limit cpus extra_hosts restart profiles labels expose ports init stop_signal""".split()
+hostname networks deploy mem_limit cpus extra_hosts restart profiles labels expose ports init stop_signal
+tty stdin_open""".split()
 ODD = ["5", "[5]", "[[x]]", "[{a: 1}]", "{a: [1]}", "{5: {b: c}}", "{a: {b: [{}]}}", "null", "[null]", "x", "true"]
 
 
@@ -191,6 +208,34 @@ def test_odd_values_are_read_or_named(tmp_path: Path, key: str) -> None:
         except TaskError as error:
             told.append(str(error))
     assert all("docker-compose.yaml" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        ("restart: 'on-failure:4'", ("on-failure", 4)),
+        ("deploy: {restart_policy: {condition: on-failure, max_attempts: 2}}", ("on-failure", 2)),
+        ("deploy: {restart_policy: {}}", ("always", None)),
+        ("restart: 'no', deploy: {restart_policy: {condition: any}}", ("no", None)),
+    ],
+)
+def test_how_often_a_service_is_started_again(tmp_path: Path, keys: str, found: tuple[str, int | None]) -> None:
+    service = read_main(tmp_path, f"image: x, {keys}")
+    assert (service.restart, service.restart_tries) == found
+
+
+def test_values_that_variables_were_filled_into(tmp_path: Path) -> None:
+    keys = "init: '${YES}', tty: '${NO}', stdin_open: on, depends_on: {gone: {required: '${NO}'}}"
+    service = read_main(tmp_path, f"image: x, {keys}", YES="true", NO="false")
+    assert (service.init, service.tty, service.stdin_open) == (True, False, True)
+    assert service.depends_on == {}
+
+
+@pytest.mark.parametrize("keys", ["extra_hosts: ['h:host-gateway']", "extra_hosts: {h: host-gateway}"])
+def test_the_machine_of_the_engine_is_an_address_that_leads_nowhere(tmp_path: Path, keys: str) -> None:
+    compose = read(tmp_path, f"services: {{main: {{image: x, {keys}}}}}")
+    assert compose.main.extra_hosts == {"h": "169.254.0.1"}
+    assert "services.main.extra_hosts: h: this machine is out of reach" in compose.notes[0]
 
 
 def test_ports_are_not_published(tmp_path: Path) -> None:
@@ -206,7 +251,11 @@ def test_commands_are_made_as_engines_make_them() -> None:
     assert command_of(Service("side", entrypoint=(), command=("own",)), image) == ("own",)
     with pytest.raises(TaskError, match="has no command"):
         command_of(Service("side"), Image("x", "x"))
-    assert command_of(Service("main"), image) == ()
+    assert command_of(Service("side", entrypoint=()), image) == ("default",)
+    wait = ("sh", "-c", "sleep infinity")
+    assert command_of(Service("main"), image) == ("entry", *wait)
+    assert command_of(Service("main", entrypoint=("own",)), image) == ("own", *wait)
+    assert command_of(Service("main"), Image("x", "x", config=ImageConfig(cmd=("default",)))) == ()
     for idle in (("sleep", "infinity"), ("sh", "-c", "sleep infinity"), ("tail", "-f", "/dev/null")):
         assert command_of(Service("main", command=idle, entrypoint=()), image) == ()
     assert command_of(Service("main", command=("serve",)), image) == ("entry", "serve")
@@ -217,3 +266,8 @@ def test_an_images_own_health_check_counts() -> None:
     found = image_health(Image("x", "x", config=ImageConfig(healthcheck=own)))
     assert found == Health(("/bin/sh", "-c", "test -e /x"), interval=2.0, retries=9)
     assert image_health(Image("x", "x", config=ImageConfig(healthcheck={"Test": ["NONE"]}))) is None
+    image = Image("x", "x", config=ImageConfig(healthcheck=own))
+    slower = Service("side", health=Health((), interval=60.0))
+    assert health_of(slower, image) == Health(("/bin/sh", "-c", "test -e /x"), interval=60.0)
+    assert health_of(slower, Image("x", "x")) is None
+    assert health_of(Service("side", ignore_health=True), image) is None

@@ -50,7 +50,8 @@ async def collect_artifacts(
         place = sandbox.service(artifact.service or MAIN)
         if place is None:
             record.warn(f"artifact {artifact.source}: there is no service {artifact.service!r}")
-            found.append(Collected(artifact.source, artifact.source.lstrip("/"), "skipped"))
+            where = artifact.destination or artifact.source.lstrip("/")
+            found.append(Collected(artifact.source, where, "skipped", service=str(artifact.service)))
             continue
         row = await _collect(place, artifact, directory, workdir, found, record)
         if row is not None:

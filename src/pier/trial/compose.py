@@ -10,7 +10,7 @@ from pathlib import Path
 from pier.agent.contract import AGENT_LOGS
 from pier.image.model import Image
 from pier.sandbox.compose import MAIN, Compose, Service
-from pier.sandbox.compose.read import LOGS
+from pier.sandbox.compose.storage import LOGS
 from pier.task import resolve_env
 from pier.task.config import Environment
 from pier.trial.images import ImageWish, TrialImages
@@ -52,8 +52,11 @@ def service_wish(service: Service) -> ImageWish | None:
 
 
 async def service_images(compose: Compose, main: ImageWish, images: TrialImages) -> dict[str, Image]:
-    """The images of all services, each fetched or built once."""
+    """The images of all services, each fetched or built once. What one of them builds under a name is what the others
+    mean by that name."""
     wishes = {name: main if name == MAIN else service_wish(service) for name, service in compose.services.items()}
+    built = {one.image: wishes[name] for name, one in compose.services.items() if one.build and one.image}
+    wishes = {name: built.get(compose.services[name].image or "", wish) for name, wish in wishes.items()}
     asked = (replace(wish or main, network=main.network) for wish in wishes.values())
     found = await asyncio.gather(*(images.get(wish) for wish in asked))
     return dict(zip(wishes, found, strict=True))

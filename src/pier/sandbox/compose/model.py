@@ -28,7 +28,7 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """When a service counts as healthy. Times are in seconds."""
+    """When a service counts as healthy. Times are in seconds. Without a test it is the image's own, at these times."""
 
     test: tuple[str, ...]
     interval: float = 30.0
@@ -77,6 +77,12 @@ class Service:
     gpus: int = 0
     extra_hosts: Mapping[str, str] = field(default_factory=dict)
     restart: Restart = "no"
+    restart_tries: int | None = None
+    """How often it is started again at most; None is without an end."""
+    init: bool = False
+    """An init of the engine's is process 1, and not the service's own program."""
+    tty: bool = False
+    stdin_open: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from pier.errors import TaskError
-from pier.sandbox.compose.model import MAIN, Build, Compose, Condition, Health, Restart, Service, Volume
+from pier.sandbox.compose.model import MAIN, Build, Compose, Condition, Health, Restart, Service
+from pier.sandbox.compose.resources import read_limits
+from pier.sandbox.compose.storage import read_tmpfs, read_volumes
 from pier.sandbox.compose.variables import Variables, read_env_file
 from pier.sandbox.compose.words import Place
 
-LOGS = "/.pier/"
-"""Paths below this stand for directories of logs of the host, which Harbor's tasks mount and pier fetches instead."""
+NOWHERE = "169.254.0.1"
+"""Stands for this machine where a file asks for it: an address that every policy refuses at once."""
 
 _TOP = {"name", "version", "services", "networks", "volumes"}
 _QUIET = {
-    "container_name", "expose", "init", "labels", "logging", "platform", "ports", "profiles", "pull_policy",
-    "stdin_open", "stop_grace_period", "stop_signal", "tty",
+    "container_name", "expose", "labels", "logging", "memswap_limit", "platform", "ports", "profiles", "pull_policy",
+    "stop_grace_period", "stop_signal",
 }  # fmt: skip
 """Keys without effect here, or with one that no key of the model holds."""
 _SERVICE = _QUIET | {
     "build", "command", "cpus", "depends_on", "deploy", "entrypoint", "env_file", "environment", "extra_hosts", "gpus",
-    "healthcheck", "hostname", "image", "mem_limit", "memswap_limit", "networks", "pids_limit", "restart", "shm_size",
-    "tmpfs", "user", "volumes", "working_dir",
+    "healthcheck", "hostname", "image", "init", "mem_limit", "networks", "pids_limit", "restart", "shm_size",
+    "stdin_open", "tmpfs", "tty", "user", "volumes", "working_dir",
 }  # fmt: skip
 _BUILD = {"context", "dockerfile", "args", "target", "network", "tags", "labels"}
 _HEALTH = {"test", "interval", "timeout", "retries", "start_period", "start_interval", "disable"}
-_VOLUME = {"type", "source", "target", "read_only", "bind", "volume", "tmpfs", "consistency"}
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]*")
 _CONDITIONS = ("service_started", "service_healthy", "service_completed_successfully")
 
@@ -52,8 +54,8 @@ def _read(path: Path, variables: Mapping[str, str]) -> Compose:
         top = place.mapping(known.fill(data, ""), _TOP)
     except RecursionError:
         raise TaskError(f"{path}: is nested without an end", code="compose") from None
-    reader = _Reader(path, known)
     tables = place.at("services").mapping(top.get("services"))
+    reader = _Reader(path, known, set(tables))
     if MAIN not in tables:
         raise place.at("services").error(f"there is no service {MAIN!r}", "the agent works in the service main")
     for name in tables:
@@ -63,7 +65,8 @@ def _read(path: Path, variables: Mapping[str, str]) -> Compose:
     networks = _networks(top, place)
     volumes = place.at("volumes").mapping(top.get("volumes"))
     for name, table in volumes.items():
-        place.at(f"volumes.{name}").mapping(table, {"name", "labels", "driver"})
+        at = place.at(f"volumes.{name}")
+        at.at("driver").one_of(at.mapping(table, {"name", "labels", "driver"}).get("driver") or "local", ("local",))
     wanted = _wanted(services, {name: (table or {}).get("profiles") for name, table in tables.items()})
     for service in wanted.values():
         _check(service, services, networks, set(volumes), Place(path, f"services.{service.name}"))
@@ -79,7 +82,7 @@ def _networks(top: dict[str, Any], place: Place) -> dict[str, bool]:
         keys = at.mapping(table, {"name", "driver", "internal", "attachable", "labels", "ipam", "enable_ipv6"})
         if keys.get("driver") not in (None, "bridge", "default"):
             raise at.at("driver").error(f"{keys['driver']!r} is not supported", "leave it out")
-        found[name] = bool(keys.get("internal"))
+        found[name] = at.at("internal").flag(keys.get("internal"))
     return found
 
 
@@ -94,9 +97,11 @@ def _wanted(services: dict[str, Service], profiles: dict[str, Any]) -> dict[str,
 def _check(
     service: Service, services: dict[str, Service], networks: dict[str, bool], volumes: set[str], place: Place
 ) -> None:
-    for other in service.depends_on:
+    for other, condition in service.depends_on.items():
         if other not in services:
             raise place.at("depends_on").error(f"there is no service {other!r}")
+        if other == MAIN and condition == "service_completed_successfully":
+            raise place.at(f"depends_on.{other}").error("the agent works in it, so it does not end before the services")
     for name in service.networks:
         if name not in networks:
             raise place.at("networks").error(f"there is no network {name!r}", "declare it under networks")
@@ -118,9 +123,10 @@ def _refuse_rings(services: dict[str, Service], place: Place) -> None:
 
 
 class _Reader:
-    def __init__(self, path: Path, variables: Variables) -> None:
+    def __init__(self, path: Path, variables: Variables, names: set[str]) -> None:
         self.path = path
         self.root = path.parent
+        self.names = names
         self.variables = variables
         self.notes: list[str] = []
 
@@ -129,9 +135,12 @@ class _Reader:
         keys = place.mapping(table, _SERVICE)
         if keys.get("ports"):
             self.notes.append(f"{place.path.name}: {place.key}.ports: not published on this machine")
-        limits = self._limits(keys, place)
         health, ignored = _health(keys.get("healthcheck"), place.at("healthcheck"))
-        volumes, tmpfs = self._volumes(keys.get("volumes"), place.at("volumes"))
+        volumes, tmpfs = read_volumes(keys.get("volumes"), place.at("volumes"), self.root)
+        deploy = place.at("deploy").mapping(keys.get("deploy"), {"resources", "replicas", "restart_policy", "mode"})
+        if deploy.get("replicas") not in (None, 1):
+            raise place.at("deploy.replicas").error("only one replica of each service is supported")
+        restart, tries = _restart(keys, deploy, place)
         return Service(
             name=name,
             image=keys.get("image") or None,
@@ -139,19 +148,23 @@ class _Reader:
             command=place.at("command").command(keys.get("command")),
             entrypoint=place.at("entrypoint").command(keys.get("entrypoint")),
             env=self._env(keys, place),
-            depends_on=_depends_on(keys.get("depends_on"), place.at("depends_on")),
+            depends_on=_depends_on(keys.get("depends_on"), place.at("depends_on"), self.names),
             health=health,
             ignore_health=ignored,
             volumes=volumes,
-            tmpfs={**tmpfs, **_tmpfs(keys.get("tmpfs"), place.at("tmpfs"))},
+            tmpfs={**tmpfs, **read_tmpfs(keys.get("tmpfs"), place.at("tmpfs"))},
             workdir=keys.get("working_dir") or None,
             user=str(keys["user"]) if keys.get("user") not in (None, "") else None,
             hostname=keys.get("hostname") or None,
             networks=_memberships(keys, place),
-            extra_hosts=_hosts(keys.get("extra_hosts"), place.at("extra_hosts")),
-            restart=_restart(keys.get("restart"), place.at("restart")),
+            extra_hosts=self._hosts(keys.get("extra_hosts"), place.at("extra_hosts")),
+            restart=restart,
+            restart_tries=tries,
+            init=place.at("init").flag(keys.get("init")),
+            tty=place.at("tty").flag(keys.get("tty")),
+            stdin_open=place.at("stdin_open").flag(keys.get("stdin_open")),
             shm_size=place.at("shm_size").size(keys.get("shm_size")),
-            **limits,
+            **read_limits(keys, deploy, place),
         )
 
     def _build(self, value: Any, place: Place) -> Build:
@@ -164,13 +177,27 @@ class _Reader:
         args = {name: self.variables.known.get(name, "") if each is None else each for name, each in pairs.items()}
         return Build(context, dockerfile, args, keys.get("target") or None)
 
+    def _hosts(self, value: Any, place: Place) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for name, address in place.pairs(value, "=:").items():
+            bare = (address or "").strip("[] ")
+            if bare == "host-gateway":
+                self.notes.append(f"{place.path.name}: {place.key}: {name}: this machine is out of reach of every task")
+                bare = NOWHERE
+            try:
+                found[name] = str(ipaddress.ip_address(bare))
+            except ValueError:
+                raise place.error(f"{name}: {bare!r} is neither an address nor host-gateway") from None
+        return found
+
     def _env(self, keys: dict[str, Any], place: Place) -> dict[str, str]:
         found: dict[str, str] = {}
         rows = keys.get("env_file")
         for row in rows if isinstance(rows, list) else [rows] if rows else []:
             at = place.at("env_file")
             entry = at.mapping(row if isinstance(row, dict) else {"path": row}, {"path", "required", "format"})
-            if not entry.get("required", True) and not (self.root / str(entry["path"])).exists():
+            required = at.at("required").flag(entry.get("required"), True)
+            if not required and not (self.root / str(entry["path"])).exists():
                 continue
             found |= read_env_file(at.inside(str(entry["path"]), self.root), self.variables)
         for name, value in place.at("environment").pairs(keys.get("environment")).items():
@@ -180,63 +207,8 @@ class _Reader:
                 found[name] = self.variables.known[name]
         return found
 
-    def _limits(self, keys: dict[str, Any], place: Place) -> dict[str, Any]:
-        """Limits by their old keys and by those of `deploy`, which come first."""
-        deploy = place.at("deploy").mapping(keys.get("deploy"), {"resources", "replicas", "restart_policy", "mode"})
-        if deploy.get("replicas") not in (None, 1):
-            raise place.at("deploy.replicas").error("only one replica of each service is supported")
-        at = place.at("deploy.resources")
-        resources = at.mapping(deploy.get("resources"), {"limits", "reservations"})
-        limits = at.at("limits").mapping(resources.get("limits"), {"cpus", "memory", "pids"})
-        kept = at.at("reservations").mapping(resources.get("reservations"), {"cpus", "memory", "devices"})
-        gpus = keys.get("gpus")
-        processes = place.at("pids_limit").number(limits.get("pids") or keys.get("pids_limit"))
-        return {
-            "cpus": place.at("cpus").number(limits.get("cpus") or keys.get("cpus")) or None,
-            "memory": place.at("mem_limit").size(limits.get("memory") or keys.get("mem_limit")) or None,
-            "processes": int(processes) if processes and processes > 0 else None,
-            "gpus": _gpus(kept.get("devices"), at.at("reservations.devices")) or _count(gpus, place.at("gpus")),
-        }
 
-    def _volumes(self, rows: Any, place: Place) -> tuple[tuple[Volume, ...], dict[str, int | None]]:
-        volumes: list[Volume] = []
-        tmpfs: dict[str, int | None] = {}
-        for row in rows if isinstance(rows, list) else [rows] if rows else []:
-            keys = place.mapping(row, _VOLUME) if isinstance(row, dict) else _short_volume(str(row), place)
-            source, target = str(keys.get("source") or ""), str(keys.get("target") or "")
-            if not target.startswith("/"):
-                raise place.error(f"the target {target!r} is not an absolute path")
-            if keys.get("type") == "tmpfs":
-                tmpfs[target] = place.size((keys.get("tmpfs") or {}).get("size"))
-                continue
-            if source.startswith(LOGS):
-                continue
-            read_only = bool(keys.get("read_only"))
-            if not source:
-                volumes.append(Volume(target, name=f"/{len(volumes)}{target}", read_only=read_only))
-            elif keys.get("type") == "bind" or source.startswith((".", "/", "~")):
-                if source.startswith(("/", "~")) and not Path(source).is_relative_to(self.root):
-                    hint = "use a path beside the compose file, or a named volume"
-                    raise place.error(f"{source!r} is a path of the machine, which no task may mount", hint)
-                volumes.append(Volume(target, source=place.inside(source, self.root), read_only=read_only))
-            else:
-                volumes.append(Volume(target, name=source, read_only=read_only))
-        return tuple(volumes), tmpfs
-
-
-def _short_volume(text: str, place: Place) -> dict[str, Any]:
-    parts = text.split(":")
-    if len(parts) > 3:
-        raise place.error(f"{text!r} is not of the form source:target:mode")
-    if len(parts) == 1:
-        return {"target": parts[0]}
-    modes = parts[2].split(",") if len(parts) == 3 else []
-    if strange := set(modes) - {"ro", "rw", "z", "Z", "cached", "delegated", "consistent"}:
-        raise place.error(f"{text!r}: the mode {min(strange)!r} is not supported")
-    return {"source": parts[0], "target": parts[1], "read_only": "ro" in modes}
-
-
-def _depends_on(value: Any, place: Place) -> dict[str, Condition]:
+def _depends_on(value: Any, place: Place, known: set[str]) -> dict[str, Condition]:
     if not isinstance(value, dict):
         return {name: cast(Condition, "service_started") for name in place.texts(value)}
     found: dict[str, Condition] = {}
@@ -244,22 +216,23 @@ def _depends_on(value: Any, place: Place) -> dict[str, Condition]:
         at = place.at(name)
         keys = at.mapping(table, {"condition", "required", "restart"})
         condition = at.at("condition").one_of(keys.get("condition", "service_started"), _CONDITIONS)
-        found[name] = cast(Condition, condition)
+        if str(name) in known or at.at("required").flag(keys.get("required"), True):
+            found[str(name)] = cast(Condition, condition)
     return found
 
 
 def _health(value: Any, place: Place) -> tuple[Health | None, bool]:
     keys = place.mapping(value, _HEALTH)
     test = keys.get("test")
-    if keys.get("disable") or test in ("NONE", ["NONE"]):
+    if place.at("disable").flag(keys.pop("disable", None)) or test in ("NONE", ["NONE"]):
         return None, True
-    if test is None:
-        if keys:
-            raise place.at("test").error("is missing")
+    if not keys:
         return None, False
     words = place.at("test").texts(test)
-    if isinstance(test, str) or words[:1] == ["CMD-SHELL"]:
-        argv: tuple[str, ...] = ("/bin/sh", "-c", words[-1])
+    if test is None:
+        argv: tuple[str, ...] = ()
+    elif isinstance(test, str) or words[:1] == ["CMD-SHELL"]:
+        argv = ("/bin/sh", "-c", words[-1])
     elif words[:1] == ["CMD"] and len(words) > 1:
         argv = tuple(words[1:])
     else:
@@ -274,15 +247,6 @@ def _health(value: Any, place: Place) -> tuple[Health | None, bool]:
         place.at("start_interval").seconds(keys.get("start_interval"), usual.start_interval),
         int(retries) if retries else usual.retries,
     ), False
-
-
-def _tmpfs(value: Any, place: Place) -> dict[str, int | None]:
-    found: dict[str, int | None] = {}
-    for row in place.texts(value):
-        target, _, options = row.partition(":")
-        size = next((part[5:] for part in options.split(",") if part.startswith("size=")), None)
-        found[target] = place.size(size)
-    return found
 
 
 def _memberships(keys: dict[str, Any], place: Place) -> dict[str, tuple[str, ...]]:
@@ -300,36 +264,20 @@ def _memberships(keys: dict[str, Any], place: Place) -> dict[str, tuple[str, ...
     return found
 
 
-def _hosts(value: Any, place: Place) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, address in place.pairs(value, "=:").items():
-        bare = (address or "").strip("[] ")
-        if not bare or bare == "host-gateway":
-            raise place.error(f"{name}: this machine is out of reach of every task", "leave it out")
-        found[name] = bare
-    return found
-
-
-def _restart(value: Any, place: Place) -> Restart:
+def _restart(keys: dict[str, Any], deploy: dict[str, Any], place: Place) -> tuple[Restart, int | None]:
+    """Whether it is started again, and how often at most: by `restart`, or else by the policy of `deploy`."""
+    value, at = keys.get("restart"), place.at("restart")
+    if value is None and deploy.get("restart_policy") is not None:
+        at = place.at("deploy.restart_policy")
+        policy = at.mapping(deploy["restart_policy"], {"condition", "delay", "max_attempts", "window"})
+        condition = at.at("condition").one_of(policy.get("condition", "any"), ("none", "on-failure", "any"))
+        tries = at.at("max_attempts").number(policy.get("max_attempts"))
+        how: Restart = "no" if condition == "none" else "on-failure" if condition == "on-failure" else "always"
+        return how, int(tries) if tries else None
     if value in (None, False, "no"):
-        return "no"
+        return "no", None
     if isinstance(value, str) and value.partition(":")[0] == "on-failure":
-        return "on-failure"
-    place.one_of(value, ("no", "on-failure", "always", "unless-stopped"))
-    return "always"
-
-
-def _gpus(rows: Any, place: Place) -> int:
-    total = 0
-    for row in rows or []:
-        keys = place.mapping(row, {"driver", "count", "capabilities", "device_ids", "options"})
-        if "gpu" not in place.at("capabilities").texts(keys.get("capabilities")):
-            raise place.at("capabilities").error("only devices with the capability gpu are supported")
-        total += _count(keys.get("count", len(keys.get("device_ids") or []) or "all"), place.at("count"))
-    return total
-
-
-def _count(value: Any, place: Place) -> int:
-    if value == "all":
-        return -1
-    return int(place.number(value) or 0)
+        tries = at.number(value.partition(":")[2])
+        return "on-failure", int(tries) if tries else None
+    at.one_of(value, ("no", "on-failure", "always", "unless-stopped"))
+    return "always", None

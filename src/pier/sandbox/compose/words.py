@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -14,6 +15,11 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m|h|d)")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+_FLAGS = {
+    **dict.fromkeys(("true", "yes", "on", "1", "y"), True),
+    **dict.fromkeys(("false", "no", "off", "0", "n"), False),
+}
 
 
 class Place:
@@ -95,9 +101,23 @@ class Place:
         if value is None or value == "":
             return None
         try:
-            return float(value)
+            found = float(value)
         except (TypeError, ValueError):
-            raise self.error(f"{value!r} is no number") from None
+            found = math.nan
+        if not math.isfinite(found):
+            raise self.error(f"{value!r} is no number")
+        return found
+
+    def flag(self, value: Any, default: bool = False) -> bool:
+        """True or false, also as a text that a variable was filled into."""
+        if value is None or value == "":
+            return default
+        if isinstance(value, bool):
+            return value
+        word = str(value).lower()
+        if word not in _FLAGS:
+            raise self.error(f"{value!r} is neither true nor false")
+        return _FLAGS[word]
 
     def one_of(self, value: Any, known: tuple[str, ...]) -> str:
         if value not in known:

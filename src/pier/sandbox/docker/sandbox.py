@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 from pier.errors import SandboxError
-from pier.sandbox.contract import ProtocolFactory, SandboxSpec
+from pier.sandbox.contract import OUTPUT_LIMIT, OnOutput, ProtocolFactory, SandboxSpec
 from pier.sandbox.docker.box import ContainerBox
 from pier.sandbox.docker.far_channel import FarChannel
 from pier.sandbox.linux.channel import close_all
+from pier.sandbox.linux.process import LinuxProcess
 from pier.sandbox.linux.sandbox import Home, LinuxListener, LinuxSandbox
 
 
@@ -20,6 +22,20 @@ class DockerSandbox(LinuxSandbox[ContainerBox]):
     def __init__(self, spec: SandboxSpec, box: ContainerBox, home: Home[ContainerBox]) -> None:
         super().__init__(spec, box, home)
         self.network = box.entered.network(spec.network, spec.on_decision)
+
+    async def spawn_first(
+        self,
+        argv: Sequence[str],
+        *,
+        user: str | None = None,
+        tty: bool = False,
+        stdin: bool = False,
+        on_output: OnOutput | None = None,
+    ) -> LinuxProcess:
+        """`spawn` a program as process 1 of a process namespace of its own. Commands that come later join it there,
+        until it ends; the sandbox goes on without it. There is one such program at a time."""
+        request = self._request(argv, None, None, user) | {"first": True}
+        return await self._start(request, on_output, OUTPUT_LIMIT, tty=tty, wants_input=stdin)
 
     async def listen(self, port: int, factory: ProtocolFactory, *, host: str = "127.0.0.1") -> LinuxListener:
         channel = self.box.channel

@@ -1,7 +1,8 @@
 """The program of one service: started when what it depends on is there, watched, and started again if it asks for it.
 
-pier runs it in the service's container, as the engine would, after the network is in place. So there is no moment in
-which a service runs without its policy, or asks for a neighbour that has no address yet.
+pier runs it in the service's container after the network is in place: as process 1 of a process namespace of its own,
+or below an init if it asks for one. So there is no moment in which a service runs without its policy, or asks for a
+neighbour that has no address yet; and what it wrote is still there when it has ended.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any
 from pier.errors import SandboxError, TaskError
 from pier.image.model import Image
 from pier.sandbox.compose.model import MAIN, Health, Service
-from pier.sandbox.contract import Process, Sandbox, Stream
+from pier.sandbox.contract import Process, Result, Stream
+from pier.sandbox.docker.sandbox import DockerSandbox
 
 _IDLE = re.compile(r"(exec )?(sleep (infinity|inf|\d+[smhd]?)|tail -f /dev/null)")
+_WAIT = ("sh", "-c", "sleep infinity")
 _TAIL = 2000
 _LOST = 137
 _SLOWEST = 60.0
@@ -28,7 +31,7 @@ class ServiceProcess:
     """What runs in a service. `start` it once; `ready` returns when it is healthy, or is over and well."""
 
     def __init__(
-        self, service: Service, sandbox: Sandbox, image: Image, on_output: Callable[[str, bytes], None] | None
+        self, service: Service, sandbox: DockerSandbox, image: Image, on_output: Callable[[str, bytes], None] | None
     ) -> None:
         self.service = service
         self.started = asyncio.Event()
@@ -36,7 +39,7 @@ class ServiceProcess:
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._sandbox = sandbox
         self._argv = command_of(service, image)
-        self._health = None if service.ignore_health else service.health or image_health(image)
+        self._health = health_of(service, image)
         self._on_output = on_output
         self._tail = b""
         self._watching: asyncio.Task[None] | None = None
@@ -47,8 +50,12 @@ class ServiceProcess:
         self.started.set()
 
     async def _spawn(self) -> Process:
+        service = self.service
+        begin = self._sandbox.spawn if service.init else self._sandbox.spawn_first
         try:
-            return await self._sandbox.spawn(self._argv, user=self.service.user, on_output=self._hear)
+            return await begin(
+                self._argv, user=service.user, tty=service.tty, stdin=service.stdin_open, on_output=self._hear
+            )
         except SandboxError as error:
             raise self.failure(f"cannot be started: {error}") from error
 
@@ -60,18 +67,22 @@ class ServiceProcess:
     async def _watch(self, process: Process) -> None:
         """Wait for the end, and start it again as `restart` says. What the agent works in is never started again: what
         it ran would then run beside the tests."""
-        pause, code = 0.1, _LOST
+        pause, code, tries = 0.1, _LOST, self.service.restart_tries
         wanted = "no" if self.service.name == MAIN else self.service.restart
         try:
-            code = (await process.wait()).exit_code
-            while wanted == "always" or (wanted == "on-failure" and code):
+            code = self._note(await process.wait())
+            while tries != 0 and (wanted == "always" or (wanted == "on-failure" and code)):
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, _SLOWEST)
-                code = (await (await self._spawn()).wait()).exit_code
+                pause, tries = min(2 * pause, _SLOWEST), None if tries is None else tries - 1
+                code = self._note(await (await self._spawn()).wait())
         except (SandboxError, TaskError) as error:
             self._hear("stdout", f"[{error}]\n".encode())
-        self._hear("stdout", f"[ended with exit code {code}]\n".encode())
         self.ended.set_result(code)
+
+    def _note(self, result: Result) -> int:
+        why = ", since all memory of its limit was in use" if result.out_of_memory else ""
+        self._hear("stdout", f"[ended with exit code {result.exit_code}{why}]\n".encode())
+        return result.exit_code
 
     async def ready(self) -> None:
         """Return when it is healthy, or at once if nobody says what that is. `TaskError` if it ended in failure."""
@@ -90,10 +101,18 @@ class ServiceProcess:
         finally:
             checking.cancel()
 
+    async def becomes_healthy(self) -> None:
+        """Return when it is healthy. `TaskError` if it has ended, also if it ended well: it never will be."""
+        healthy = asyncio.ensure_future(self.healthy.wait())
+        try:
+            await asyncio.wait([healthy, self.ended], return_when=asyncio.FIRST_COMPLETED)
+            if not healthy.done():
+                raise self.failure(f"ended with exit code {self.ended.result()} before it was healthy")
+        finally:
+            healthy.cancel()
+
     async def completed(self) -> None:
         """Return when it ended well."""
-        if not self._argv:
-            return
         if code := await asyncio.shield(self.ended):
             raise self.failure(f"ended with exit code {code}")
 
@@ -124,14 +143,15 @@ class ServiceProcess:
 
 
 def command_of(service: Service, image: Image) -> tuple[str, ...]:
-    """What a service runs. What the agent works in runs something only if the file says so, and it is no mere wait."""
+    """What a service runs, as engines put it together. What the agent works in waits, as with Harbor, if the file says
+    nothing else; a mere wait needs no program."""
     config = image.config
-    if service.name == MAIN and service.command is None and service.entrypoint is None:
-        return ()
-    if service.entrypoint is None:
-        argv = (*config.entrypoint, *(config.cmd if service.command is None else service.command))
+    command = _WAIT if service.name == MAIN and service.command is None else service.command
+    if service.entrypoint:
+        argv = (*service.entrypoint, *(command or ()))
     else:
-        argv = (*service.entrypoint, *(service.command or ()))
+        entrypoint = config.entrypoint if service.entrypoint is None else ()
+        argv = (*entrypoint, *(config.cmd if command is None else command))
     if service.name == MAIN and _IDLE.fullmatch(argv[-1] if argv[:2] in _SHELLS else " ".join(argv)):
         return ()
     if not argv and service.name != MAIN:
@@ -140,6 +160,16 @@ def command_of(service: Service, image: Image) -> tuple[str, ...]:
 
 
 _SHELLS = {(shell, option) for shell in ("sh", "bash", "/bin/sh", "/bin/bash") for option in ("-c", "-lc")}
+
+
+def health_of(service: Service, image: Image) -> Health | None:
+    """When a service counts as healthy: as the file says, or else its image; None if neither does."""
+    own = image_health(image)
+    if service.ignore_health or service.health is None:
+        return None if service.ignore_health else own
+    if service.health.test:
+        return service.health
+    return None if own is None else replace(service.health, test=own.test)
 
 
 def image_health(image: Image) -> Health | None:
@@ -152,6 +182,11 @@ def image_health(image: Image) -> Health | None:
         usual = Health(tuple(test[1:]))
     else:
         return None
-    times = {"Interval": "interval", "Timeout": "timeout", "StartPeriod": "start_period"}
+    times = {
+        "Interval": "interval",
+        "Timeout": "timeout",
+        "StartPeriod": "start_period",
+        "StartInterval": "start_interval",
+    }
     said = {field: own[key] / 1e9 for key, field in times.items() if own.get(key)}
     return replace(usual, **said, retries=own.get("Retries") or usual.retries)

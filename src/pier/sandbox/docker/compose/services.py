@@ -13,16 +13,19 @@ from pier.network.decision import Decision, OnDecision
 from pier.network.policy import NONE, NetworkPolicy
 from pier.sandbox.compose.model import MAIN, Compose, Composition, Service
 from pier.sandbox.contract import Limits, Mount, SandboxSpec
-from pier.sandbox.docker.compose.process import ServiceProcess
-from pier.sandbox.docker.compose.sandbox import ServicesSandbox
+from pier.sandbox.docker.compose.process import ServiceProcess, health_of
+from pier.sandbox.docker.compose.sandbox import MainSandbox
 from pier.sandbox.docker.compose.volumes import TrialVolumes
 from pier.sandbox.docker.sandbox import DockerSandbox
 
 if TYPE_CHECKING:
     from pier.sandbox.docker.backend import DockerBackend
 
+_MOST_PROCESSES = 4096
+"""What a sidecar may have of them, if nobody says how many."""
 
-async def start_services(backend: DockerBackend, spec: SandboxSpec) -> ServicesSandbox:
+
+async def start_services(backend: DockerBackend, spec: SandboxSpec) -> DockerSandbox:
     """Start all services and wait until they are up; when this raises or is cancelled nothing is left."""
     assert spec.compose is not None
     group = ServiceGroup(backend, spec, spec.compose)
@@ -31,7 +34,7 @@ async def start_services(backend: DockerBackend, spec: SandboxSpec) -> ServicesS
     except BaseException:
         await asyncio.shield(group.stop())
         raise
-    return ServicesSandbox(group.sandboxes, group.check, group.set_network, group.stop)
+    return group.sandboxes[MAIN]
 
 
 class ServiceGroup:
@@ -49,11 +52,14 @@ class ServiceGroup:
         self._volumes: TrialVolumes | None = None
         self._close_hub: Callable[[], Awaitable[None]] | None = None
         self._stopping: asyncio.Task[None] | None = None
+        self._most_memory = 0
         if len(self._networks) > lan.MOST or len(self._hosts) > lan.LAST - lan.FIRST:
             raise TaskError(f"{self._compose.path}: too many services or networks", code="compose")
 
     async def start(self) -> None:
+        self._check_conditions()
         self._volumes = volumes = await self._backend.volumes(self._wanted.images[MAIN])
+        self._most_memory = await self._backend.memory() // 2
         services = self._compose.services.values()
         binds = {service.name: await self._binds(service, volumes) for service in services}
         await _all(self._start_container(service, binds[service.name]) for service in services)
@@ -64,6 +70,21 @@ class ServiceGroup:
             image, sandbox = self._wanted.images[service.name], self.sandboxes[service.name]
             self._processes[service.name] = ServiceProcess(service, sandbox, image, self._wanted.on_output)
         await _all(self._bring_up(process) for process in self._processes.values())
+
+    def _check_conditions(self) -> None:
+        """Refuse to wait for the health of a service of which nobody says what that is."""
+        for service in self._compose.services.values():
+            for name, condition in service.depends_on.items():
+                other = self._compose.services[name]
+                if condition != "service_healthy" or health_of(other, self._wanted.images[name]) is not None:
+                    continue
+                why = "is disabled" if other.ignore_health else "is neither in the file nor in its image"
+                raise TaskError(
+                    f"{self._compose.path}: services.{service.name}.depends_on.{name}: waits for service_healthy, but "
+                    f"the healthcheck of {name!r} {why}",
+                    hint=f"give {name} a healthcheck, or wait for service_started",
+                    code="compose",
+                )
 
     async def _binds(self, service: Service, volumes: TrialVolumes) -> list[str]:
         found: list[str] = []
@@ -88,36 +109,54 @@ class ServiceGroup:
         }
         if service.shm_size:
             more["ShmSize"] = service.shm_size
-        sandbox = await self._backend.start_container(self._service_spec(service, hostname), more)
+        kind = MainSandbox if service.name == MAIN else DockerSandbox
+        sandbox = await self._backend.start_container(self._service_spec(service, hostname), more, kind)
+        if isinstance(sandbox, MainSandbox):
+            sandbox.group = self
         self.sandboxes[service.name] = sandbox
 
     def _service_spec(self, service: Service, hostname: str) -> SandboxSpec:
         spec = self._spec
         mounts = tuple(Mount(target, None, False, size) for target, size in service.tmpfs.items())
-        own = Limits(service.cpus, service.memory, service.processes)
-        common = {"network": NONE, "hostname": hostname, "compose": None, "on_decision": self._on_decision(service)}
+        common = {
+            "network": NONE,
+            "hostname": hostname,
+            "compose": None,
+            "on_decision": self._on_decision(service),
+            "limits": self._limits(service),
+        }
         if service.name != MAIN:
             return replace(
                 spec,
                 **common,
                 image=self._wanted.images[service.name],
-                limits=own,
                 mounts=mounts,
                 env=dict(service.env),
                 user=service.user,
                 workdir=service.workdir,
                 gpus=service.gpus,
             )
-        limits = replace(spec.limits, **{name: value for name, value in _said(own).items() if value is not None})
         return replace(
             spec,
             **common,
-            limits=limits,
             mounts=(*spec.mounts, *mounts),
             env={**service.env, **spec.env},
             user=spec.user or service.user,
             workdir=spec.workdir or service.workdir,
             gpus=spec.gpus or service.gpus,
+        )
+
+    def _limits(self, service: Service) -> Limits:
+        """What the file says of a service, else what the task and the run say. A sidecar of which nobody says anything
+        gets no more than leaves room for others."""
+        said = {"cpus": service.cpus, "memory": service.memory, "processes": service.processes}
+        limits = replace(self._spec.limits, **{name: value for name, value in said.items() if value is not None})
+        if service.name == MAIN:
+            return limits
+        return replace(
+            limits,
+            memory=limits.memory or self._most_memory,
+            processes=limits.processes or _MOST_PROCESSES,
         )
 
     def _on_decision(self, service: Service) -> OnDecision | None:
@@ -156,7 +195,7 @@ class ServiceGroup:
     async def set_network(self, policy: NetworkPolicy) -> None:
         """Put a policy in force in every service, and prove it in every one."""
         await _all(
-            self.sandboxes[service.name].set_network(NONE if self._is_internal(service) else policy)
+            DockerSandbox.set_network(self.sandboxes[service.name], NONE if self._is_internal(service) else policy)
             for service in self._compose.services.values()
         )
 
@@ -176,7 +215,7 @@ class ServiceGroup:
             other = self._processes[name]
             await other.started.wait()
             if condition == "service_healthy":
-                await other.healthy.wait()
+                await other.becomes_healthy()
             elif condition == "service_completed_successfully":
                 await other.completed()
         await process.start()
@@ -190,7 +229,9 @@ class ServiceGroup:
 
     async def _stop(self) -> None:
         await asyncio.gather(*(process.stop() for process in self._processes.values()))
-        outcomes = await asyncio.gather(*(one.stop() for one in self.sandboxes.values()), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(DockerSandbox.stop(one) for one in self.sandboxes.values()), return_exceptions=True
+        )
         if self._close_hub is not None:
             await self._close_hub()
         if self._volumes is not None:
@@ -198,10 +239,6 @@ class ServiceGroup:
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-
-
-def _said(limits: Limits) -> dict[str, Any]:
-    return {"cpus": limits.cpus, "memory": limits.memory, "processes": limits.processes}
 
 
 async def _all(works: Any) -> None:
