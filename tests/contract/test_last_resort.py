@@ -113,7 +113,9 @@ def test_a_frame_that_is_put_on_the_loopback_device_is_told() -> None:
 
 def test_a_kernel_that_cannot_tell_leaves_no_route(monkeypatch: pytest.MonkeyPatch) -> None:
     def try_it() -> bytes:
-        monkeypatch.setattr(last_resort, "_CONFIG", 99 << 8 | 1)
+        monkeypatch.setattr(
+            last_resort, "_LISTEN", b"".join((last_resort._LISTEN[:4], b"\1\x63", last_resort._LISTEN[6:]))
+        )
         assert last_resort.listen() == []
         with socket.socket() as sock:
             return str(sock.connect_ex(("192.0.2.7", 80))).encode()

@@ -16,11 +16,7 @@ import struct
 from pier.network import nftables, plumbing
 from pier.network.rtnetlink import Netlink, attribute, message
 
-_NETFILTER = 12
 _GROUP = 7
-_CONFIG = 4 << 8 | 1
-_ACK = 0x4
-_BIND, _PACKET, _NUMBERED = 1, 2, 1
 _HEAD = 600
 """How much of a packet is told: enough for a lookup's whole question."""
 _LAST = 0xFFFFFFFF
@@ -31,7 +27,17 @@ _LACKING = (
 )  # fmt: skip
 """How a kernel says that it has no packet log, or that not everybody may use it."""
 
-
+_LISTEN = message(
+    4 << 8 | 1,
+    0x4,
+    1,
+    struct.pack(">BBH", socket.AF_UNSPEC, 0, _GROUP)
+    + attribute(1, b"\1")
+    + attribute(2, struct.pack(">IBx", _HEAD, 2))
+    + attribute(5, struct.pack(">I", 1))
+    + attribute(6, struct.pack(">H", 1)),
+)
+"""Binds a socket to the packet log: with packets, each at once, with a number."""
 _RULES = nftables.refusing(_GROUP, plumbing.GATEWAY)
 
 
@@ -50,20 +56,22 @@ def listen() -> list[socket.socket]:
     """Run by a sandbox's init in its network namespace: a socket that tells of refused packets, and one that sends
     answers to lookups. Nothing where the kernel cannot tell: what has no route is then refused in silence."""
     try:
-        telling = _bind()
+        netlink = Netlink(nftables.NETFILTER)
+        try:
+            netlink.socket.send(_LISTEN)
+            netlink.wait({1}, "cannot listen to refused packets (nfnetlink_log)")
+            nftables.commit(_RULES, netlink)
+            _route_here()
+            answers = socket.socket(socket.AF_INET, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.IPPROTO_RAW)
+        except OSError:
+            netlink.socket.close()
+            raise
     except OSError as error:
         if error.errno in _LACKING:
             return []
         raise
-    try:
-        nftables.commit(_RULES)
-        _route_here()
-        return [telling, socket.socket(socket.AF_INET, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.IPPROTO_RAW)]
-    except OSError as error:
-        telling.close()
-        if error.errno in _LACKING:
-            return []
-        raise
+    netlink.socket.setblocking(False)
+    return [netlink.socket, answers]
 
 
 def _route_here() -> None:
@@ -74,21 +82,6 @@ def _route_here() -> None:
         except OSError as error:
             if error.errno not in plumbing.NO_SIX:
                 raise
-
-
-def _bind() -> socket.socket:
-    netlink = Netlink(_NETFILTER)
-    try:
-        body = struct.pack(">BBH", socket.AF_UNSPEC, 0, _GROUP) + attribute(1, bytes([_BIND]))
-        body += attribute(2, struct.pack(">IBx", _HEAD, _PACKET)) + attribute(5, struct.pack(">I", 1))
-        body += attribute(6, struct.pack(">H", _NUMBERED))
-        netlink.socket.send(message(_CONFIG, _ACK, 1, body))
-        netlink.wait({1}, "cannot listen to refused packets (nfnetlink_log)")
-        netlink.socket.setblocking(False)
-    except OSError:
-        netlink.socket.close()
-        raise
-    return netlink.socket
 
 
 def receive(sock: socket.socket) -> bytes | None:

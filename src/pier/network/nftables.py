@@ -17,7 +17,7 @@ import struct
 
 from pier.network.rtnetlink import Netlink, attribute, message, nested
 
-_NETFILTER = 12
+NETFILTER = 12
 _SUBSYSTEM = 10 << 8
 _NEW_TABLE, _NEW_CHAIN, _NEW_RULE = 0, 3, 6
 _BEGIN, _END = 0x10, 0x11
@@ -40,7 +40,8 @@ def divert(port: int, *, datagrams: bool) -> None:
         _append(b"refuse\0", *_IS_TCP, *_IS_FOREIGN, _reject(1, 0)),
         _append(b"refuse\0", *_unicast_only(), *_IS_FOREIGN, _reject(2, 3)),
     )
-    commit(batch)
+    with Netlink(NETFILTER) as netlink:
+        commit(batch, netlink)
 
 
 def refusing(group: int, resolver: str) -> tuple[bytes, int]:
@@ -67,19 +68,21 @@ def refusing(group: int, resolver: str) -> tuple[bytes, int]:
 
 
 def _batch(*bodies: tuple[int, int, bytes]) -> tuple[bytes, int]:
-    """The requests that make the table with all that `bodies` say, or nothing, and how many there are."""
+    """The requests that make the table with all that `bodies` say, or nothing, and the number of the last of them. It
+    is acknowledged for all; what goes wrong is told of each."""
+    last = len(bodies) + 1
     data = message(_BEGIN, 0, 0, struct.pack(">BBH", 0, 0, 10))
     for sequence, (kind, flags, body) in enumerate([(_NEW_TABLE, _CREATE, attribute(1, _TABLE)), *bodies], 1):
-        data += message(_SUBSYSTEM | kind, flags | _ACK, sequence, struct.pack(">BBH", _INET, 0, 0) + body)
-    return data + message(_END, 0, len(bodies) + 2, struct.pack(">BBH", 0, 0, 10)), len(bodies) + 1
+        wish = _ACK if sequence == last else 0
+        data += message(_SUBSYSTEM | kind, flags | wish, sequence, struct.pack(">BBH", _INET, 0, 0) + body)
+    return data + message(_END, 0, last + 1, struct.pack(">BBH", 0, 0, 10)), last
 
 
-def commit(batch: tuple[bytes, int]) -> None:
-    """Put rules into the current network namespace."""
-    data, count = batch
-    with Netlink(_NETFILTER) as netlink:
-        netlink.socket.send(data)
-        netlink.wait(set(range(1, count + 1)), "cannot set packet rules (nftables)")
+def commit(batch: tuple[bytes, int], netlink: Netlink) -> None:
+    """Put rules into the network namespace of a netfilter socket."""
+    data, last = batch
+    netlink.socket.send(data)
+    netlink.wait({last}, "cannot set packet rules (nftables)")
 
 
 def _append(chain: bytes, *expressions: bytes) -> tuple[int, int, bytes]:

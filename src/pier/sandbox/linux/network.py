@@ -10,19 +10,19 @@ from typing import Any
 from pier.errors import PolicyError, SandboxError
 from pier.network.decision import Decision, OnDecision
 from pier.network.gatekeeper import Gatekeeper
+from pier.network.nftables import NETFILTER
 from pier.network.policy import NetworkMode, NetworkPolicy
 from pier.network.refusals import Refusals
 from pier.network.rules import Rules
 from pier.sandbox.linux.channel import Channel
 
-_NETFILTER = 12
 _EVERYTHING = [["0.0.0.0", 0], ["::", 0]]
 
 
 def offered_modes() -> frozenset[NetworkMode]:
     """The policies that this kernel lets pier enforce: without packet rules there is only `none`."""
     try:
-        socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETFILTER).close()
+        socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETFILTER).close()
     except OSError:
         return frozenset({"none"})
     return frozenset({"none", "allowlist", "public"})
