@@ -157,13 +157,29 @@ def test_an_engine_that_dies_and_comes_back(docker: Engine, tmp_path: Path) -> N
     assert rewards_of(tmp_path / "jobs" / "again") == [1, 1]
 
 
+def test_trials_whose_helper_is_lost_are_tried_again_with_another(
+    docker: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIER_DOCKER_HELPER", "1")
+    with gated_run(tmp_path, "one", "two", "zero", retries=2) as running:
+        wait_for(lambda: all(container_of(tmp_path, name) for name in ("one", "two")), running)
+        (helper,) = docker.helpers()
+        docker.docker("rm", "-f", helper)
+        (tmp_path / "gate" / "go").touch()
+        _, told = running.communicate(timeout=PATIENCE)
+    assert running.returncode == 0, told
+    assert rewards_of(tmp_path / "jobs" / "j") == [1, 1, 1]
+    assert docker.containers() == [] and helper not in docker.helpers()
+    docker.wait_for_no_helper()
+
+
 @contextmanager
-def gated_run(directory: Path, *names: str) -> Iterator[subprocess.Popen[str]]:
+def gated_run(directory: Path, *names: str, retries: int = 0) -> Iterator[subprocess.Popen[str]]:
     """A run with one trial for each name, which makes a file of that name in `gate` and waits for `go`."""
     (directory / "gate").mkdir()
     for name in names:
         make_task(directory / "tasks" / name, solve=WAIT.format(name=name))
-    running = start_pier("run", *run_options(directory, "j"), cwd=directory)
+    running = start_pier("run", *run_options(directory, "j", retries), cwd=directory)
     try:
         yield running
     finally:
@@ -171,9 +187,9 @@ def gated_run(directory: Path, *names: str) -> Iterator[subprocess.Popen[str]]:
         running.communicate(timeout=PATIENCE)
 
 
-def run_options(directory: Path, name: str) -> list[str]:
+def run_options(directory: Path, name: str, retries: int = 0) -> list[str]:
     where = ["--env", "docker", "--image", IMAGE, *gate_mount(directory / "gate")]
-    return ["-p", "tasks", "-a", "oracle", "-n", "2", "--max-retries", "0", "--job-name", name, *where]
+    return ["-p", "tasks", "-a", "oracle", "-n", "2", "--max-retries", str(retries), "--job-name", name, *where]
 
 
 def container_of(directory: Path, name: str) -> str:
