@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.skipif(missing() is not None, reas
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Engine]:
-    with engine() as found:
+    with engine("--default-ulimit=nofile=3333:4444") as found:
         yield found
 
 
@@ -101,6 +101,11 @@ async def test_a_services_own_program_is_process_1(tmp_path: Path, image: Image)
         assert status["CapBnd"] == await services.told("main", "sed -n 's/^CapBnd:\t//p' /proc/self/status")
         assert await services.told("plain", "tr '\\0' ' ' < /proc/1/cmdline") == "sleep 4321"
         assert (await services.until_logged("inited", "pid")).strip() != "pid 1"
+        for name in ("plain", "inited", "main"):
+            assert (
+                await services.told(name, "ulimit -Sn; ulimit -Hn; grep -c '3333 *4444' /proc/1/limits")
+                == "3333\n4444\n1"
+            )
 
 
 @pytest.mark.usefixtures("docker")

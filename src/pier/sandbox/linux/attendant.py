@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import select
 import signal
 import socket
@@ -44,6 +45,7 @@ def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         os.umask(0o022)
         os.setgroups([])
+        _take_limits(pid)
         set_limits(plan["rlimits"])
         census = Census(proc, first=pid, namespace=inside)
         attendant = Attendant(control, plan, census, container, (proc, inside))
@@ -280,6 +282,14 @@ def _join_groups(pid: int, id: str) -> None:
     keeper = "devices" if any("devices" in row[1].split(",") for row in rows) else ""
     if keeper not in joined:
         raise OSError(1, "cannot join the container's control group, which keeps devices from it")
+
+
+def _take_limits(pid: int) -> None:
+    """Have the limits that the engine gives to processes of the container, and not those of whoever started pier."""
+    for name in (name for name in dir(resource) if name.startswith("RLIMIT_")):
+        which = getattr(resource, name)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(which, resource.prlimit(pid, which))
 
 
 def _enter(pid: int, container: int) -> None:
