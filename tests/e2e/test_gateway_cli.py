@@ -17,7 +17,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from pier.gateway import recording
+from pier.agent.registry import AGENTS, find_agent
+from pier.cli.exports import exports
+from pier.endpoint import Endpoint
+from pier.gateway import Gateway, recording
+from pier.gateway.canonical import Request
 from tests.gateway_fakes import HELLO, PATHS, STREAM_PATHS, fake_provider, post, request_body, says, streams
 
 pytestmark = pytest.mark.plain
@@ -34,7 +38,7 @@ def serving(*args: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]
         for line in process.stdout:
             if match := re.match(r"export (\w+)=(.*)", line):
                 found[match[1]] = match[2]
-            if line.startswith("# Codex"):
+            if line.startswith("export LLM_MODEL"):
                 break
         yield process, found
     finally:
@@ -71,6 +75,62 @@ async def test_serve_prints_variables_that_work_and_show_prints_the_calls(tmp_pa
     whole = json.loads(pier("gateway", "show", str(path), "1"))
     assert whole["request"] == request_body("chat")
     assert HELLO.text in whole["answer"]
+
+
+@pytest.mark.parametrize("model", ["some-model", "a model; $HOME", ""])
+def test_every_agent_is_told_what_to_export(model: str) -> None:
+    endpoint = Endpoint("http://127.0.0.1:4000", "sk-pier-key", model)
+    lines = exports(endpoint)
+    agents = {name for name in AGENTS if name != "terminus-2" and find_agent(name).dialect}
+    sections = {line.removeprefix("# ").partition(":")[0]: at for at, line in enumerate(lines) if line.startswith("# ")}
+    assert set(sections) - {"OpenAI, Anthropic and Gemini clients", "terminus-2"} == agents
+    for name in agents:
+        after = [at for at in sections.values() if at > sections[name]]
+        section = "\n".join(lines[sections[name] : min(after, default=len(lines))])
+        assert endpoint.url in section and endpoint.key in section, name
+        assert model in section or json.dumps(model)[1:-1] in section, name
+    script = "\n".join([*lines, "env"])
+    environ = {"PATH": "/usr/bin:/bin"}
+    told = subprocess.run(["sh", "-euc", script], check=True, capture_output=True, text=True, env=environ).stdout
+    found = dict(line.split("=", 1) for line in told.splitlines())
+    assert found["ANTHROPIC_BASE_URL"] == endpoint.url and found["OPENAI_BASE_URL"] == f"{endpoint.url}/v1"
+    assert found.get("ANTHROPIC_MODEL", "") == model
+    assert found.get("LLM_MODEL", "") == (f"openai/{model}" if model else "")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--max-turns", "0"), "--max-turns"),
+        (("--rpm", "0"), "--rpm"),
+        (("--max-cost", "-1"), "--max-cost"),
+        (("--port", "70000"), "--port"),
+        (("-o", "/proc/nowhere/calls.jsonl"), "cannot be written"),
+        (("--upstream", "ftp://127.0.0.1"), "not an http or https address"),
+    ],
+)
+def test_serve_says_what_is_wrong(args: tuple[str, ...], words: str) -> None:
+    command = [sys.executable, "-m", "pier", "gateway", "serve", "-m", "x", "--upstream", "http://127.0.0.1:1", *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert words in done.stderr and "Traceback" not in done.stderr
+
+
+async def test_serve_at_an_address_of_the_newer_kind() -> None:
+    if not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    async with Gateway() as gateway:
+        try:
+            url = await gateway.serve("::1")
+        except OSError as error:
+            pytest.skip(f"this machine has no IPv6: {error}")
+        session = gateway.session("m", upstream=hello)
+        assert url.startswith("http://[::1]:")
+        assert (await post(url, PATHS["chat"], session.key, request_body("chat")))[0] == 200
+
+
+async def hello(request: Request) -> str:
+    return "hello"
 
 
 def test_serve_without_a_key_says_what_to_do() -> None:

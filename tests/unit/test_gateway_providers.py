@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from pier.errors import UsageError
 from pier.gateway.body import parse
-from pier.gateway.budget import Budget, Meter, reserved
+from pier.gateway.budget import Budget, Meter, Turn
 from pier.gateway.canonical import Usage
 from pier.gateway.cost import cost_of, is_priced
 from pier.gateway.limiter import Retry, retry_after
@@ -67,7 +68,7 @@ def test_providers_of_ones_own(tmp_path: Path) -> None:
     )
     assert lab.provider.credentials("chat") == {"Authorization": "Bearer secret", "X-Team": "e"}
     assert directory.target("gpt-5").provider.credentials("responses") == {}
-    for text, words in (("[x\n", "not TOML"), ('[x]\nurl = "u"\nport = 1\n', "x.port"), ("[x]\n", "x.url")):
+    for text, words in (("[x\n", "not TOML"), ('[x]\nurl = "http://u"\nport = 1\n', "x.port"), ("[x]\n", "x.url")):
         path.write_text(text)
         with pytest.raises(UsageError, match=words):
             Directory.load({}, path)
@@ -134,14 +135,41 @@ def test_attempts_end() -> None:
     assert retry.pause(3, 0, None) is None
 
 
+@pytest.mark.parametrize(
+    ("table", "where"),
+    [
+        ('url = "gpu.example:8000/v1"', "lab.url"),
+        ('url = "http://"', "lab.url"),
+        ('url = "http://h"\nconcurrency = 0', "lab.concurrency"),
+        ('url = "http://h"\nrequests_per_minute = -1', "lab.requests_per_minute"),
+    ],
+)
+def test_a_provider_that_cannot_be_is_told_by_its_key(table: str, where: str, tmp_path: Path) -> None:
+    path = tmp_path / "providers.toml"
+    path.write_text(f"[lab]\n{table}\n")
+    with pytest.raises(UsageError, match=re.escape(f"{path}: {where}")):
+        Directory.load({}, path)
+
+
+@pytest.mark.parametrize("address", ["ftp://h", "chat+h:8000", "http://", "chat+http:///v1", "http://a b"])
+def test_an_address_that_is_none(address: str) -> None:
+    with pytest.raises(UsageError, match="not an http or https address"):
+        at_address(address)
+
+
 def test_a_turn_that_was_not_spent_is_given_back() -> None:
     one, two = Meter(Budget(turns=1)), Meter(Budget(total_tokens=10), owner="job")
-    with reserved((one, two)):
-        assert one.exhausted() == "1 of 1 turns of this session are used"
-    assert one.exhausted() is None
-    with reserved((one, two)) as turn:
+    with Turn((one, two)) as turn:
+        assert turn.reserve() is None and Turn((one, two)).reserve() is one
+        assert one.exhausted() is None and (one.turns, one.held, two.held) == (0, 1, 1)
+    assert not one.is_full and (one.held, two.held) == (0, 0)
+    with Turn((one, two)) as turn:
+        assert turn.reserve() is None
+        turn.spend()
         turn.spend()
         turn.add(Usage(6, 5), None)
+    assert one.exhausted() == "1 of 1 turns of this session are used"
+    assert (one.turns, two.turns, one.held, two.held) == (1, 1, 0, 0)
     assert two.exhausted() == "11 of 10 tokens of this job are used"
 
 

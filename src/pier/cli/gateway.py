@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from pier.gateway.recording import Call, Recording
 
 T = TypeVar("T")
+_ABOVE_0 = click.FloatRange(0, min_open=True)
 
 
 @click.group()
@@ -24,16 +26,24 @@ def gateway() -> None:
 @click.option("-m", "--model", help="Serve every call with this model: PROVIDER/NAME, script:PATH or replay:PATH.")
 @click.option("--upstream", help="Address or name of the provider, e.g. http://127.0.0.1:8000/v1.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=4000, show_default=True, help="Port to listen on; 0 takes a free one.")
+@click.option(
+    "--port",
+    default=4000,
+    type=click.IntRange(0, 65535),
+    show_default=True,
+    help="Port to listen on; 0 takes a free one.",
+)
 @click.option("--unix", type=click.Path(path_type=Path), help="Listen on this unix socket too.")
 @click.option("-o", "--recording", type=click.Path(path_type=Path), help="File to record to, e.g. calls.jsonl.")
 @click.option("--tokens", is_flag=True, help="Ask for token ids and log-probs (vLLM) and record them.")
 @click.option("--closed-book", is_flag=True, help="Take web search and other hosted tools out of requests.")
-@click.option("--max-turns", type=int, help="End after so many generations.")
-@click.option("--max-tokens", type=int, help="End after so many tokens, input and output together.")
-@click.option("--max-cost", type=float, help="End after so many US dollars.")
-@click.option("--max-seconds", type=float, help="End so many seconds after the first call.")
-@click.option("--rpm", type=int, help="Let so many requests pass in a minute.")
+@click.option("--max-turns", type=click.IntRange(1), help="End after so many generations.")
+@click.option("--max-tokens", type=click.IntRange(1), help="End after so many tokens, input and output together.")
+@click.option("--max-cost", type=_ABOVE_0, help="End after so many US dollars.")
+@click.option(
+    "--max-seconds", type=click.FloatRange(0, min_open=True), help="End so many seconds after the first call."
+)
+@click.option("--rpm", type=click.IntRange(1), help="Let so many requests pass in a minute.")
 @click.option("--metrics", help="Serve numbers for Prometheus at HOST:PORT, or at the path of a unix socket.")
 def serve(**options: Any) -> None:
     """Serve one session until interrupted, and print what to export for each agent."""
@@ -62,19 +72,25 @@ async def _serve(
     import signal
     from contextlib import AsyncExitStack
 
+    from pier.cli.exports import exports
+    from pier.errors import UsageError
     from pier.gateway import Gateway
     from pier.gateway.metrics_server import metrics_served
 
     async with Gateway() as running, AsyncExitStack() as stack:
-        session = running.session(
-            model,
-            upstream=upstream,
-            budget=_budget(limits),
-            recording=recording,
-            tokens=tokens,
-            closed_book=closed_book,
-            labels={"by": "pier gateway serve"},
-        )
+        try:
+            session = running.session(
+                model,
+                upstream=upstream,
+                budget=_budget(limits),
+                recording=recording,
+                tokens=tokens,
+                closed_book=closed_book,
+                labels={"by": "pier gateway serve"},
+            )
+        except OSError as error:
+            hint = "-o PATH in a directory that you may write to"
+            raise UsageError(f"{recording} cannot be written: {error}", hint=hint, code="recording") from None
         url = await _opened(f"{host}:{port}", "--port 0 takes a free one", running.serve(host, port))
         if unix:
             await _opened(str(unix), "--unix PATH in a directory that you may write to", running.serve_unix(unix))
@@ -82,7 +98,7 @@ async def _serve(
             opening = stack.enter_async_context(metrics_served(running.metrics, metrics))
             where = await _opened(metrics, "--metrics HOST:PORT with another port", opening)
             click.echo(f"# numbers at {where}", err=True)
-        click.echo("\n".join(variables(url, session.key, session.model)))
+        click.echo("\n".join(exports(session.endpoint(url) if model else replace(session.endpoint(url), model=""))))
         click.echo(f"# serving {model or 'every model by its name'} at {url}", err=True)
         stopped = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
@@ -109,25 +125,6 @@ def _budget(limits: dict[str, Any]) -> Any:
         wall_time=limits["max_seconds"],
         requests_per_minute=limits["rpm"],
     )
-
-
-def variables(url: str, key: str, model: str) -> list[str]:
-    """Lines for a shell, by agent."""
-    return [
-        "# Claude Code",
-        f"export ANTHROPIC_BASE_URL={url}",
-        f"export ANTHROPIC_API_KEY={key}",
-        f"export ANTHROPIC_MODEL={model}",
-        "# OpenAI clients, mini-swe-agent, aider, OpenCode",
-        f"export OPENAI_BASE_URL={url}/v1",
-        f"export OPENAI_API_KEY={key}",
-        "# Gemini CLI",
-        f"export GOOGLE_GEMINI_BASE_URL={url}",
-        f"export GEMINI_API_KEY={key}",
-        f"export GEMINI_MODEL={model}",
-        "# Codex: codex exec -c model_provider=pier -c 'model_providers.pier="
-        f'{{name="pier",base_url="{url}/v1",env_key="OPENAI_API_KEY",wire_api="responses"}}\' -m {model}',
-    ]
 
 
 @gateway.command()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from pier.errors import UsageError
 from pier.gateway.canonical import DialectName
@@ -23,6 +23,7 @@ from pier.home import pier_home
 
 Auth = Literal["bearer", "x-api-key", "x-goog-api-key", "none"]
 _VERSION = re.compile(r"/v\d\w*$")
+_ADDRESS = re.compile(r"https?://[^/\s]+\S*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,17 @@ class _Entry(BaseModel):
     key_env: str | None = None
     headers: dict[str, str] = {}
     auth: Auth | None = None
-    requests_per_minute: int | None = None
-    concurrency: int | None = None
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    concurrency: int | None = Field(default=None, ge=1)
     tokens: bool = False
     usage: bool = True
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, url: str) -> str:
+        if not _ADDRESS.match(url):
+            raise ValueError(f"{url!r} is not an http or https address such as http://HOST:PORT/v1")
+        return url
 
 
 _BUILT_IN: tuple[tuple[str, str, tuple[DialectName, ...], tuple[str, ...], tuple[str, ...]], ...] = (
@@ -166,8 +174,10 @@ def at_address(url: str, *, key: str | None = None, name: str = "custom") -> Pro
     `anthropic+http://127.0.0.1:8000`, `chat,responses+https://models.example/v1`."""
     spoken, plus, rest = url.partition("+")
     if not plus or "://" in spoken:
-        return Provider(name, url, ("chat",), key)
+        spoken, rest = "chat", url
     dialects = tuple(spoken.split(","))
+    if not _ADDRESS.match(rest):
+        raise UsageError(f"{rest!r} is not an http or https address", hint="write http://HOST:PORT/v1")
     if unknown := set(dialects) - set(get_args(DialectName)):
         raise UsageError(f"there is no dialect {sorted(unknown)[0]!r}", hint=f"use {', '.join(get_args(DialectName))}")
     return Provider(name, rest, cast("tuple[DialectName, ...]", dialects), key)
@@ -192,7 +202,9 @@ def _read(path: Path, env: Mapping[str, str]) -> dict[str, Provider]:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in (name, *first["loc"]))
-            raise UsageError(f"{path}: {where}: {first['msg']}", hint=f"mend {path}") from None
+            raise UsageError(
+                f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}", hint=f"mend {path}"
+            ) from None
         facts = entry.model_dump(exclude={"key_env"})
         key = env.get(entry.key_env) if entry.key_env else None
         found[name] = Provider(

@@ -178,7 +178,7 @@ class Gateway:
             self._listening.setdefault(session.id, []).append(server)
         else:
             self._stack.push_async_callback(_stop, server)
-        return f"http://{host}:{server.sockets[0].getsockname()[1]}"
+        return f"http://{f'[{host}]' if ':' in host else host}:{server.sockets[0].getsockname()[1]}"
 
     async def serve_unix(self, path: Path, session: Session | None = None) -> None:
         """Listen on a unix socket until the gateway is closed."""

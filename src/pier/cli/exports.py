@@ -1,0 +1,105 @@
+"""What to export, or to write where, so that an agent on this machine calls a gateway.
+
+It is what a trial tells the same agent, so it is taken from there: the variables that an agent gets because of its
+model's address. Agents that read a file instead are told what to put into it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from pier.agent.contract import Agent, AgentRun
+from pier.agent.registry import AGENTS, find_agent
+from pier.endpoint import Endpoint
+from pier.errors import UsageError
+
+_FOR_LITELLM = ("OPENAI_API_KEY", "OPENAI_API_BASE")
+
+
+def exports(endpoint: Endpoint) -> list[str]:
+    """Lines for a shell, by agent; an endpoint without a model leaves each agent to its own."""
+    lines = ["# OpenAI, Anthropic and Gemini clients"]
+    lines += _lines(
+        {
+            "OPENAI_BASE_URL": f"{endpoint.url}/v1",
+            "OPENAI_API_KEY": endpoint.key,
+            "ANTHROPIC_BASE_URL": endpoint.url,
+            "ANTHROPIC_API_KEY": endpoint.key,
+            "GOOGLE_GEMINI_BASE_URL": endpoint.url,
+            "GEMINI_API_KEY": endpoint.key,
+        }
+    )
+    for name in AGENTS:
+        try:
+            agent = find_agent(name)()
+        except UsageError:
+            continue  # it needs a package that is not here
+        if agent.dialect is not None:
+            words = _BY_HAND[name](endpoint) if name in _BY_HAND else ""
+            lines += [f"# {name}{words}", *_lines(_variables(agent, endpoint))]
+    return lines
+
+
+def _lines(variables: dict[str, str]) -> list[str]:
+    return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+
+
+def _variables(agent: Agent, endpoint: Endpoint) -> dict[str, str]:
+    """What the agent's program is given only because its model is at an address of its own."""
+    if agent.name == "mini-swe-agent":
+        values = (endpoint.key, f"{endpoint.url}/v1")
+        return dict(zip(_FOR_LITELLM, values, strict=True))
+    without = agent.launch(AgentRun("", "/")).env
+    given = agent.launch(AgentRun("", "/", endpoint=endpoint)).env
+    return {name: value for name, value in given.items() if without.get(name) != value and not value.endswith("/")}
+
+
+def _file(name: str, endpoint: Endpoint) -> Any:
+    """What is in the one file that holds the address of the agent's model."""
+    named = endpoint if endpoint.model else replace(endpoint, model="MODEL")
+    files = find_agent(name)().launch(AgentRun("", "/", endpoint=named)).files
+    return next(json.loads(file.data) for file in files if endpoint.url.encode() in file.data)
+
+
+def _codex(endpoint: Endpoint) -> str:
+    provider = f'{{name="pier",base_url="{endpoint.url}/v1",env_key="PIER_MODEL_KEY",wire_api="responses"}}'
+    return f": codex exec -c model_provider=pier -c 'model_providers.pier={provider}'{_named('-m', endpoint.model)}"
+
+
+def _opencode(endpoint: Endpoint) -> str:
+    whole = _file("opencode", endpoint)
+    told = {key: whole[key] for key in ("provider", "model") if key in whole}
+    return f": ~/.config/opencode/opencode.json: {json.dumps(told)}"
+
+
+def _pi(endpoint: Endpoint) -> str:
+    flags = _named("--model", endpoint.model)
+    return f": pi --provider pier{flags}; ~/.pi/agent/models.json: {json.dumps(_file('pi', endpoint))}"
+
+
+def _cline(endpoint: Endpoint) -> str:
+    command = f"CLINE_DIR=DIR cline -P openai-compatible{_named('-m', endpoint.model)}"
+    return f": {command}; DIR/data/settings/providers.json: {json.dumps(_file('cline', endpoint))}"
+
+
+def _litellm(command: str) -> Callable[[Endpoint], str]:
+    return lambda endpoint: f": {command}{_named('', f'openai/{endpoint.model}')}" if endpoint.model else ""
+
+
+def _named(flag: str, model: str) -> str:
+    return f" {flag} {shlex.quote(model)}".replace("  ", " ") if model else ""
+
+
+_BY_HAND: dict[str, Callable[[Endpoint], str]] = {
+    "codex": _codex,
+    "opencode": _opencode,
+    "pi": _pi,
+    "cline": _cline,
+    "aider": _litellm("aider --model"),
+    "mini-swe-agent": _litellm("mini -m"),
+    "gemini-cli": lambda endpoint: f": gemini{_named('-m', endpoint.model)}" if endpoint.model else "",
+}
