@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,21 +22,30 @@ from pier.sandbox import SandboxSpec, open_backend
 from pier.sandbox.docker.building import built_name
 from pier.sandbox.docker.ours import collect_ours
 from pier.sandbox.order import BuildOrder
-from tests.compose_tasks import import_bash_image
+from tests.compose_tasks import IMAGE, bash_image, import_bash_image
 from tests.engine import Engine, engine, missing
+from tests.engine_proxy import without_buildkit
+from tests.image_rig import entry, tar_of
 from tests.job_tasks import rewards_of
+from tests.podman import Podman, podman, podman_missing
 from tests.trial_runs import write_task
 
 pytestmark = [pytest.mark.docker, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 DOCKERFILE = """\
-FROM test/bash AS first
+ARG BASE=test/nothing
+FROM $BASE AS first
 ARG WORD=none
 COPY . /src
-RUN echo "the word is $WORD" && ls /src | sort > /listed && stat -c %u /src/kept.txt >> /listed
+COPY --chown=1000:2000 kept.txt /owned/
+ADD packed.tar /unpacked/
+RUN echo "the word is $WORD" && ls /src > /listed && stat -c %u /src/kept.txt >> /listed
+RUN grep -c : /proc/net/dev > /links
 FROM first AS last
 ENV COLOUR=blue
 WORKDIR /work
+FROM last AS more
+RUN touch /not-wanted
 """
 TOML = """\
 schema_version = "1.4"
@@ -51,6 +62,42 @@ TEST = "#!/bin/sh\ncat /made && echo 1 > /logs/verifier/reward.txt\n"
 RUNS = "FROM test/bash\nRUN echo {} > /made\n"
 
 
+@dataclass(frozen=True)
+class Builder:
+    """An engine, and how it builds."""
+
+    kind: str
+    engine: Engine | Podman
+
+    def comments(self) -> str:
+        """What the engine says of the steps of the image that was built last."""
+        assert isinstance(self.engine, Engine)
+        return self.engine.docker("history", "--format", "{{.Comment}}", built_by(self.engine))
+
+
+def bash_archive(place: Path) -> Path:
+    (place / "image").mkdir()
+    with tarfile.open(place / "image.tar", mode="w") as archive:
+        archive.add(bash_image(place / "image").layers[0], ".")
+    return place / "image.tar"
+
+
+def write_context(place: Path) -> Path:
+    """A context that is some user's, with an archive and a file that is to be left out."""
+    place.mkdir()
+    for name, text in {
+        "Dockerfile": DOCKERFILE,
+        ".dockerignore": "left.*\n.d*\n",
+        "kept.txt": "",
+        "left.txt": "",
+    }.items():
+        (place / name).write_text(text)
+    (place / "packed.tar").write_bytes(tar_of(entry("inside", b"text", uid=7, gid=8)))
+    for path in place.iterdir():
+        os.chown(path, 1000, 1000)
+    return place
+
+
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     with engine() as found:
@@ -65,24 +112,50 @@ def docker(running: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     return running
 
 
-async def test_an_engine_builds_with_progress_and_once(docker: Engine, tmp_path: Path) -> None:
+@pytest.fixture(params=["buildkit", "classic", "podman"])
+def builder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Builder]:
+    """Each kind of builder that an engine may have, behind `$DOCKER_HOST`."""
+    with ExitStack() as stack:
+        if request.param == "podman":
+            if podman_missing() is not None:
+                pytest.skip(str(podman_missing()))
+            address, docker = (found := stack.enter_context(podman())).url, found
+            found.run("import", str(bash_archive(tmp_path)), IMAGE)
+        else:
+            docker = request.getfixturevalue("running")
+            address = docker.url
+            if request.param == "classic":
+                address = stack.enter_context(without_buildkit(docker.socket, tmp_path))
+        monkeypatch.setenv("DOCKER_HOST", address)
+        yield Builder(request.param, docker)
+
+
+async def test_an_engine_builds_with_progress_and_once(builder: Builder, tmp_path: Path) -> None:
     told: list[str] = []
-    for name, text in {"Dockerfile": DOCKERFILE, ".dockerignore": "left.*\n", "kept.txt": "", "left.txt": ""}.items():
-        (tmp_path / name).write_text(text)
-        os.chown(tmp_path / name, 1000, 1000)
-    order = BuildOrder("key", tmp_path, None, {"WORD": "given"}, "last", NONE, told.append)
+    context = write_context(tmp_path / "context")
+    network = None if builder.kind == "podman" else NONE
+    order = BuildOrder(builder.kind, context, None, {"BASE": IMAGE, "WORD": "given"}, "last", network, told.append)
     with Lease() as lease:
         async with open_backend("docker", lease, {"builder": "engine"}) as backend:
             image = await backend.build_image(order)
             assert "the word is given" in told
-            assert any("COPY" in row and row.endswith("done") for row in told), told
+            assert any("COPY" in row for row in told), told
             assert image.reference == built_name(order) and image.config.workdir == "/work"
-            assert image.config.env["COLOUR"] == "blue" and image.config.labels["dev.pier.image"] == "key"
+            assert image.config.env["COLOUR"] == "blue" and image.config.labels["dev.pier.image"] == order.key
             told.clear()
             assert (await backend.build_image(order)).digest == image.digest and told == []
             async with await backend.start(SandboxSpec(image)) as sandbox:
-                listed = await sandbox.exec(["cat", "/listed"])
-                assert listed.text.split() == ["Dockerfile", "kept.txt", "0"]
+                listed = (await sandbox.exec(["cat", "/listed"])).text.split()
+                assert sorted(listed[:-1]) == ["Dockerfile", "kept.txt", "packed.tar"] and listed[-1] == "0"
+                owners = await sandbox.exec(["stat", "-c", "%n %u:%g", "/owned/kept.txt", "/unpacked/inside"])
+                assert owners.text.splitlines() == ["/owned/kept.txt 1000:2000", "/unpacked/inside 7:8"]
+                assert ((await sandbox.exec(["cat", "/links"])).text == "1\n") is (network == NONE)
+                if network == NONE:
+                    assert ("buildkit" in builder.comments()) is (builder.kind == "buildkit")
+                else:
+                    with pytest.raises(PolicyError, match="may not keep a build without a network"):
+                        await backend.build_image(replace(order, network=NONE))
+                assert not (await sandbox.exec(["test", "-e", "/not-wanted"])).ok
                 assert await collect_ours() == []
             assert [one.reference for one in await collect_ours()] == [image.reference]
             await _check_refusals(backend.build_image, order)
@@ -93,9 +166,16 @@ async def _check_refusals(build: Callable[[BuildOrder], Awaitable[Image]], order
         await build(replace(order, network=NetworkPolicy("allowlist", ("example.com",))))
     elsewhere = order.context.with_name("elsewhere.Dockerfile")
     elsewhere.write_text("FROM test/bash\nRUN echo last words; exit 3\n")
-    with pytest.raises(ImageError, match=r"(?s)elsewhere.*last words") as failed:
+    with pytest.raises(ImageError, match=r"(?s)elsewhere.*RUN echo last words; exit 3.*last words") as failed:
         await build(replace(order, key="other", dockerfile=elsewhere, target=None))
-    assert (failed.value.code, failed.value.blame) == ("build", "task")
+    assert (failed.value.code, failed.value.blame, failed.value.retryable) == ("build", "task", False)
+    with pytest.raises(ImageError, match=r"Dockerfile.*nowhere") as lost:
+        await build(replace(order, key="lost", target="nowhere"))
+    assert (lost.value.code, lost.value.blame) == ("build", "task")
+    elsewhere.write_text("FROM test/bash\nRUNG echo hi\n")
+    with pytest.raises(ImageError, match=r"elsewhere.Dockerfile:2.*RUNG") as unknown:
+        await build(replace(order, key="unknown", dockerfile=elsewhere, target=None))
+    assert unknown.value.blame == "task"
 
 
 def test_the_engine_builds_if_asked_to(docker: Engine, tmp_path: Path) -> None:

@@ -41,7 +41,10 @@ async def test_only_images_that_pier_brought_are_listed_and_collected(
     docker: Engine, image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", docker.url)
-    docker.docker("import", "/dev/stdin", "other/one", stdin=bytes(10240))
+    for name in ("other/one", "pier/tool", f"pier/{'c' * 31}", f"pier/helper:{'c' * 23}"):
+        docker.docker("import", "/dev/stdin", name, stdin=bytes(10240))
+    docker.docker("volume", "create", "pier-pack-mine")
+    others = sorted(docker.docker("images", "--format", "{{.Repository}}").split())
     ours = f"pier/{'b' * 32}"
     with Lease() as lease:
         async with open_backend("docker", lease) as backend:
@@ -56,7 +59,8 @@ async def test_only_images_that_pier_brought_are_listed_and_collected(
     assert "removed 0" in pier("image", "gc", "--env", "docker", "--max-size", "10G", cwd=tmp_path).stdout
     assert ours in pier("image", "list", "--env", "docker", cwd=tmp_path).stdout
     assert "removed 1" in pier("image", "gc", "--env", "docker", cwd=tmp_path).stdout
-    assert docker.docker("images", "--format", "{{.Repository}}").split() == ["other/one"]
+    assert sorted(docker.docker("images", "--format", "{{.Repository}}").split()) == others
+    assert docker.docker("volume", "ls", "-q") == "pier-pack-mine"
 
 
 @pytest.mark.docker

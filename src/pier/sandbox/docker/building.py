@@ -20,6 +20,8 @@ from pier.errors import ImageError, PolicyError
 from pier.image.dockerfile import read
 from pier.image.ignore import Ignore, read_ignore
 from pier.image.model import SCRATCH, Image
+from pier.image.stage import arg_pairs
+from pier.image.words import expand, split
 from pier.sandbox.docker.buildkit import Trace
 from pier.sandbox.docker.client import is_disk_full
 from pier.sandbox.docker.images import REPOSITORY, EngineImages
@@ -28,6 +30,8 @@ from pier.sandbox.order import BuildOrder
 _OUTSIDE = ".pier.Dockerfile"
 """The name in the context of a Dockerfile that is not below it."""
 _TAIL = 20
+_DOCKER = "Engine"
+"""What Docker calls the part of itself that builds."""
 _NETWORKS = {"none": "none", "public": "default"}
 
 
@@ -40,11 +44,7 @@ def built_name(order: BuildOrder) -> str:
 async def build_there(docker: aiodocker.Docker, images: EngineImages, order: BuildOrder) -> Image:
     """The image of an order, built once for everyone who uses the engine. Errors are `ImageError`s: code `build`, with
     the end of the output, blames the task."""
-    if order.network is not None and order.network.mode not in _NETWORKS:
-        raise PolicyError(
-            "an engine's builder cannot keep an allowlist, which this task asks for while its Dockerfile is built",
-            hint="build it with pier's own: --ek builder=pier",
-        )
+    await _refuse_network(docker, order)
     name = built_name(order)
     async with images.only_one(name):
         found = await images.find(name)
@@ -57,15 +57,42 @@ async def build_there(docker: aiodocker.Docker, images: EngineImages, order: Bui
     return found
 
 
+async def _refuse_network(docker: aiodocker.Docker, order: BuildOrder) -> None:
+    """A policy is kept or refused: no builder keeps an allowlist, and podman's builds have the host's network even when
+    they are told to have none."""
+    hint = "build it with pier's own: --ek builder=pier"
+    if order.network is not None and order.network.mode not in _NETWORKS:
+        message = "an engine's builder cannot keep an allowlist, which this task asks for while its Dockerfile is built"
+        raise PolicyError(message, hint=hint)
+    if order.network is not None and order.network.mode == "none":
+        parts = (await docker.version()).get("Components") or []
+        if _DOCKER not in {part.get("Name") for part in parts}:
+            message = "this engine is not Docker's: its builder may not keep a build without a network"
+            raise PolicyError(f"{message}, which this task asks for", hint=hint)
+
+
 async def _pull_bases(images: EngineImages, order: BuildOrder) -> None:
     """Have the engine pull what the file begins with, as whoever `docker login` says: its builder knows nobody."""
-    stages = {SCRATCH}
-    for instruction in read(order.file).instructions:
-        words = instruction.text.split() if instruction.name == "FROM" else []
-        if words and "$" not in words[0] and words[0].lower() not in stages and await images.find(words[0]) is None:
-            await images.pull(words[0], order.on_progress)
-        if len(words) == 3:
-            stages.add(words[2].lower())
+    for base in _bases(order):
+        if await images.find(base) is None:
+            await images.pull(base, order.on_progress)
+
+
+def _bases(order: BuildOrder) -> list[str]:
+    """The images that the stages of the file are made from, and that it copies from."""
+    file = read(order.file)
+    stages, values, bases = {SCRATCH}, dict[str, str](), list[str]()
+    for instruction in file.instructions:
+        if instruction.name == "FROM":
+            words = [expand(word, values, file.escape) for word in split(instruction.text, file.escape)]
+            bases += [words[0]] if words and words[0].lower() not in stages else []
+            stages |= {word.lower() for word in words[2:3]}
+        elif instruction.name == "ARG" and not bases and stages == {SCRATCH}:
+            for name, default in arg_pairs(instruction, file, values).items():
+                values[name] = order.args.get(name, default or "")
+        elif (source := instruction.flag("from")) and source.lower() not in stages and not source.isdigit():
+            bases += [source] if "$" not in source else []
+    return list(dict.fromkeys(base for base in bases if base))
 
 
 async def _build(docker: aiodocker.Docker, order: BuildOrder, name: str) -> None:
@@ -82,12 +109,28 @@ async def _build(docker: aiodocker.Docker, order: BuildOrder, name: str) -> None
             **({"target": order.target} if order.target else {}),
         }
         try:
-            await _ask(docker, order, params | {"version": "2"}, packed)
-        except DockerError as error:
-            if error.status not in (400, 501) or "buildkit" not in str(error.message).lower():
-                raise
+            if await _builds_with_buildkit(docker, order, params, packed):
+                return
             packed.seek(0)
             await _ask(docker, order, params, packed)
+        except DockerError as error:
+            if error.status not in (400, 404, 500):
+                raise
+            # An engine that finds a fault before it begins says so by its status.
+            raise _failure(order, str(error.message), deque()) from error
+
+
+async def _builds_with_buildkit(
+    docker: aiodocker.Docker, order: BuildOrder, params: dict[str, str], packed: IO[bytes]
+) -> bool:
+    """Whether the engine has BuildKit, and has built with it."""
+    try:
+        await _ask(docker, order, params | {"version": "2"}, packed)
+    except DockerError as error:
+        if error.status in (400, 501) and "buildkit" in str(error.message).lower():
+            return False
+        raise
+    return True
 
 
 async def _ask(docker: aiodocker.Docker, order: BuildOrder, params: dict[str, str], packed: IO[bytes]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from pier.sandbox.docker.pulling import pull
 
 _CHUNK = 1 << 20
 REPOSITORY = "pier"
+_OURS = re.compile(r"(?:localhost/|docker\.io/)?(pier/(?:[0-9a-f]{32}|(?:helper|idle):[0-9a-f]{24}))(?::latest)?")
 OnProgress = Callable[[str], None]
 
 
@@ -31,9 +33,12 @@ def our_name(image: Image) -> str:
     return f"{REPOSITORY}/{image.digest.removeprefix('sha256:')[:32]}"
 
 
-def is_collected(name: str) -> bool:
-    """Whether `pier image gc` may remove an image of that name. Snapshots end with their run."""
-    return name.startswith(f"{REPOSITORY}/") and not name.startswith(f"{REPOSITORY}/snapshot-")
+def collected_name(tag: str) -> str | None:
+    """What an image at an engine is called by pier if `pier image gc` may remove it. Only names that pier gives count,
+    so that images of somebody who is called pier are left alone; snapshots end with their run. podman writes names out.
+    """
+    found = _OURS.fullmatch(tag)
+    return found[1] if found else None
 
 
 class EngineImages:
@@ -49,7 +54,7 @@ class EngineImages:
         """The name under which the engine has `image`, which no collection removes meanwhile. It is asked once; for an
         image that is gone since then call `ensure` again."""
         name = our_name(image) if image.layers else image.reference
-        if not is_collected(name):
+        if collected_name(name) is None:
             yield await self._seen_once(image, name)
             return
         async with holding(name):

@@ -1,6 +1,6 @@
 """The images that pier brought to an engine: which they are, and the removal of those that nothing uses.
 
-Only names below `pier/` count. Snapshots are not among them: they belong to a run, and end with it or by `pier gc`.
+Only names that pier gives count. Snapshots are not among them: they belong to a run, and end with it or by `pier gc`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from pier.image.engine import engine_address
 from pier.image.model import Image
 from pier.sandbox.docker.client import Client, connect, engine_error
 from pier.sandbox.docker.holding import letting_go
-from pier.sandbox.docker.images import EngineImages, OnProgress, is_collected
+from pier.sandbox.docker.images import EngineImages, OnProgress, collected_name
 from pier.sandbox.docker.volumes import collect_volumes
-
-_LATEST = ":latest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +72,10 @@ async def _list(docker: aiodocker.Docker) -> list[OurImage]:
     containers: list[dict[str, Any]] = await docker._query_json("containers/json", params={"all": "1"})
     used = {container["ImageID"] for container in containers}
     found = [
-        OurImage(tag.removesuffix(_LATEST), row["Id"], row["Size"], row["Created"], row["Id"] in used)
+        OurImage(name, row["Id"], row["Size"], row["Created"], row["Id"] in used)
         for row in rows
         for tag in row.get("RepoTags") or []
-        if is_collected(tag)
+        if (name := collected_name(tag)) is not None
     ]
     return sorted(found, key=lambda image: (image.created, image.reference))
 

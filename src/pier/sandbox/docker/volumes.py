@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import re
 import stat
 import tarfile
 from collections.abc import AsyncIterator
@@ -25,6 +26,7 @@ from pier.sandbox.docker.client import Client, engine_error
 from pier.sandbox.docker.holding import holding, letting_go
 
 PREFIX = "pier-pack-"
+_OURS = re.compile(PREFIX + "[0-9a-f]{24}")
 _INSIDE = "/pack"
 _WHOLE = ".pier-whole"
 _CHUNK = 1 << 20
@@ -93,7 +95,7 @@ async def collect_volumes(docker: Client, *, dry_run: bool = False) -> list[str]
     rows = (await docker._query_json("volumes")).get("Volumes") or []
     containers: list[dict[str, Any]] = await docker._query_json("containers/json", params={"all": "1"})
     used = {mount.get("Name") for container in containers for mount in container.get("Mounts") or []}
-    found = sorted(row["Name"] for row in rows if row["Name"].startswith(PREFIX) and row["Name"] not in used)
+    found = sorted(row["Name"] for row in rows if _OURS.fullmatch(row["Name"]) and row["Name"] not in used)
     removed: list[str] = []
     for name in found:
         with letting_go(name) as is_free:
