@@ -13,7 +13,6 @@ import pytest
 import pytest_asyncio
 
 from pier.errors import SandboxError
-from pier.idmap import IdMap
 from pier.sandbox.contract import Backend, Limits, SandboxSpec
 from pier.sandbox.host import host_image
 
@@ -281,12 +280,28 @@ async def test_host_processes_are_not_seen(attempts: dict[str, str]) -> None:
     assert int(attempts["processes seen"]) < 10
 
 
-async def test_the_first_process_cannot_be_limited(shared_backend: Backend) -> None:
-    if IdMap.detect().mode == "single":
-        pytest.skip("with one id there is no other group to keep")
-    script = "import resource\ntry: resource.prlimit(1, resource.RLIMIT_CPU, (1, 1))\nexcept OSError: print('no')"
+LIMIT_ALL = """
+import os, resource
+for pid in [int(name) for name in os.listdir('/proc') if name.isdigit() and int(name) != os.getpid()]:
+    for name in [name for name in dir(resource) if name.startswith('RLIMIT_')]:
+        try:
+            resource.prlimit(pid, getattr(resource, name), (0, 0))
+            print(pid, name)
+        except OSError:
+            pass
+"""
+
+
+async def test_nobody_inside_limits_who_serves(shared_backend: Backend) -> None:
+    """Without time, memory or open files, a sandbox's first process and its workers could grade nothing."""
     async with await shared_backend.start(SandboxSpec(host_image())) as sandbox:
-        assert (await sandbox.exec(["/usr/bin/python3", "-c", script])).text == "no\n"
+        async with await sandbox.spawn("sleep 1000"):
+            assert (await sandbox.exec(["/usr/bin/python3", "-c", LIMIT_ALL], timeout=60)).ok
+        await sandbox.kill_all()
+        await sandbox.write_file("/tmp/after", b"x" * (1 << 20))
+        for _ in range(20):
+            assert (await sandbox.exec("cat /tmp/after | wc -c", timeout=60)).text == "1048576\n"
+        assert len(await sandbox.read_file("/tmp/after")) == 1 << 20
 
 
 async def test_a_fork_bomb_is_contained(shared_backend: Backend) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from pier.sandbox.linux.changes import TooMany, compare, measure, merge
+from pier.sandbox.tree.remove import remove
+from tests.deep import LEVELS, make_deep
 
 
 def _fill(root: Path, files: dict[str, str]) -> Path:
@@ -73,6 +75,14 @@ def test_merge_of_layers() -> None:
     first = [["/a", "added", "1"], ["/b", "changed", "1"], ["/c", "removed", ""], ["/d", "added", "1"]]
     second = [["/a", "removed", ""], ["/b", "removed", ""], ["/c", "added", "2"], ["/d", "changed", "2"]]
     assert merge([first, second]) == [["/b", "removed", ""], ["/c", "changed", "2"], ["/d", "added", "2"]]
+
+
+def test_what_lies_deeper_than_any_path_is_told_and_measured(tmp_path: Path) -> None:
+    make_deep(tmp_path / "upper")
+    (row,) = compare(str(tmp_path / "upper"), [])
+    assert row[1] == "added" and len(row[0]) >= 4096
+    assert measure(str(tmp_path / "upper")) >= LEVELS * os.stat(tmp_path / "upper").st_blocks * 512
+    remove(str(tmp_path / "upper"))
 
 
 def test_measure(tmp_path: Path) -> None:

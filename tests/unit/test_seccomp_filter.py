@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import platform
+import resource
 import socket
 import stat
 import struct
@@ -114,6 +115,17 @@ def test_single_id_pretends_to_change_owners(tmp_path: Path) -> None:
     assert path.stat().st_uid == os.getuid()
     assert not (tmp_path / "device").exists()
     assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
+
+
+@needs_table
+def test_single_id_limits_nobody_else() -> None:
+    def body() -> int:
+        core = resource.RLIMIT_CORE
+        resource.prlimit(0, core, resource.prlimit(os.getppid(), core))
+        return errno_of(lambda: resource.prlimit(os.getppid(), core, resource.prlimit(0, core)))
+
+    assert behind_filter(body, single_id=True) == errno.EPERM
+    assert behind_filter(body) == 0
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

@@ -7,7 +7,8 @@ into its argument: C libraries then fall back to `clone`. Everything else passes
 debuggers and language runtimes work as they do in a container.
 
 With `single_id` the filter also pretends that changing owners and ids succeeded: in a user namespace with one id they
-cannot, and package managers would stop at the first `chown`.
+cannot, and package managers would stop at the first `chown`. And nobody there may limit another process, since init has
+the same ids as all others: with a second of CPU time or no open files it could serve nobody.
 
 `load` needs CAP_SYS_ADMIN in the caller's user namespace, or no-new-privileges.
 """
@@ -59,7 +60,7 @@ _NUMBERS = {
         "clone": 56, "personality": 135, "socket": 41, "socketpair": 53, "unshare": 272,
         "chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260, "setuid": 105, "setgid": 106, "setreuid": 113,
         "setregid": 114, "setgroups": 116, "setresuid": 117, "setresgid": 119, "setfsuid": 122, "setfsgid": 123,
-        "capset": 126, "mknod": 133, "mknodat": 259,
+        "capset": 126, "mknod": 133, "mknodat": 259, "prlimit64": 302,
     },
     "aarch64": _COMMON | {
         "acct": 89, "add_key": 217, "bpf": 280, "clock_settime": 112,
@@ -72,6 +73,7 @@ _NUMBERS = {
         "clone": 220, "personality": 92, "socket": 198, "socketpair": 199, "unshare": 97,
         "fchown": 55, "fchownat": 54, "setuid": 146, "setgid": 144, "setreuid": 145, "setregid": 143, "setgroups": 159,
         "setresuid": 147, "setresgid": 149, "setfsuid": 151, "setfsgid": 152, "capset": 91, "mknodat": 33,
+        "prlimit64": 261,
     },
 }  # fmt: skip
 
@@ -109,6 +111,7 @@ def program(*, single_id: bool = False, packet_sockets: bool = False, machine: s
         code += _refuse(numbers, _PRETENDED, 0)
         for name, argument in (("mknod", 1), ("mknodat", 2)):
             code += _pretend_device(numbers, name, argument)
+        code += _about(numbers["prlimit64"], 0, _refuse_limits())
     code += _about(numbers["clone"], 0, _when(_JSET, _CLONED, errno.EPERM))
     code += _about(numbers["unshare"], 0, _when(_JSET, _UNSHARED, errno.EPERM))
     code += _about(numbers["personality"], 0, _unless_any(_PERSONALITIES, errno.EPERM))
@@ -168,3 +171,11 @@ def _pretend_device(numbers: dict[str, int], name: str, argument: int) -> list[b
         return []
     kinds = [_op(_AND, 0o170000), *_when(_JEQ, stat.S_IFCHR, 0), *_when(_JEQ, stat.S_IFBLK, 0)]
     return _about(numbers[name], argument, kinds)
+
+
+def _refuse_limits() -> list[bytes]:
+    """For the process that is in the accumulator: limits may be set of oneself, and be read of all. The new ones are
+    the third argument, of two words."""
+    new = _AT_ARGUMENTS + 8 * 2
+    tests = [_load(new), *_unless(_JEQ, 0, errno.EPERM), _load(new + 4), *_unless(_JEQ, 0, errno.EPERM)]
+    return [_op(_JEQ, 0, len(tests)), *tests]

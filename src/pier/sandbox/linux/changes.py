@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
 from typing import Any
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_PARTS = 15
-"""So many parts of a path can be opened at once, however long their names are."""
-_LONG = 3800
-"""Bytes of a path that leave room for one more name."""
+from pier.sandbox.tree.descent import Descent, visit
+
+_LONGEST = 4096
+"""Bytes of the longest path that a program can name. What a sandbox wrote behind longer ones is told as a whole."""
+_TRIES = 3
 _OPAQUE = ("user.overlay.opaque", "trusted.overlay.opaque")
 """How overlays of pier's and of engines say that a directory hides those below it."""
 
@@ -28,30 +27,37 @@ def compare(upper: str, lowers: list[str], most: int | None = None) -> list[list
     """[path, kind, mark] of each path that `upper` makes differ from `lowers` (lowest first). `TooMany` if `upper` has
     more than `most` entries."""
     found: list[list[str]] = []
-    seen = 0
-    todo = [(upper, list(reversed(lowers)), "")]
-    while todo:
-        above, below, path = todo.pop()
-        opaque = _is_opaque(above)
-        names = set()
-        with _scan(above) as entries:
+    left = [0 if most is None else most]
+
+    def look(here: int, given: tuple[str, list[str]]) -> list[tuple[str, tuple[str, list[str]]]]:
+        path, below = given
+        names: set[str] = set()
+        deeper: list[tuple[str, tuple[str, list[str]]]] = []
+        with os.scandir(here) as entries:
             for entry in entries:
-                seen += 1
-                if most is not None and seen > most:
+                left[0] -= 1
+                if most is not None and left[0] < 0:
                     raise TooMany
                 names.add(entry.name)
-                here = f"{path}/{entry.name}"
+                inner = f"{path}/{entry.name}"
                 status = entry.stat(follow_symlinks=False)
-                known = _find(below, entry.name)
                 if _is_whiteout(status):
-                    found.append([here, "removed", ""])
-                elif stat.S_ISDIR(status.st_mode):
-                    todo.append((f"{above}/{entry.name}", _merged(below, entry.name), here))
+                    found.append([inner, "removed", ""])
+                elif stat.S_ISDIR(status.st_mode) and len(os.fsencode(inner)) < _LONGEST:
+                    deeper.append((entry.name, (inner, _merged(below, entry.name))))
                 else:
-                    found.append([here, "changed" if known else "added", _mark(status)])
-        if opaque:
+                    found.append([inner, "changed" if _find(below, entry.name) else "added", _mark(status)])
+        if _is_opaque(here):
             found.extend([f"{path}/{name}", "removed", ""] for name in _names(below) if name not in names)
+        return deeper
+
+    with Descent(upper) as walk:
+        visit(walk, look, ("", list(reversed(lowers))), _raise)
     return found
+
+
+def _raise(_: object, error: OSError) -> None:
+    raise error
 
 
 def merge(looks: list[list[list[Any]]]) -> list[list[Any]]:
@@ -71,44 +77,29 @@ def merge(looks: list[list[list[Any]]]) -> list[list[Any]]:
 
 
 def measure(path: str) -> int:
-    """How many bytes of disk a tree takes."""
-    total = 0
-    todo = [path]
-    while todo:
-        above = todo.pop()
-        with contextlib.suppress(OSError), _scan(above) as entries:
-            for entry in entries:
-                status = entry.stat(follow_symlinks=False)
-                total += status.st_blocks * 512 // max(1, status.st_nlink if stat.S_ISREG(status.st_mode) else 1)
-                if stat.S_ISDIR(status.st_mode):
-                    todo.append(f"{above}/{entry.name}")
-    return total
+    """How many bytes of disk a tree takes, at least: it may change meanwhile."""
+    largest = 0
+    for _ in range(_TRIES):
+        counted = [0]
 
+        def look(here: int, _: None, counted: list[int] = counted) -> list[tuple[str, None]]:
+            deeper: list[tuple[str, None]] = []
+            with contextlib.suppress(OSError), os.scandir(here) as entries:
+                for entry in entries:
+                    status = entry.stat(follow_symlinks=False)
+                    files = status.st_nlink if stat.S_ISREG(status.st_mode) else 1
+                    counted[0] += status.st_blocks * 512 // max(1, files)
+                    if stat.S_ISDIR(status.st_mode):
+                        deeper.append((entry.name, None))
+            return deeper
 
-@contextlib.contextmanager
-def _scan(directory: str) -> Iterator[Iterator[os.DirEntry[str]]]:
-    """What is in a directory, also if its path is longer than the kernel takes: whoever wrote it came there step by
-    step."""
-    fd = _open_long(directory) if len(os.fsencode(directory)) > _LONG else -1
-    entries = os.scandir(directory if fd < 0 else fd)
-    try:
-        with entries:
-            yield entries
-    finally:
-        if fd >= 0:
-            os.close(fd)
-
-
-def _open_long(directory: str) -> int:
-    parts = directory.split("/")
-    fd = os.open("/", _DIRECTORY)
-    for start in range(1, len(parts), _PARTS):
         try:
-            step = os.open("/".join(parts[start : start + _PARTS]), _DIRECTORY, dir_fd=fd)
-        finally:
-            os.close(fd)
-        fd = step
-    return fd
+            with Descent(path) as walk:
+                visit(walk, look, None, lambda *_: None)
+            return max(largest, counted[0])
+        except OSError:
+            largest = max(largest, counted[0])
+    return largest
 
 
 def _mark(status: os.stat_result) -> str:
@@ -120,10 +111,10 @@ def _is_whiteout(status: os.stat_result) -> bool:
     return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
 
 
-def _is_opaque(path: str) -> bool:
+def _is_opaque(directory: str | int) -> bool:
     for name in _OPAQUE:
         with contextlib.suppress(OSError):
-            if os.getxattr(path, name, follow_symlinks=False) == b"y":
+            if os.getxattr(directory, name) == b"y":
                 return True
     return False
 

@@ -12,18 +12,17 @@ import stat
 import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar
+from typing import IO, Any, TypeVar
 
 from pier.errors import SandboxError
 from pier.sandbox import tree
 from pier.sandbox.linux.channel import Channel
+from pier.sandbox.linux.incoming import SMALL, Incoming
 from pier.sandbox.tree.receive import receive
 
 T = TypeVar("T")
 
 _CHUNK = 1 << 20
-_SMALL = 1 << 17
-"""Bytes that are worth no thread."""
 _FEW = 64
 """Entries of a tree that are worth no thread."""
 _BLAMED_ON_TASK = {"not_regular", "too_large", "unsafe_archive", "no_such_user", "broken_archive"}
@@ -51,9 +50,9 @@ async def copy(
         if cancellable:
             half.cancel()
         done = await _finish(half)
-    _raise_if_failed(message)
     if isinstance(done, BaseException):
         raise done
+    _raise_if_failed(message)
     return message.get("skipped", [])
 
 
@@ -77,7 +76,7 @@ async def _ask(channel: Channel, request: dict[str, Any], fd: int) -> dict[str, 
 
 async def put(channel: Channel, request: dict[str, Any], data: bytes) -> None:
     """Have a worker do `request` with `data` as its stream."""
-    if len(data) > _SMALL:
+    if len(data) > SMALL:
         await copy(channel, request, inward=True, work=lambda fd: asyncio.to_thread(_feed, fd, data))
         return
     if channel.closed:
@@ -94,7 +93,7 @@ async def take(channel: Channel, request: dict[str, Any], work: Callable[[IO[byt
     if channel.closed:
         raise channel.lost()
     read, write = os.pipe2(os.O_CLOEXEC)
-    incoming = _Incoming(read, work)
+    incoming = Incoming(read, work)
     try:
         message = await _ask(channel, request, write)
         await incoming.ended()
@@ -148,8 +147,8 @@ async def upload(channel: Channel, request: dict[str, Any], source: Path) -> Non
 def _is_small(source: Path, is_directory: bool) -> bool:
     """Whether a file, or a directory without directories, is worth no thread."""
     if not is_directory:
-        return source.stat().st_size <= _SMALL
-    left, count = _SMALL, 0
+        return source.stat().st_size <= SMALL
+    left, count = SMALL, 0
     with os.scandir(source) as entries:
         for entry in entries:
             left -= entry.stat(follow_symlinks=False).st_size
@@ -177,9 +176,15 @@ def _send(fd: int, source: Path) -> None:
 def _pack_tree(source: Path, out: int | IO[bytes]) -> None:
     root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        tree.pack(root, str(source), out)
+        tree.pack(root, str(source), out, whole=True)
+    except tree.TreeError as error:
+        raise _refusal(error) from error
     finally:
         os.close(root)
+
+
+def _refusal(error: tree.TreeError) -> SandboxError:
+    return SandboxError(str(error), code=error.code, blame="task", retryable=False)
 
 
 def unpack(stream: IO[bytes], target: Path, max_bytes: int | None, keep_empty: bool) -> list[str]:
@@ -189,7 +194,7 @@ def unpack(stream: IO[bytes], target: Path, max_bytes: int | None, keep_empty: b
     try:
         left_out = receive(stream, target, max_bytes=max_bytes)
     except tree.TreeError as error:
-        raise SandboxError(str(error), code=error.code, blame="task", retryable=False) from error
+        raise _refusal(error) from error
     if not keep_empty:
         with contextlib.suppress(OSError):
             target.rmdir()
@@ -199,86 +204,6 @@ def unpack(stream: IO[bytes], target: Path, max_bytes: int | None, keep_empty: b
 def _is_bare(archive: bytes) -> bool:
     """Whether a tar archive has one entry, a directory. Making and removing one is dear on some file systems."""
     return archive[156:157] == tarfile.DIRTYPE and not archive[tarfile.BLOCKSIZE :].strip(b"\0")
-
-
-class _Incoming(Generic[T]):
-    """What a worker writes into a pipe: kept here while it is little, else handed to a thread that does the work."""
-
-    def __init__(self, fd: int, work: Callable[[IO[bytes]], T]) -> None:
-        self._fd = fd
-        self._work = work
-        self._kept = bytearray()
-        self._loop = asyncio.get_running_loop()
-        self._all: asyncio.Future[None] = self._loop.create_future()
-        self._thread: asyncio.Future[T] | None = None
-        os.set_blocking(fd, False)
-        self._loop.add_reader(fd, self._read)
-
-    def _read(self) -> bool:
-        """Take what is there; whether there may be more at once."""
-        try:
-            data = os.read(self._fd, _SMALL)
-        except BlockingIOError:
-            return False
-        self._kept += data
-        if data and len(self._kept) <= _SMALL:
-            return True
-        self._loop.remove_reader(self._fd)
-        self._all.set_result(None)
-        if data:
-            os.set_blocking(self._fd, True)
-            self._thread = asyncio.ensure_future(asyncio.to_thread(self._work_on_all))
-        return False
-
-    def _work_on_all(self) -> T:
-        try:
-            with open(self._fd, "rb", closefd=False) as rest:
-                return self._work(io.BufferedReader(_Joined(bytes(self._kept), rest), _SMALL))
-        except BaseException:
-            self._hang_up()
-            raise
-
-    def _hang_up(self) -> None:
-        """Nobody reads any more, which the worker must learn, or it would wait for ever."""
-        nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        os.dup2(nothing, self._fd, inheritable=False)
-        os.close(nothing)
-
-    async def ended(self) -> None:
-        """Wait for the end of the stream, which the worker has closed."""
-        while not self._all.done() and self._read():
-            pass
-        await self._all
-
-    async def close(self) -> None:
-        """Wait for the thread, which ends when the pipe does."""
-        if self._thread is not None:
-            await asyncio.wait([self._thread])
-            self._thread.exception()
-        elif not self._all.done():
-            self._loop.remove_reader(self._fd)
-        os.close(self._fd)
-
-    def result(self) -> T:
-        """What the work gave, or its error."""
-        return self._thread.result() if self._thread is not None else self._work(io.BytesIO(self._kept))
-
-
-class _Joined(io.RawIOBase):
-    """Bytes, and then the rest of a stream."""
-
-    def __init__(self, first: bytes, rest: IO[bytes]) -> None:
-        self._first = first
-        self._rest = rest
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._first[: len(buffer)] or self._rest.read(len(buffer))
-        self._first = self._first[len(data) :]
-        buffer[: len(data)] = data
-        return len(data)
 
 
 async def feed_stream(fd: int, stream: AsyncIterator[bytes]) -> None:

@@ -14,7 +14,7 @@ from pier.errors import SandboxError
 from pier.idmap import IdMap, IdRange, mapped_argv
 from pier.sandbox import seccomp
 from pier.sandbox.linux.channel import Answer, Channel
-from pier.sandbox.linux.remove import remove
+from pier.sandbox.tree.remove import remove
 
 NO_SANDBOXES = "no_sandboxes"
 """The code of the error that this machine lets nobody here have a sandbox."""

@@ -17,9 +17,9 @@ from pier.sandbox.cgroup import Group, Hierarchies
 from pier.sandbox.contract import Limits
 from pier.sandbox.linux.channel import Answer, Channel, close_all
 from pier.sandbox.linux.killing import STOP_SECONDS, kill_and_wait
-from pier.sandbox.linux.remove import remove_some
 from pier.sandbox.linux.wire import OUT_OF_MEMORY
 from pier.sandbox.linux.zygotes import Zygotes
+from pier.sandbox.tree.remove import remove_some
 
 KIND = "sandbox"
 _START_SECONDS = 120

@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import fnmatch
 import os
-import shutil
 import stat
 import tarfile
 from typing import Any
@@ -32,6 +31,7 @@ from pier.sandbox.tree.beneath import (
     write_all,
 )
 from pier.sandbox.tree.pack import CHUNK, pack
+from pier.sandbox.tree.remove import remove
 from pier.sandbox.tree.unpack import unpack
 
 __all__ = ["TreeError", "pack", "serve", "unpack", "warm"]
@@ -163,11 +163,7 @@ def _remove(root: int, target: str) -> None:
             raise TreeError("not_directory", f"not a directory: {parent}") from None
         raise
     try:
-        status = os.stat(name, dir_fd=above, follow_symlinks=False)
-        if stat.S_ISDIR(status.st_mode):
-            shutil.rmtree(name, dir_fd=above)
-        else:
-            os.unlink(name, dir_fd=above)
+        remove(name, above)
     except FileNotFoundError:
         return
     finally:

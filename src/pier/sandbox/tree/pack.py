@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 from pier.sandbox.tree.beneath import DIRECTORY, IN_ROOT, NO_MAGICLINKS, TreeError, open_in, write_all
+from pier.sandbox.tree.descent import Descent, visit
 
 CHUNK = 1 << 20
 BUFFER = 1 << 15
 """tarfile copies its buffer at each header, so a larger one makes trees of small files slow."""
 DEPTH = 400
-"""How deep a tree may be; what is deeper is left out and reported. Each level holds a file descriptor open."""
+LENGTH = 3000
+"""How deep a tree may be, and how many bytes the path of a directory may have; directories beyond are left out and
+reported: whoever gets the tree can come to all that is in it by its path."""
 
 
 def pack(
@@ -28,10 +31,11 @@ def pack(
     exclude: Sequence[str] = (),
     max_bytes: int | None = None,
     most: int | None = None,
+    whole: bool = False,
 ) -> list[str]:
     """Write `source` as a tar stream to a descriptor or a file: a directory as `.` and what is below, anything else as
     one entry called `.`. Answers what was left out: devices, fifos, sockets, and what could not be read. A tree with
-    more entries than `most` is given up."""
+    more entries than `most` is given up; a `whole` one if it is too deep."""
     parent, _, name = source.rstrip("/").rpartition("/")
     if name in ("", ".", ".."):
         parent, name = source, "."
@@ -39,7 +43,7 @@ def pack(
     try:
         stream: Any = _Whole(out) if isinstance(out, int) else out
         with tarfile.open(fileobj=stream, mode="w|", bufsize=BUFFER, format=tarfile.PAX_FORMAT) as archive:
-            packer = _Packer(archive, exclude, max_bytes, most)
+            packer = _Packer(archive, exclude, max_bytes, most, whole)
             packer.add(fd, name, ".")
         return packer.skipped
     finally:
@@ -52,55 +56,72 @@ _CHANGED = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO}
 
 class _Packer:
     def __init__(
-        self, archive: tarfile.TarFile, exclude: Sequence[str], max_bytes: int | None, most: int | None
+        self, archive: tarfile.TarFile, exclude: Sequence[str], max_bytes: int | None, most: int | None, whole: bool
     ) -> None:
         self._archive = archive
         self._exclude = [pattern.rstrip("/") for pattern in exclude]
         self._left = max_bytes
         self._most = most
+        self._whole = whole
         self._inodes: dict[tuple[int, int], str] = {}
         self.skipped: list[str] = []
 
-    def add(self, parent: int, name: str, path: str, depth: int = 0) -> None:
+    def add(self, parent: int, name: str, path: str) -> None:
+        """Add what has a name, and all that is below it."""
+        if self._is_directory(parent, name, path):
+            with Descent(name, parent) as walk:
+                visit(walk, self._look, path, self._miss)
+
+    def _look(self, here: int, above: str) -> list[tuple[str, str]]:
+        """Add what is in a directory, and tell which directories are to be looked at."""
+        found: list[tuple[str, str]] = []
+        for child in self._list(here):
+            path = child if above == "." else f"{above}/{child}"
+            if any(fnmatch.fnmatchcase(path, rule) or fnmatch.fnmatchcase(child, rule) for rule in self._exclude):
+                continue
+            try:
+                if self._is_directory(here, child, path):
+                    found.append((child, path))
+            except OSError as error:
+                self._miss(path, error)
+        return found[::-1]
+
+    def _miss(self, path: str, error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            self.skipped.append(path)
+        elif error.errno not in _CHANGED:
+            raise error
+
+    def _is_directory(self, parent: int, name: str, path: str) -> bool:
+        """Add one entry; whether it is a directory to look at."""
         status = os.stat(name, dir_fd=parent, follow_symlinks=False)
         entry = tarfile.TarInfo(path)
         entry.mode, entry.uid, entry.gid = stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
         entry.mtime = int(status.st_mtime)
         if stat.S_ISDIR(status.st_mode):
-            self._add_directory(parent, name, entry, depth)
-        elif stat.S_ISREG(status.st_mode):
+            return self._add_directory(entry)
+        if stat.S_ISREG(status.st_mode):
             self._add_file(parent, name, entry)
         elif stat.S_ISLNK(status.st_mode):
             entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=parent)
             self._write(entry)
         else:
             self.skipped.append(path)
+        return False
 
     def _write(self, entry: tarfile.TarInfo, content: Any = None) -> None:
         self._archive.addfile(entry, content)
         forget_members(self._archive)
 
-    def _add_directory(self, parent: int, name: str, entry: tarfile.TarInfo, depth: int) -> None:
-        if depth >= DEPTH:
-            self.skipped.append(entry.name)
-            return
-        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-        try:
+    def _add_directory(self, entry: tarfile.TarInfo) -> bool:
+        if entry.name.count("/") < DEPTH and len(os.fsencode(entry.name)) <= LENGTH:
             entry.type = tarfile.DIRTYPE
             self._write(entry)
-            for child in self._list(fd):
-                path = child if entry.name == "." else f"{entry.name}/{child}"
-                if any(fnmatch.fnmatchcase(path, rule) or fnmatch.fnmatchcase(child, rule) for rule in self._exclude):
-                    continue
-                try:
-                    self.add(fd, child, path, depth + 1)
-                except PermissionError:
-                    self.skipped.append(path)
-                except OSError as error:
-                    if error.errno not in _CHANGED:
-                        raise
-        finally:
-            os.close(fd)
+            return True
+        if self._whole:
+            raise TreeError("too_deep", f"directories lie too deep in each other: {entry.name[:200]}...")
+        self.skipped.append(entry.name)
+        return False
 
     def _list(self, fd: int) -> list[str]:
         if self._most is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import IO
 
 from pier.sandbox.tree.beneath import DIRECTORY
+from pier.sandbox.tree.remove import remove
 from pier.sandbox.tree.unpack import unpack
 
 _SINGLE = "content"
@@ -35,7 +36,8 @@ def receive(stream: IO[bytes], target: Path, *, max_bytes: int | None = None) ->
             unborn.chmod(0o755)
             unborn.rename(target)
     finally:
-        shutil.rmtree(unborn, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(str(unborn))
     return unpacked.skipped
 
 

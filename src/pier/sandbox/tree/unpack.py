@@ -55,7 +55,12 @@ def unpack(
             for count, entry in enumerate(_entries(archive)):
                 if count >= ENTRIES:
                     raise TreeError("too_large", f"the archive has more than {ENTRIES} entries")
-                unpacker.add(archive, entry)
+                try:
+                    unpacker.add(archive, entry)
+                except OSError as error:
+                    if error.errno != errno.ENAMETOOLONG:
+                        raise
+                    raise TreeError("unsafe_archive", f"a name is too long: {entry.name[:200]}...") from None
         _take_padding(stream)
         unpacker.finish()
     except (tarfile.TarError, EOFError, UnicodeError) as error:

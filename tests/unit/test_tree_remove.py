@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pier.sandbox.linux.remove import remove, remove_some
+from pier.sandbox.tree.descent import Descent
+from pier.sandbox.tree.remove import remove, remove_some
+from tests.deep import make_deep
 
 pytestmark = pytest.mark.plain
 
@@ -27,17 +29,23 @@ def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_tree_deeper_than_any_path(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
-    tree.mkdir()
-    here = os.open(tree, os.O_RDONLY)
-    for _ in range(1500):
-        os.mkdir("d" * 20, dir_fd=here)
-        below = os.open("d" * 20, os.O_RDONLY, dir_fd=here)
-        os.close(here)
-        here = below
-    os.close(here)
-    remove(str(tree))
+    make_deep(tmp_path / "tree")
+    remove(str(tmp_path / "tree"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_moved_away_meanwhile_is_noticed(tmp_path: Path) -> None:
+    """The way back up leads through `..`, which must not lead into another tree."""
+    make_deep(tmp_path / "tree", 100, "d")
+    (tmp_path / "other").mkdir()
+    with Descent(str(tmp_path / "tree")) as walk:
+        for _ in range(100):
+            walk.enter("d")
+        (tmp_path / "tree/d/d/d/d").rename(tmp_path / "other/d")
+        for _ in range(96):
+            walk.leave()
+        with pytest.raises(OSError, match="was moved"):
+            walk.leave()
 
 
 def test_a_part_of_a_tree_at_a_time(tmp_path: Path) -> None:
