@@ -17,6 +17,12 @@ from tests.gateway_fakes import HELLO, TOOL, fake_provider, thinks
 CLIENTS = Path(__file__).parents[2] / ".cache" / "clients"
 HERE = Path(__file__).parent
 SUM = Turn((Text("It is 3."),), "end", Usage(30, 5), id="turn_3", model="served")
+CALLS = [{"call": {"name": "add", "arguments": {"a": 1, "b": 2}}, "usage": {"input": 20, "output": 9}},
+         {"text": SUM.text, "usage": {"input": 30, "output": 5}}]  # fmt: skip
+SCRIPT = {
+    "turns": [{"text": HELLO.text, "usage": {"input": 11, "output": 7}}],
+    "lanes": [{"when": {"tool": "add"}, "turns": CALLS * 2}],
+}
 needs_clients = pytest.mark.skipif(
     not (CLIENTS / "installed").exists(), reason="the official clients are not installed: run .ci/clients"
 )
@@ -54,6 +60,8 @@ async def test_a_python_client_with_every_upstream(library: str, tmp_path: Path)
             )
             for kind in kinds
         }
+        (tmp_path / "script.json").write_text(json.dumps(SCRIPT))
+        made["script"] = gateway.session(f"script:{tmp_path / 'script.json'}", recording=tmp_path / "script.jsonl")
         short = gateway.session("m", upstream=policy, budget=Budget(turns=1), recording=tmp_path / "short.jsonl")
         sessions = [{"url": url, "key": session.key, "model": "m"} for session in made.values()]
         job = {"library": library, "sessions": sessions, "short": {"url": url, "key": short.key}}
@@ -61,7 +69,7 @@ async def test_a_python_client_with_every_upstream(library: str, tmp_path: Path)
         found = await run_client(command, job)
         call = [["add", {"a": 1, "b": 2}]]
         expected = [[HELLO.text, [], [11, 7]], ["", call, [20, 9]], [SUM.text, [], [30, 5]]]
-        for kind, answers in zip(kinds, found["answers"], strict=True):
+        for kind, answers in zip(made, found["answers"], strict=True):
             assert answers == expected * 2, kind
             outcomes = [call.outcome for call in recording.read(tmp_path / f"{kind}.jsonl").generations()]
             assert outcomes == ["ok"] * 6
@@ -77,12 +85,20 @@ async def test_a_python_client_with_every_upstream(library: str, tmp_path: Path)
 
 @needs_clients
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-async def test_the_node_clients_with_every_upstream() -> None:
+async def test_the_node_clients_with_every_upstream(tmp_path: Path) -> None:
+    command, libraries = ["node", str(HERE / "gateway_clients.mjs")], ("chat", "responses", "anthropic", "gemini")
+    expected = {name: [HELLO.text, HELLO.text, "add"] for name in libraries}
+    (tmp_path / "script.json").write_text(
+        json.dumps({**SCRIPT, "lanes": [{"when": {"tool": "add"}, "turns": CALLS[:1]}]})
+    )
     async with fake_provider(thinks(think)) as fake, Gateway() as gateway:
         url = await gateway.serve()
-        upstreams = [fake.provider(kind) for kind in ("chat", "responses", "anthropic", "gemini")]
+        upstreams = [fake.provider(kind) for kind in libraries]
         made = [gateway.session("m", upstream=upstream) for upstream in (*upstreams, policy)]
+        made.append(gateway.session(f"script:{tmp_path / 'script.json'}", recording=tmp_path / "calls.jsonl"))
         job = {"sessions": [{"url": url, "key": session.key, "model": "m"} for session in made]}
-        found = await run_client(["node", str(HERE / "gateway_clients.mjs")], job, cwd=CLIENTS)
-        expected = [HELLO.text, HELLO.text, "add"]
-        assert found == [dict.fromkeys(("chat", "responses", "anthropic", "gemini"), expected)] * 5
+        assert await run_client(command, job, cwd=CLIENTS) == [expected] * 6
+        await made[-1].close()
+        again = gateway.session(f"replay:{tmp_path / 'calls.jsonl'}")
+        job = {"sessions": [{"url": url, "key": again.key, "model": "m"}]}
+        assert await run_client(command, job, cwd=CLIENTS) == [expected]
