@@ -65,3 +65,40 @@ async def test_each_cut_is_recorded(dialect: str, upstream: str, stream: bool, t
     lost = len(ASKED[dialect]) + len(ASKED[dialect]["tools"]) - 2
     assert len(cut) >= lost, json.dumps(call.edits)
     assert all(edit["what"] and edit["why"] for edit in call.edits)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/v1beta/models/m:countTokens"])
+async def test_counting_tokens_reaches_nowhere_either(path: str) -> None:
+    """A provider that counts what an address leads to would have to go there."""
+    away: dict[str, Any] = {
+        "/v1/messages/count_tokens": {
+            "model": "m",
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "source": {"type": "url", "url": "http://elsewhere.test"}}],
+                }
+            ],
+        },
+        "/v1beta/models/m:countTokens": {
+            "generateContentRequest": {"contents": [{"parts": [{"fileData": {"fileUri": "http://elsewhere.test"}}]}]}
+        },
+    }
+    near = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "contents": [{"parts": [{"text": "hi"}]}]}
+    async with fake_provider() as fake, Gateway() as gateway:
+        url = await gateway.serve()
+        session = gateway.session("m", upstream=fake.provider("anthropic", "gemini"), closed_book=True)
+        status, _, raw = await post(url, path, session.key, away[path])
+        assert status == 200 and json.loads(raw) and not fake.asked
+        status, _, raw = await post(url, path, session.key, near)
+        assert status == 200 and b"4321" in raw and len(fake.asked) == 1
+
+
+async def test_a_body_that_says_something_twice_is_refused() -> None:
+    """What one reader takes for the first, another takes for the last."""
+    body = b'{"model":"m","tools":[{"type":"web_search"}],"messages":[{"role":"user","content":"hi"}],"tools":[]}'
+    async with fake_provider() as fake, Gateway() as gateway:
+        url = await gateway.serve()
+        session = gateway.session("m", upstream=fake.provider(), closed_book=True)
+        status, _, raw = await post(url, PATHS["chat"], session.key, body)
+        assert status == 400 and b"twice" in raw and not fake.asked

@@ -245,6 +245,37 @@ async def test_tokens_are_counted_by_the_provider_or_roughly(client: str, path: 
 LIMIT = 64 * 1024 * 1024
 
 
+async def test_tokens_of_a_model_that_nobody_serves_are_counted_roughly(tmp_path: Path) -> None:
+    async with Gateway(providers=Directory({})) as gateway:
+        url = await gateway.serve()
+        session = gateway.session(recording=tmp_path / "calls.jsonl")
+        body = {**request_body("anthropic"), "model": "unheard-of"}
+        status, _, raw = await post(url, "/v1/messages/count_tokens", session.key, body)
+        assert status == 200 and json.loads(raw)["input_tokens"] > 0
+        await session.close()
+        (call,) = recording.read(tmp_path).calls
+        assert call.outcome == "ok"
+
+
+async def test_an_agent_that_leaves_while_its_tokens_are_counted(tmp_path: Path) -> None:
+    asked = asyncio.Event()
+
+    async def hang(request: object, raw: bytes) -> aiohttp.web.StreamResponse:
+        asked.set()
+        return await asyncio.Future()
+
+    async with fake_provider(hang) as fake, Gateway() as gateway:
+        url = await gateway.serve()
+        session = gateway.session("m", upstream=fake.provider("anthropic"), recording=tmp_path / "calls.jsonl")
+        counting = asyncio.create_task(post(url, "/v1/messages/count_tokens", session.key, request_body("anthropic")))
+        await asked.wait()
+        counting.cancel()
+        await asyncio.wait_for(fake.cancelled.wait(), 60)
+        await session.close()
+        (call,) = recording.read(tmp_path).calls
+        assert call.outcome == "cancelled"
+
+
 async def test_a_body_of_almost_64_mebibytes_passes() -> None:
     async with fake_provider(says(HELLO)) as fake, Gateway() as gateway:
         url = await gateway.serve()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pier.gateway.closed_book import REMOVED, close_book
+from pier.gateway.closed_book import REMOVED, close_book, is_closed
 
 pytestmark = pytest.mark.plain
 
@@ -21,6 +21,8 @@ FLAT = {"type": "function", "name": "f", "parameters": {}}
         ("chat", {"web_search_options": {"a": 1}, "plugins": [{"id": "web"}]}, {}),
         ("chat", {"web_search_options": {}}, {}),
         ("chat", {"model": "x/y:online"}, {"model": "x/y"}),
+        ("chat", {"models": ["a:online", "b"]}, {"models": ["a", "b"]}),
+        ("chat", {"search_parameters": {"mode": "on"}, "enable_search": True, "preset": "p"}, {}),
         (
             "responses",
             {"tools": [FLAT, {"type": "web_search"}, {"type": "mcp"}, {"type": "code_interpreter"}]},
@@ -99,6 +101,55 @@ def test_remote_files_are_replaced_by_words(
     assert [edit.action for edit in edits] == ["removed"]
 
 
+PICTURE = {"type": "image", "source": {"type": "url", "url": "https://x"}}
+FILE = {"fileData": {"fileUri": "https://x"}}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "http://x"}}]}]},
+        ),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "audio_url", "audio_url": "http://x"}]}]}),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_data": "https://x"}}]}]}),
+        (
+            "chat",
+            {"messages": [{"role": "tool", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]},
+        ),
+        (
+            "responses",
+            {"instructions": [{"role": "system", "content": [{"type": "input_file", "file_url": "http://x"}]}]},
+        ),
+        (
+            "responses",
+            {"input": [{"type": "function_call_output", "output": [{"type": "input_image", "image_url": "http://x"}]}]},
+        ),
+        (
+            "anthropic",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "document", "source": {"type": "content", "content": [PICTURE]}}],
+                    }
+                ]
+            },
+        ),
+        ("gemini", {"systemInstruction": {"parts": [FILE]}}),
+        ("gemini", {"system_instruction": {"parts": [FILE]}}),
+        ("gemini", {"contents": [{"parts": [{"functionResponse": {"name": "f", "response": {}, "parts": [FILE]}}]}]}),
+    ],
+)
+def test_remote_files_are_found_wherever_they_hide(dialect: str, body: dict[str, Any]) -> None:
+    closed, edits = close_book(dialect, body)
+    assert [edit.action for edit in edits] == ["removed"]
+    assert REMOVED in repr(closed) and "//x" not in repr(closed)
+    assert not is_closed(dialect, body) and is_closed(dialect, closed)
+    assert not is_closed("gemini", {"generateContentRequest": {"contents": [{"parts": [FILE]}]}})
+
+
 def test_a_remote_picture_inside_a_tool_result_is_found() -> None:
     picture = {"type": "image", "source": {"type": "url", "url": "https://x"}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [picture]}
@@ -109,5 +160,7 @@ def test_a_remote_picture_inside_a_tool_result_is_found() -> None:
 
 def test_an_innocent_request_is_left_alone() -> None:
     inline = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
-    body = {"model": "m", "tools": [FUNCTION], "messages": [{"role": "user", "content": [inline]}]}
+    file = {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,aGk="}}
+    plain = {"type": "file", "file": {"filename": "a.pdf", "file_data": "aGk="}}
+    body = {"model": "m", "tools": [FUNCTION], "messages": [{"role": "user", "content": [inline, file, plain]}]}
     assert close_book("chat", body) == (body, [])

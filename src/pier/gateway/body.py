@@ -105,6 +105,8 @@ def _parse(raw: bytes, earlier: Earlier) -> Body:
         if text[at] != '"':
             raise ValueError(f"a name was expected at {at}")
         name, at = scanstring(text, at + 1, True)
+        if name in fields:
+            raise ValueError(f"{name!r} is there twice, and nobody knows which of them others read")
         start = _skip(text, _expect(text, _skip(text, at), ":"))
         if name in ARRAYS and text[start] == "[":
             first = _skip(text, start + 1)
@@ -115,8 +117,6 @@ def _parse(raw: bytes, earlier: Earlier) -> Body:
                 grown[name] = known, count
         else:
             value[name], at = _scan(text, start)
-            arrays.pop(name, None)
-            grown.pop(name, None)
         fields[name] = (start, at)
         at = _skip(text, at)
     if _skip(text, at + 1) != len(text):

@@ -20,12 +20,23 @@ _KEPT_TOOLS: dict[str, re.Pattern[str]] = {
     "responses": re.compile(r"function|custom|local_shell|apply_patch|tool_search|namespace|computer\w*"),
     "anthropic": re.compile(r"custom|(bash|text_editor|computer|memory)_\d+|tool_search_tool_\w+"),
 }
+_SEARCHES = ("web_search_options", "search_parameters", "search_options", "search_settings", "enable_search")
+"""What providers of Chat Completions call their search."""
 _FIELDS = {
-    "chat": ("web_search_options", "plugins"),
+    "chat": (*_SEARCHES, "plugins", "preset", "compound_custom"),
     "responses": ("previous_response_id", "conversation", "prompt"),
     "anthropic": ("mcp_servers", "container"),
     "gemini": ("cachedContent", "cached_content"),
 }
+_PLACES = {
+    "chat": ("messages",),
+    "responses": ("input", "instructions"),
+    "anthropic": ("messages", "system"),
+    "gemini": ("contents", "systemInstruction", "system_instruction"),
+}
+"""Where a request may point at files."""
+_NESTED = ("content", "parts", "output", "source", "functionResponse", "function_response")
+_SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 _GEMINI_KEPT = ("functionDeclarations", "function_declarations", "computerUse", "computer_use")
 
 
@@ -38,16 +49,28 @@ def close_book(dialect: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], l
         if closed.get(name) not in (None, [], "", False):
             del closed[name]
             edits.append(Edit("removed", name, _WHY))
-    model = closed.get("model")
-    if isinstance(model, str) and model.endswith(":online"):
-        closed["model"] = model.removesuffix(":online")
-        edits.append(Edit("changed", f"model {model}", _WHY))
+    if "model" in closed:
+        closed["model"] = _offline(closed["model"], edits)
+    if isinstance(closed.get("models"), list):
+        closed["models"] = [_offline(model, edits) for model in closed["models"]]
     _close_tools(dialect, closed, edits)
-    place = {"chat": "messages", "anthropic": "messages", "responses": "input", "gemini": "contents"}[dialect]
-    if isinstance(closed.get(place), list):
-        remote = _REMOTE[dialect]
-        closed[place] = [_close_item(item, remote, edits) for item in closed[place]]
+    for place in _PLACES[dialect]:
+        if place in closed:
+            closed[place] = _close_item(closed[place], _REMOTE[dialect], edits)
     return (closed, edits) if edits else (dict(body), [])
+
+
+def is_closed(dialect: str, body: Mapping[str, Any]) -> bool:
+    """Whether a request, also one within a request to count its tokens, reaches nowhere beyond the model."""
+    inner = body.get("generateContentRequest")
+    return not close_book(dialect, body)[1] and (not isinstance(inner, dict) or is_closed(dialect, inner))
+
+
+def _offline(model: Any, edits: list[Edit]) -> Any:
+    if not isinstance(model, str) or not model.endswith(":online"):
+        return model
+    edits.append(Edit("changed", f"model {model}", _WHY))
+    return model.removesuffix(":online")
 
 
 def _close_tools(dialect: str, body: dict[str, Any], edits: list[Edit]) -> None:
@@ -105,8 +128,7 @@ def _close_item(item: Any, remote: Callable[[Mapping[str, Any]], dict[str, Any] 
     if replacement is not None:
         edits.append(Edit("removed", f"remote {item.get('type') or 'file'}", _WHY))
         return replacement
-    nested = ("content", "parts", "output")
-    return {key: _close_item(value, remote, edits) if key in nested else value for key, value in item.items()}
+    return {key: _close_item(value, remote, edits) if key in _NESTED else value for key, value in item.items()}
 
 
 def _is_web(value: Any) -> bool:
@@ -114,10 +136,18 @@ def _is_web(value: Any) -> bool:
 
 
 def _remote_chat(part: Mapping[str, Any]) -> dict[str, Any] | None:
-    image, file = part.get("image_url"), part.get("file")
-    url = image.get("url") if isinstance(image, dict) else image
-    stored = isinstance(file, dict) and (file.get("file_id") or _is_web(file.get("file_url")))
-    return {"type": "text", "text": REMOVED} if _is_web(url) or stored else None
+    """Servers fetch pictures, sounds and films alike: whatever is called `..._url`."""
+    file = part.get("file")
+    if isinstance(file, dict) and (file.get("file_id") or _is_link(file.get("file_data"))):
+        return {"type": "text", "text": REMOVED}
+    named = {**part, **file} if isinstance(file, dict) else part
+    links = [value for key, value in named.items() if key.endswith("_url")]
+    urls = (link.get("url") if isinstance(link, dict) else link for link in links)
+    return {"type": "text", "text": REMOVED} if any(_is_web(url) for url in urls) else None
+
+
+def _is_link(value: Any) -> bool:
+    return isinstance(value, str) and _SCHEME.match(value) is not None
 
 
 def _remote_responses(part: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from pier.gateway.body import Body, parse
 from pier.gateway.budget import Budget, Meter, Turn
 from pier.gateway.caller import Caller
 from pier.gateway.canonical import ErrorKind
-from pier.gateway.closed_book import close_book
+from pier.gateway.closed_book import close_book, is_closed
 from pier.gateway.dialect import BadRequest
 from pier.gateway.exchange import CallerGone, Exchange
 from pier.gateway.http.coding import BadCoding, TooLarge
@@ -174,12 +174,21 @@ class Session:
         return await caller.reply(status, data, close=status == 413)
 
     async def _count(self, caller: Caller, body: Body) -> None:
-        """As the provider counts, if it speaks this dialect; else roughly, four characters a token."""
+        """As the provider counts, if it speaks this dialect and may see all that is counted; else roughly, four
+        characters a token."""
         record = self.recorder.call(caller.facts(), body)
-        counted = None
-        answer = self._answerer(caller.route.model or str(body.value.get("model") or self.model))
-        if isinstance(answer, ByProvider):
-            counted = await answer.count(caller, body, record, self._gateway.upstreams)
+        counted, dialect = None, caller.route.dialect
+        try:
+            if not self.terms.closed_book or is_closed(dialect, body.value):
+                answer = self._answerer(caller.route.model or str(body.value.get("model") or self.model))
+                if isinstance(answer, ByProvider):
+                    counted = await answer.count(caller, body, record, self._gateway.upstreams)
+        except UsageError as error:
+            record.note(uncounted=error.explain())
+        except asyncio.CancelledError:
+            record.end("cancelled", 499, error="the agent went away")
+            await asyncio.shield(self.recorder.commit())
+            raise
         record.end("ok", 200)
         await self.recorder.commit()
         if counted is not None:
