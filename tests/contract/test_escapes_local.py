@@ -7,14 +7,23 @@ import json
 import os
 import socket
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from pier.errors import SandboxError
+from pier.lease import Lease
 from pier.sandbox.contract import Backend, Limits, SandboxSpec
 from pier.sandbox.host import host_image
+from pier.sandbox.linux.sandbox import LinuxSandbox
+from pier.sandbox.local import LocalBackend
+from pier.sandbox.local.box import Box
+from tests.busybox import add_program, add_python, busybox_image
+from tests.overlay import overlay
 
 pytestmark = [pytest.mark.plain, pytest.mark.asyncio(loop_scope="module")]
 
@@ -80,9 +89,12 @@ for path in (
     "/sys/kernel/uevent_helper",
     "/sys/power/state",
     "/proc/1/mem",
+    "/proc/1/oom_score_adj",
     "/proc/self/uid_map",
 ):
     attempt(f"write {path}")(lambda: write(path))
+for thread in os.listdir("/proc/1/task"):
+    attempt(f"write the oom_score_adj of {thread}")(lambda: write(f"/proc/1/task/{thread}/oom_score_adj"))
 attempt("make a cgroup")(lambda: os.mkdir("/sys/fs/cgroup/escape"))
 
 for name in ("environ", "mem", "maps", "auxv", "stack", "syscall"):
@@ -145,7 +157,19 @@ for path in (
     "/dev/mapper/control",
 ):
     attempt(f"open {path}")(lambda: os.open(path, os.O_RDWR | os.O_NONBLOCK))
-for path in ("/proc/kcore", "/proc/kmsg", "/proc/keys", "/proc/timer_list", "/proc/sched_debug", "/proc/slabinfo"):
+for path in (
+    "/proc/kcore",
+    "/proc/kmsg",
+    "/proc/keys",
+    "/proc/timer_list",
+    "/proc/sched_debug",
+    "/proc/slabinfo",
+    "/proc/vmallocinfo",
+    "/proc/pagetypeinfo",
+    "/proc/kpagecount",
+    "/proc/kpageflags",
+    "/proc/kpagecgroup",
+):
     attempt(f"secret of the kernel: {path}")(lambda: read(path) or (_ for _ in ()).throw(OSError(errno.ENODATA, "")))
 
 
@@ -244,15 +268,35 @@ HARMLESS = ("got b''",)
 """An attempt that yields nothing is contained too: a masked file reads as empty."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def attempts(shared_backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+@asynccontextmanager
+async def unshifted(home: Path) -> AsyncIterator[LinuxSandbox[Box]]:
+    """A sandbox whose root has the machine's own id, since its image lies where no other ids can be had."""
+    image = busybox_image(home)
+    add_python(image.layers[0])
+    for module in Path("/usr/lib").glob("python3.*/lib-dynload/_ctypes.*.so"):
+        add_program(image.layers[0], str(module))
+    with overlay(image.layers[0], home) as merged, Lease(home / "leases") as lease:
+        async with LocalBackend(lease) as backend:
+            async with await backend.start(SandboxSpec(replace(image, layers=(merged,)))) as sandbox:
+                assert not sandbox.box.shifted
+                yield sandbox
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["other ids", "own ids"])
+async def attempts(
+    request: pytest.FixtureRequest, shared_backend: Backend, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    if request.param == "own ids" and os.geteuid() != 0:
+        pytest.skip("only root's sandboxes can have the machine's own ids")
     canary = tmp_path_factory.mktemp("host") / "canary"
     canary.write_text("the host's own")
     name = f"pier-test-{os.getpid()}-{time.monotonic_ns()}"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0" + name)
         listener.listen()
-        async with await shared_backend.start(SandboxSpec(host_image())) as sandbox:
+        shifted = request.param == "other ids"
+        started = await shared_backend.start(SandboxSpec(host_image())) if shifted else unshifted(canary.parent / "own")
+        async with started as sandbox:
             await sandbox.write_file("/tmp/escape.py", SCRIPT.encode())
             command = ["/usr/bin/python3", "/tmp/escape.py", str(canary), str(os.getpid()), name]
             result = await sandbox.exec(command, timeout=120)

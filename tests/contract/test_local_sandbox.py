@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from pier.lease import Lease
 from pier.sandbox import Limits, Mount, SandboxSpec, open_backend
 from pier.sandbox.host import host_image
 from pier.sandbox.local import LocalBackend
+from tests.overlay import overlay
 
 pytestmark = pytest.mark.plain
 
@@ -177,12 +177,9 @@ async def test_a_home_that_cannot_hold_sandboxes_is_told(
     """As in a container whose root is an overlay: overlays cannot lie on top of it."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount the file system that this is about")
-    for name in ("lower", "upper", "work", "merged"):
-        (tmp_path / name).mkdir()
-    options = f"lowerdir={tmp_path}/lower,upperdir={tmp_path}/upper,workdir={tmp_path}/work"
-    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, str(tmp_path / "merged")], check=True)
-    try:
-        monkeypatch.setenv("PIER_HOME", str(tmp_path / "merged/home"))
+    (tmp_path / "lower").mkdir()
+    with overlay(tmp_path / "lower", tmp_path) as merged:
+        monkeypatch.setenv("PIER_HOME", str(merged / "home"))
         with Lease() as lease:
             async with open_backend("local", lease) as backend:
                 for root in (image, host_image()):
@@ -192,21 +189,15 @@ async def test_a_home_that_cannot_hold_sandboxes_is_told(
                 found = {one.subject: one for one in await backend.doctor()}
                 assert not found["sandboxes"].ok and "PIER_HOME" in found["sandboxes"].fix
             assert lease.held() == []
-        assert not list((tmp_path / "merged/home/sandboxes").iterdir())
-    finally:
-        subprocess.run(["umount", str(tmp_path / "merged")], check=True)
+        assert not list((merged / "home/sandboxes").iterdir())
 
 
 async def test_root_without_shifted_mounts(backend: LocalBackend, image: Image, tmp_path: Path) -> None:
     """On a file system that cannot be mounted with other ids, like overlayfs, sandboxes start and own their files."""
     if os.geteuid() != 0:
         pytest.skip("only root's sandboxes have shifted ids")
-    for name in ("upper", "work", "merged"):
-        (tmp_path / name).mkdir()
-    options = f"lowerdir={image.layers[0]},upperdir={tmp_path}/upper,workdir={tmp_path}/work"
-    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, str(tmp_path / "merged")], check=True)
-    try:
-        unshifted = Image("test/unshifted", "sha256:3", (tmp_path / "merged",), image.config)
+    with overlay(image.layers[0], tmp_path) as merged:
+        unshifted = Image("test/unshifted", "sha256:3", (merged,), image.config)
         async with await backend.start(SandboxSpec(unshifted)) as sandbox:
             assert not sandbox.box.shifted
             script = (
@@ -221,6 +212,3 @@ async def test_root_without_shifted_mounts(backend: LocalBackend, image: Image, 
             await backend.remove_snapshot(frozen)
         async with await backend.start(SandboxSpec(image)) as usual:
             assert usual.box.shifted
-    finally:
-        await backend.close()
-        subprocess.run(["umount", str(tmp_path / "merged")], check=True)

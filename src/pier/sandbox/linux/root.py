@@ -108,6 +108,8 @@ def build(plan: dict[str, Any], texts: dict[str, tuple[int, int]], trees: list[i
         os.unlink("/m/dev/.apt")
     for wanted in plan["mounts"]:
         _mount_wanted(wanted, trees)
+    if plan["same_ids"]:
+        _guard_init()
     os.chdir("/m")
     kernel.pivot_root(".", ".")
     kernel.set_host_name(plan["hostname"])
@@ -167,6 +169,13 @@ def _mount_wanted(wanted: dict[str, Any], trees: list[int]) -> None:
         kernel.mount("tmpfs", target, "tmpfs", flags, f"mode=1777{size}")
         return
     _put(trees[wanted["tree"]], target)
+
+
+def _guard_init() -> None:
+    """Keep root inside, who has the machine's own id, from making init the first to go when memory is short."""
+    for place in ("/m/proc/1", *(f"/m/proc/1/task/{thread}" for thread in os.listdir("/m/proc/1/task"))):
+        for name in ("oom_adj", "oom_score_adj"):
+            kernel.bind(f"{place}/{name}", f"{place}/{name}", read_only=True, flags=_PLAIN)
 
 
 def _inside(path: str) -> str:

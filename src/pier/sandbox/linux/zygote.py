@@ -134,7 +134,7 @@ class Zygote:
         fds.append(held)
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fds.append(self._open_source(directory, shifted))
-        same_ids = self.shift >= 0 and not shifted
+        same_ids = plan["same_ids"] = self.shift >= 0 and not shifted
         if same_ids:
             plan["mounts"] = [*plan["mounts"], *_hidden_from_root()]
         spare = self.spares.clone(_SAME_IDS) if same_ids else self.spares.take()
