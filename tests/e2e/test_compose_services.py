@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,7 +98,7 @@ async def test_a_services_own_program_is_process_1(tmp_path: Path, image: Image)
         assert [row for row in told if row.startswith("open")] == ["open 0", "open 1", "open 2"]
         status = dict(row.split(":\t") for row in (await services.told("plain", "cat /proc/1/status")).splitlines())
         assert int(status["SigIgn"], 16) == int(status["SigBlk"], 16) == 0, status
-        assert status["Seccomp"] == "2" and status["Groups"].strip() == "" and status["NoNewPrivs"] == "0"
+        assert status["Seccomp"] == "2" and status["Groups"].strip() == "7" and status["NoNewPrivs"] == "0"
         assert status["CapBnd"] == await services.told("main", "sed -n 's/^CapBnd:\t//p' /proc/self/status")
         assert await services.told("plain", "tr '\\0' ' ' < /proc/1/cmdline") == "sleep 4321"
         assert (await services.until_logged("inited", "pid")).strip() != "pid 1"
@@ -195,6 +196,71 @@ services:
         assert await services.told("shell", "cat /proc/1/comm") == "sh"
         assert await services.told("cat", "cat /proc/1/comm") == "cat"
         assert "[ended" not in services.log("shell") + services.log("cat")
+
+
+GIVEN = """\
+services:
+  main: {image: x}
+  side:
+    image: x
+    entrypoint: /bin/sh -c 'echo "[$$0] [$$1]"; exec sleep 4321' "one word"
+    command: two words
+    user: "user:7"
+    hostname: other
+    environment: ["LISTED=x y", "EMPTY=", "DOLLAR=$$HOME"]
+    env_file: [{path: one.env}, {path: missing.env, required: false}]
+    tmpfs: ["/plain", "/tight:size=1m,mode=700,uid=1000"]
+    volumes:
+      - data:/home
+      - data:/again:ro
+      - /anonymous
+      - ./files:/files
+      - {type: bind, source: ./files, target: /read, read_only: true}
+      - {type: tmpfs, target: /long, tmpfs: {size: 1m, mode: 448}}
+    shm_size: 32m
+    extra_hosts: {x.test: 192.0.2.1}
+volumes: {data: }
+"""
+
+LOOK = r"""
+stat -c '%n %a %u:%g' /plain /tight /long /files /anonymous /home/user
+grep -e ' /tight ' -e ' /dev/shm ' /proc/mounts | grep -o 'size=[0-9]*k'
+env | grep -e LISTED -e EMPTY -e DOLLAR -e FROM | sort
+id -G; hostname; grep x.test /etc/hosts | tr '\t' ' '
+touch /home/user/w /again/user/x /read/x /files/x 2>&1 | grep -o "/.*: Read-only file system"
+ls /again/user
+"""
+
+
+@pytest.mark.usefixtures("docker", "way")
+async def test_a_service_finds_what_compose_would_give_it(tmp_path: Path, image: Image) -> None:
+    (tmp_path / "one.env").write_text("FROM_FILE='$A' \n")
+    (tmp_path / "files").mkdir(mode=0o777)
+    (tmp_path / "files").chmod(0o777)
+    layer = image.layers[0] / "home" / "user"
+    os.chown(layer, 1000, 1000)
+    async with running_services(tmp_path, GIVEN, image) as services:
+        assert (await services.until_logged("side", "]")).strip() == "[one word] [two]"
+        assert (await services.told("side", LOOK)).splitlines() == [
+            "/plain 1777 0:0",
+            "/tight 700 1000:0",
+            "/long 700 0:0",
+            "/files 777 0:0",
+            "/anonymous 755 0:0",
+            "/home/user 755 1000:1000",
+            "size=32768k",
+            "size=1024k",
+            "DOLLAR=$HOME",
+            "EMPTY=",
+            "FROM_FILE=$A",
+            "LISTED=x y",
+            "7",
+            "other",
+            "192.0.2.1 x.test",
+            "/again/user/x: Read-only file system",
+            "/read/x: Read-only file system",
+            "w",
+        ]
 
 
 LIMITED = """\

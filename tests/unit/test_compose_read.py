@@ -42,10 +42,10 @@ services:
     volumes:
       - data:/data:ro
       - ./site:/site
-      - {type: tmpfs, target: /fast, tmpfs: {size: 64m}}
+      - {type: tmpfs, target: /fast, tmpfs: {size: 64m, mode: 0o1770}}
       - /anonymous
       - ${LOGS}:/logs
-    tmpfs: [/a, "/b:size=1k"]
+    tmpfs: [/a, "/b:size=1k,uid=7"]
     working_dir: /w
     user: 1000
     hostname: host
@@ -87,7 +87,7 @@ volumes: {data: }
             Volume("/site", source=site),
             Volume("/anonymous", name="/2/anonymous"),
         ),
-        tmpfs={"/fast": 64 << 20, "/a": None, "/b": 1024},
+        tmpfs={"/fast": f"size={64 << 20},mode=1770", "/a": "", "/b": "size=1k,uid=7"},
         workdir="/w",
         user="1000",
         hostname="host",
@@ -147,6 +147,9 @@ def test_variables_see_only_what_they_are_given(tmp_path: Path, monkeypatch: pyt
         ("cpus: inf", "cpus: 'inf' is no number"),
         ("cpus: -1", "cpus: must not be negative"),
         ("tmpfs: run", "'run' is not an absolute path"),
+        ("tmpfs: '/run:size=much'", "'size=much' is no option of tmpfs"),
+        ("tmpfs: '/run:upperdir=/x'", "'upperdir=/x' is no option of tmpfs"),
+        ("volumes: [{type: tmpfs, target: /x, tmpfs: {mode: rwx}}]", "'mode=rwx' is no option of tmpfs"),
         ("volumes: [{type: npipe, source: x, target: /x}]", r"volumes\.type: 'npipe' is not one of"),
         ("volumes: [{type: bind, target: /x}]", "what is to be bound at /x is not said"),
         ("volumes: [{source: v, target: /x, volume: {subpath: y}}]", r"volumes\.volume\.subpath: is not supported"),
@@ -252,6 +255,7 @@ def test_commands_are_made_as_engines_make_them() -> None:
     with pytest.raises(TaskError, match="has no command"):
         command_of(Service("side"), Image("x", "x"))
     assert command_of(Service("side", entrypoint=()), image) == ("default",)
+    assert command_of(Service("side", command=()), image) == ("entry", "default")
     wait = ("sh", "-c", "sleep infinity")
     assert command_of(Service("main"), image) == ("entry", *wait)
     assert command_of(Service("main", entrypoint=("own",)), image) == ("own", *wait)

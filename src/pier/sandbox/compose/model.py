@@ -64,7 +64,8 @@ class Service:
     ignore_health: bool = False
     """The image's own health check is not run either."""
     volumes: tuple[Volume, ...] = ()
-    tmpfs: Mapping[str, int | None] = field(default_factory=dict)
+    tmpfs: Mapping[str, str] = field(default_factory=dict)
+    """What is in memory, each with the options that engines take for it."""
     workdir: str | None = None
     user: str | None = None
     hostname: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,20 @@ _OPTIONS = {
     "tmpfs": {"size", "mode"},
 }
 
+_TMPFS = re.compile(r"size=\d+[kmg]?|mode=[0-7]+|[ug]id=\d+|nr_inodes=\d+[kmg]?|r[ow]|(no)?(exec|suid|dev|atime)", re.I)
 
-def read_volumes(rows: Any, place: Place, root: Path) -> tuple[tuple[Volume, ...], dict[str, int | None]]:
+
+def read_volumes(rows: Any, place: Place, root: Path) -> tuple[tuple[Volume, ...], dict[str, str]]:
     """The volumes of a service, and what it has in memory; files of the task are below `root`."""
     volumes: list[Volume] = []
-    tmpfs: dict[str, int | None] = {}
+    tmpfs: dict[str, str] = {}
     for row in rows if isinstance(rows, list) else [rows] if rows else []:
         keys = _long_volume(row, place) if isinstance(row, dict) else _short_volume(str(row), place)
         source, target = str(keys.get("source") or ""), str(keys.get("target") or "")
         if not target.startswith("/"):
             raise place.error(f"the target {target!r} is not an absolute path")
         if keys.get("type") == "tmpfs":
-            tmpfs[target] = place.size((keys.get("tmpfs") or {}).get("size"))
+            tmpfs[target] = _options(keys.get("tmpfs") or {}, place.at("tmpfs"))
         elif not source.startswith(LOGS):
             volumes.append(_volume(keys, source, target, len(volumes), place, root))
     return tuple(volumes), tmpfs
@@ -69,13 +72,25 @@ def _short_volume(text: str, place: Place) -> dict[str, Any]:
     return {"source": parts[0], "target": parts[1], "read_only": "ro" in modes}
 
 
-def read_tmpfs(value: Any, place: Place) -> dict[str, int | None]:
-    """What a service has in memory, each with its size."""
-    found: dict[str, int | None] = {}
+def _options(keys: dict[str, Any], place: Place) -> str:
+    size, mode = place.at("size").size(keys.get("size")), keys.get("mode")
+    mode = f"{mode:o}" if isinstance(mode, int) else str(mode or "").removeprefix("0o")
+    return _checked(",".join([*([f"size={size}"] if size else []), *([f"mode={mode}"] if mode else [])]), place)
+
+
+def read_tmpfs(value: Any, place: Place) -> dict[str, str]:
+    """What a service has in memory, each with its options."""
+    found: dict[str, str] = {}
     for row in place.texts(value):
         target, _, options = row.partition(":")
         if not target.startswith("/"):
             raise place.error(f"{target!r} is not an absolute path")
-        size = next((part[5:] for part in options.split(",") if part.startswith("size=")), None)
-        found[target] = place.size(size)
+        found[target] = _checked(options, place)
     return found
+
+
+def _checked(options: str, place: Place) -> str:
+    for option in options.split(",") if options else []:
+        if not _TMPFS.fullmatch(option):
+            raise place.error(f"{option!r} is no option of tmpfs that is supported")
+    return options

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import aiodocker
 from aiodocker.exceptions import DockerError
 
-from pier.errors import ImageError, PolicyError, SandboxError, UsageError
+from pier.errors import ImageError, PierError, PolicyError, SandboxError, UsageError
 from pier.image.engine import engine_address
 from pier.image.model import Image
 from pier.lease import Held, Lease
@@ -167,7 +167,7 @@ class DockerBackend(Backend):
     async def volumes(self, image: Image) -> TrialVolumes:
         """The volumes of one trial, none so far."""
         engine = await self._engine()
-        return TrialVolumes(engine.docker, engine.address, self._lease, await engine.images.ensure(image))
+        return TrialVolumes(engine.docker, self._lease, await engine.images.ensure(image))
 
     async def memory(self) -> int:
         """How many bytes of memory the engine's host has."""
@@ -225,7 +225,11 @@ class DockerBackend(Backend):
         await sandbox.box.stop()
 
     async def doctor(self) -> list[Finding]:
-        return await examine(engine_address(*self._where), self._lease)
+        try:
+            engine = await self._engine()
+        except PierError as error:
+            return [Finding("Docker engine", False, error.message, error.hint or "")]
+        return await examine(engine, self.start)
 
     async def destroy(self, held: Held) -> None:
         ends = {SNAPSHOT: _remove_image, VOLUME: remove_volume, HELPER: remove_idle}

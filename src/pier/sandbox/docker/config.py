@@ -27,7 +27,8 @@ class Placing:
 def container_config(
     spec: SandboxSpec, image: str, placing: Placing, labels: Mapping[str, str], more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A container without a network that runs nothing. `more` replaces parts of the host's side, and adds `Binds`."""
+    """A container without a network that runs nothing. `more` replaces parts of the host's side, and adds to
+    `Binds` and tables."""
     limits = spec.limits
     host: dict[str, Any] = {
         "NetworkMode": "none",
@@ -51,7 +52,11 @@ def container_config(
     if limits.disk is not None:
         host["StorageOpt"] = {"size": str(limits.disk)}
     for key, value in more.items():
-        host[key] = [*host["Binds"], *value] if key == "Binds" else value
+        if key == "Binds":
+            value = [*placing.binds, *value]
+        elif isinstance(host.get(key), dict):
+            value = host[key] | value
+        host[key] = value
     return {
         "Image": image,
         "Entrypoint": [placing.program],

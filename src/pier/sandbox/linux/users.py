@@ -37,7 +37,8 @@ def find(wanted: str) -> User:
     else:
         raise NoSuchUser(f"there is no user {who!r} in the sandbox")
     if group:
-        return User(uid, _group(group), [], home, name)
+        gid = _group(group)
+        return User(uid, gid, [gid], home, name)
     extra = [int(row[2]) for row in _rows("/etc/group", 4) if name in row[3].split(",")]
     return User(uid, gid, sorted({gid, *extra}), home, name)
 

@@ -147,11 +147,8 @@ def command_of(service: Service, image: Image) -> tuple[str, ...]:
     nothing else; a mere wait needs no program."""
     config = image.config
     command = _WAIT if service.name == MAIN and service.command is None else service.command
-    if service.entrypoint:
-        argv = (*service.entrypoint, *(command or ()))
-    else:
-        entrypoint = config.entrypoint if service.entrypoint is None else ()
-        argv = (*entrypoint, *(config.cmd if command is None else command))
+    entrypoint = config.entrypoint if service.entrypoint is None else service.entrypoint
+    argv = (*entrypoint, *(command or (() if service.entrypoint else config.cmd)))
     if service.name == MAIN and _IDLE.fullmatch(argv[-1] if argv[:2] in _SHELLS else " ".join(argv)):
         return ()
     if not argv and service.name != MAIN:

@@ -12,7 +12,7 @@ from pier.network import lan
 from pier.network.decision import Decision, OnDecision
 from pier.network.policy import NONE, NetworkPolicy
 from pier.sandbox.compose.model import MAIN, Compose, Composition, Service
-from pier.sandbox.contract import Limits, Mount, SandboxSpec
+from pier.sandbox.contract import Limits, SandboxSpec
 from pier.sandbox.docker.compose.process import ServiceProcess, health_of
 from pier.sandbox.docker.compose.sandbox import MainSandbox
 from pier.sandbox.docker.compose.volumes import TrialVolumes
@@ -106,6 +106,7 @@ class ServiceGroup:
             "Dns": [lan.hub_address(place[0]) for place in places[:1]],
             "ExtraHosts": [*own, *(f"{name}:{address}" for name, address in service.extra_hosts.items())],
             "Binds": binds,
+            "Tmpfs": dict(service.tmpfs),
         }
         if service.shm_size:
             more["ShmSize"] = service.shm_size
@@ -117,7 +118,6 @@ class ServiceGroup:
 
     def _service_spec(self, service: Service, hostname: str) -> SandboxSpec:
         spec = self._spec
-        mounts = tuple(Mount(target, None, False, size) for target, size in service.tmpfs.items())
         common = {
             "network": NONE,
             "hostname": hostname,
@@ -130,7 +130,7 @@ class ServiceGroup:
                 spec,
                 **common,
                 image=self._wanted.images[service.name],
-                mounts=mounts,
+                mounts=(),
                 env=dict(service.env),
                 user=service.user,
                 workdir=service.workdir,
@@ -139,7 +139,6 @@ class ServiceGroup:
         return replace(
             spec,
             **common,
-            mounts=(*spec.mounts, *mounts),
             env={**service.env, **spec.env},
             user=spec.user or service.user,
             workdir=spec.workdir or service.workdir,

@@ -12,20 +12,20 @@ import aiodocker
 from aiodocker.exceptions import DockerError
 
 from pier.lease import Lease
-from pier.sandbox.docker.box import KIND, LABEL, engine_error, remove
+from pier.sandbox.docker.box import LABEL, engine_error, passing_container
+from pier.sandbox.docker.client import Client
 
 VOLUME = "trial-volume"
-_INSIDE = "/pier-volume"
+_INSIDE = "pier-volume"
 
 
 class TrialVolumes:
     """The volumes of one trial, by the names that its compose file has for them. `image` is any image of the engine:
     files come into a volume by way of a container that never runs."""
 
-    def __init__(self, docker: aiodocker.Docker, address: str, lease: Lease, image: str) -> None:
+    def __init__(self, docker: Client, lease: Lease, image: str) -> None:
         self._docker = docker
         self._image = image
-        self._address = address
         self._lease = lease
         self._made: dict[str, str] = {}
 
@@ -34,7 +34,7 @@ class TrialVolumes:
         if key not in self._made:
             id = secrets.token_hex(6)
             self._made[key] = name = f"pier-volume-{id}"
-            self._lease.write(VOLUME, id, {"engine": self._address, "name": name})
+            self._lease.write(VOLUME, id, {"engine": self._docker.address, "name": name})
             try:
                 await self._docker.volumes.create({"Name": name, "Labels": {LABEL: self._lease.owner}})
             except DockerError as error:
@@ -47,18 +47,14 @@ class TrialVolumes:
         if key in self._made:
             return self._made[key]
         name = await self.get(key)
-        id = secrets.token_hex(6)
-        self._lease.write(KIND, id, {"engine": self._address, "name": f"pier-{id}"})
-        host = {"NetworkMode": "none", "Binds": [f"{name}:{_INSIDE}"]}
-        config = {"Image": self._image, "Cmd": ["none"], "Labels": {LABEL: self._lease.owner}, "HostConfig": host}
+        host = {"NetworkMode": "none", "Binds": [f"{name}:/{_INSIDE}"]}
+        config = {"Image": self._image, "Cmd": ["none"], "HostConfig": host}
+        packed = await asyncio.to_thread(_packed, directory)
         try:
-            container = await self._docker.containers.create(config, name=f"pier-{id}")
-            await container.put_archive(_INSIDE, await asyncio.to_thread(_packed, directory))
+            async with passing_container(self._docker, self._lease, config) as container:
+                await container.put_archive("/", packed)
         except DockerError as error:
             raise engine_error(error) from error
-        finally:
-            await asyncio.shield(remove(self._docker, f"pier-{id}"))
-            self._lease.strike(KIND, id)
         return name
 
     async def remove(self) -> None:
@@ -88,5 +84,5 @@ def _packed(directory: Path) -> bytes:
 
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        archive.add(directory, ".", filter=as_roots)
+        archive.add(directory, _INSIDE, filter=as_roots)
     return packed.getvalue()
