@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +21,7 @@ from pier.sandbox import open_backend
 from pier.sandbox.contract import SandboxSpec
 from tests.busybox import busybox_image
 from tests.engine import Engine, engine, missing
-from tests.job_tasks import pier
+from tests.job_tasks import PATIENCE, PIER, pier
 
 needs_engine = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -70,6 +72,23 @@ def test_doctor_names_the_engine(docker: Engine, tmp_path: Path) -> None:
     assert [row["ok"] for row in rows[:2]] == [True, True]
     assert docker.url in rows[0]["detail"]
     assert f"GB at {docker.directory}/data" in rows[2]["detail"]
+
+
+@pytest.mark.docker
+@needs_engine
+@pytest.mark.parametrize(("lacking", "entered"), [("", "by pier itself"), ("sys_admin", "by a helper")])
+def test_doctor_has_tried_how_containers_are_entered(
+    docker: Engine, lacking: str, entered: str, tmp_path: Path
+) -> None:
+    """Root that lacks the right to join namespaces is not told from other roots before it tries."""
+    limited = ["setpriv", f"--bounding-set=-{lacking}"] if lacking else []
+    command = [*limited, *PIER, "doctor", "--json"]
+    env = {**os.environ, "DOCKER_HOST": docker.url}
+    told = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=PATIENCE, check=False).stdout
+    row = json.loads(told)["docker"][1]
+    assert (row["ok"], row["subject"]) == (True, "containers")
+    assert f"entered {entered}" in row["detail"]
+    assert docker.containers() == []
 
 
 @pytest.mark.plain

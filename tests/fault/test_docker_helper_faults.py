@@ -25,6 +25,8 @@ from tests.ways import Sshd, ssh_missing, sshd
 
 pytestmark = [pytest.mark.docker, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
+SOON = 40
+"""Seconds, fewer than it takes to find that nobody answers any more."""
 HOLD = """\
 import asyncio, sys
 from pathlib import Path
@@ -84,7 +86,8 @@ async def test_who_waits_is_told_when_the_helper_is_killed(
         waiting.append(asyncio.ensure_future(sandbox.exec(["cat", "/dev/zero"], output_limit=0)))
         await sandbox.exec(["true"])
         await asyncio.to_thread(docker.docker, "kill", *docker.helpers())
-        told = await asyncio.gather(*waiting, sandbox.read_file("/etc/passwd"), return_exceptions=True)
+        async with asyncio.timeout(SOON):
+            told = await asyncio.gather(*waiting, sandbox.read_file("/etc/passwd"), return_exceptions=True)
         assert [error.blame for error in told if isinstance(error, SandboxError)] == ["infra"] * len(told), told
         assert "helper" in str(told[0])
         await sandbox.stop()

@@ -25,7 +25,7 @@ _TLS, _TLS_UNVERIFIED = "#tls=", "#tls-unverified="
 _SSH_SECONDS = 30
 _KEPT_OPEN = 300.0
 """Seconds that an idle connection is kept: making one by ssh takes long."""
-_MOST_AT_ONCE = 8
+_MOST_AT_ONCE = 10
 """Connections by ssh, each of which is a process here and a session there."""
 
 

@@ -20,6 +20,7 @@ from pier.sandbox.contract import Change
 from pier.sandbox.docker.client import Client, engine_error
 from pier.sandbox.docker.entering import Entered, Entrance
 from pier.sandbox.docker.group import CONTAINER_ENDED
+from pier.sandbox.docker.idle import PLACE
 from pier.sandbox.linux.channel import Channel
 
 __all__ = ["IMAGE_MISSING", "KIND", "LABEL", "ContainerBox", "engine_error", "remove"]
@@ -96,10 +97,13 @@ class ContainerBox:
 
     async def changes(self) -> list[Change]:
         """What differs from the image, read from the container's layer or as the engine tells it; directories only when
-        they were removed."""
+        they were removed. Where pier's own program is mounted does not count."""
         seen = await self.entered.changes()
-        if seen is not None:
-            return seen
+        if seen is None:
+            seen = await self._ask_changes()
+        return [change for change in seen if change.path != PLACE]
+
+    async def _ask_changes(self) -> list[Change]:
         try:
             rows = await self._docker._query_json(f"containers/{self.name}/changes")
         except DockerError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from pier.sandbox.docker.volumes import PREFIX, PackVolumes
 from pier.sandbox.linux.network import offered_modes
 from pier.sandbox.linux.zygotes import Zygotes
 
-_PROGRAM = "/.pier-idle"
 _IPV6 = Path("/proc/sys/net/ipv6")
 
 
@@ -47,6 +47,7 @@ class Engine:
         self.through_helper = needs_helper(docker.address)
         self.was_entered = False
         """Whether a container of it was entered, so that the way is known to be right."""
+        self.version = version
         self._machine = str(version.get("Arch", ""))
         self._lease = lease
         self._zygotes: Zygotes | None = None
@@ -117,6 +118,10 @@ class Engine:
             self._info = dict(await self.docker.system.info())
         return self._info
 
+    def idle_image(self) -> AbstractAsyncContextManager[str]:
+        """The name of an image there that has nothing in it that could run but the program that waits."""
+        return offers.idle_image(self.docker, self._machine)
+
     async def shares_disk(self) -> bool:
         """Whether the engine sees this machine's directories."""
         return (await self.helper()).shares_disk if self.through_helper else True
@@ -126,11 +131,11 @@ class Engine:
         bound = [mount for mount in mounts if mount.source is not None]
         if not self.through_helper:
             program = idle.place(pier_home() / "docker")
-            return Placing(_PROGRAM, (f"{program}:{_PROGRAM}:ro", *map(_bind, bound)), _IPV6.exists())
+            return Placing(idle.PLACE, (f"{program}:{idle.PLACE}:ro", *map(_bind, bound)), _IPV6.exists())
         helper = await self.helper()
-        own = f"{helper.volume}:{_PROGRAM}:ro"
+        own = f"{helper.volume}:{idle.PLACE}:ro"
         binds = [_bind(mount) if helper.shares_disk else await self._copied(mount, helper) for mount in bound]
-        return Placing(f"{_PROGRAM}/{IDLE}", (own, *binds), helper.has_six)
+        return Placing(f"{idle.PLACE}/{IDLE}", (own, *binds), helper.has_six)
 
     async def _copied(self, mount: Mount, helper: Helper) -> str:
         """A mount for an engine that cannot see its source."""

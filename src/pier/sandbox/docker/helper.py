@@ -105,7 +105,8 @@ class Helper(Entrance):
         self._own = FarChannel(self._mux, "", f"the helper at the engine {where} is gone", code="helper_gone")
         self._stream = stream
         self._complaints = ""
-        self._tasks = [asyncio.create_task(work) for work in (self._read(), self._write(), self._ping())]
+        works = (self._read(), self._write(), self._ping(), self._watch(box))
+        self._tasks = [asyncio.create_task(work) for work in works]
 
     @property
     def closed(self) -> bool:
@@ -154,6 +155,10 @@ class Helper(Entrance):
                 self._lose(f"it did not answer in {_SILENCE_SECONDS:.0f} s")
             except SandboxError:
                 return
+
+    async def _watch(self, box: HelperBox) -> None:
+        await box.ended()
+        self._lose("its container has ended")
 
     def _lose(self, why: str) -> None:
         """The connection is gone: everybody who waits learns it."""

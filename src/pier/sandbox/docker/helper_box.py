@@ -13,6 +13,7 @@ import json
 from typing import Any
 
 import aiodocker
+import aiohttp
 from aiodocker.exceptions import DockerError
 from aiodocker.stream import Stream
 
@@ -36,6 +37,7 @@ _ENDING = (404, 409, 500)
 """How engines answer to what is asked of a container that is not there, does not run yet or is just ending."""
 _MOST_STARTS = 5
 _MAKE_SECONDS = 60
+_AGAIN_SECONDS = 1.0
 
 
 class HelperBox:
@@ -68,6 +70,20 @@ class HelperBox:
             self._refusal = str(error.message)
             return None
         return stream
+
+    async def ended(self) -> None:
+        """Wait until it does not run. Engines leave the streams of a session open when they kill the container."""
+        container = self._docker.containers.container(self.name)
+        while True:
+            try:
+                await container.wait()
+                return
+            except DockerError as error:
+                if error.status == 404:
+                    return
+            except (aiohttp.ClientError, OSError):
+                pass
+            await asyncio.sleep(_AGAIN_SECONDS)
 
     async def ensure(self) -> None:
         """Have it run. When it is just being started or removed by somebody else, it may not do so yet."""

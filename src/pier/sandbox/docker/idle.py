@@ -15,6 +15,8 @@ from pier.errors import SandboxError
 from pier.files import write
 
 IDLE = "idle"
+PLACE = "/.pier-idle"
+"""Where the program, or the directory that has it, is mounted in a container."""
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 """What engines call processors, and what the kernel does."""
 

@@ -59,13 +59,20 @@ async def can_limit_disk(docker: Client, lease: Lease, machine: str, info: Mappi
 @asynccontextmanager
 async def _tried(docker: Client, lease: Lease, machine: str, more: Mapping[str, Any]) -> AsyncIterator[DockerContainer]:
     """A container with nothing in it but the program that waits, made as `more` says."""
+    async with idle_image(docker, machine) as name:
+        config = {"Image": name, "Cmd": [f"/{idle.IDLE}"], "HostConfig": {"NetworkMode": "none", **more}}
+        async with passing_container(docker, lease, config) as container:
+            yield container
+
+
+@asynccontextmanager
+async def idle_image(docker: Client, machine: str) -> AsyncIterator[str]:
+    """The name of an image that has nothing but the program that waits, which is kept until the end."""
     data = idle.archive(machine)
     name = f"{REPOSITORY}/{idle.IDLE}:{hashlib.sha256(data).hexdigest()[:24]}"
     async with holding(name):
         await _bring(docker, name, data)
-        config = {"Image": name, "Cmd": [f"/{idle.IDLE}"], "HostConfig": {"NetworkMode": "none", **more}}
-        async with passing_container(docker, lease, config) as container:
-            yield container
+        yield name
 
 
 async def _bring(docker: Client, name: str, data: bytes) -> None:
