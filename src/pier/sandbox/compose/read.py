@@ -32,6 +32,7 @@ _SERVICE = _QUIET | {
 _BUILD = {"context", "dockerfile", "args", "target", "network", "tags", "labels"}
 _HEALTH = {"test", "interval", "timeout", "retries", "start_period", "start_interval", "disable"}
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]*")
+_HOST = r"[a-zA-Z0-9]([a-zA-Z0-9.-]{0,61}[a-zA-Z0-9])?"
 _CONDITIONS = ("service_started", "service_healthy", "service_completed_successfully")
 
 
@@ -143,7 +144,7 @@ class _Reader:
         restart, tries = _restart(keys, deploy, place)
         return Service(
             name=name,
-            image=keys.get("image") or None,
+            image=place.at("image").text(keys.get("image")),
             build=self._build(keys["build"], place.at("build")) if keys.get("build") else None,
             command=place.at("command").command(keys.get("command")),
             entrypoint=place.at("entrypoint").command(keys.get("entrypoint")),
@@ -153,9 +154,9 @@ class _Reader:
             ignore_health=ignored,
             volumes=volumes,
             tmpfs={**tmpfs, **read_tmpfs(keys.get("tmpfs"), place.at("tmpfs"))},
-            workdir=keys.get("working_dir") or None,
-            user=str(keys["user"]) if keys.get("user") not in (None, "") else None,
-            hostname=keys.get("hostname") or None,
+            workdir=place.at("working_dir").text(keys.get("working_dir"), "/.*", "an absolute path"),
+            user=place.at("user").text(keys.get("user")),
+            hostname=place.at("hostname").text(keys.get("hostname"), _HOST, "a name of letters, digits, '.' and '-'"),
             networks=_memberships(keys, place),
             extra_hosts=self._hosts(keys.get("extra_hosts"), place.at("extra_hosts")),
             restart=restart,
@@ -175,7 +176,7 @@ class _Reader:
             dockerfile = place.at("dockerfile").inside(str(context / keys["dockerfile"]), self.root)
         pairs = place.at("args").pairs(keys.get("args"))
         args = {name: self.variables.known.get(name, "") if each is None else each for name, each in pairs.items()}
-        return Build(context, dockerfile, args, keys.get("target") or None)
+        return Build(context, dockerfile, args, place.at("target").text(keys.get("target")))
 
     def _hosts(self, value: Any, place: Place) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -259,8 +260,8 @@ def _memberships(keys: dict[str, Any], place: Place) -> dict[str, tuple[str, ...
             found[str(name)] = tuple(at.at(f"{name}.aliases").texts(own.get("aliases")))
     else:
         found = dict.fromkeys(at.texts(value), ()) or {"default": ()}
-    if keys.get("container_name"):
-        found = {name: (*aliases, str(keys["container_name"])) for name, aliases in found.items()}
+    if own_name := place.at("container_name").text(keys.get("container_name"), _NAME.pattern, "a name"):
+        found = {name: (*aliases, own_name) for name, aliases in found.items()}
     return found
 
 

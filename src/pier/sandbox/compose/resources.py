@@ -13,15 +13,24 @@ def read_limits(keys: dict[str, Any], deploy: dict[str, Any], place: Place) -> d
     resources = at.mapping(deploy.get("resources"), {"limits", "reservations"})
     limits = at.at("limits").mapping(resources.get("limits"), {"cpus", "memory", "pids"})
     kept = at.at("reservations").mapping(resources.get("reservations"), {"cpus", "memory", "devices"})
-    cpus = place.at("cpus").number(limits.get("cpus") or keys.get("cpus"))
-    if cpus is not None and cpus < 0:
-        raise place.at("cpus").error("must not be negative")
-    processes = place.at("pids_limit").number(limits.get("pids") or keys.get("pids_limit"))
+    devices = at.at("reservations.devices")
+
+    def said(name: str, old: str) -> tuple[Any, Place]:
+        """A limit, and where it stands."""
+        return (limits[name], at.at(f"limits.{name}")) if limits.get(name) else (keys.get(old), place.at(old))
+
+    cpus, where = said("cpus", "cpus")
+    if (share := where.number(cpus) or 0) < 0:
+        raise where.error("must not be negative")
+    memory, where = said("memory", "mem_limit")
+    size = where.size(memory)
+    processes, where = said("pids", "pids_limit")
+    most = int(where.number(processes) or 0)
     return {
-        "cpus": cpus or None,
-        "memory": place.at("mem_limit").size(limits.get("memory") or keys.get("mem_limit")) or None,
-        "processes": int(processes) if processes and processes > 0 else None,
-        "gpus": _gpus(kept.get("devices"), at.at("reservations.devices")) or _count(keys.get("gpus"), place.at("gpus")),
+        "cpus": share or None,
+        "memory": size or None,
+        "processes": most if most > 0 else None,
+        "gpus": _gpus(kept.get("devices"), devices) or _count(keys.get("gpus"), place.at("gpus")),
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from pier.errors import TaskError
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
-_VARIABLE = re.compile(rf"\$(?:(\$)|({_NAME})|\{{({_NAME})(?:(:?[-?+])((?:[^{{}}]|\{{[^{{}}]*\}})*))?\}})")
+_VARIABLE = re.compile(rf"\$(?:(\$)|({_NAME})|\{{({_NAME})(?:(:?[-?+])((?:[^{{}}]|\{{[^{{}}]*\}})*))?\}}|(\{{))")
 _LINE = re.compile(rf"(?:export\s+)?({_NAME})\s*(?:=\s*(.*))?")
 _MOST = 100_000
 
@@ -41,6 +41,13 @@ class Variables:
         def one(match: re.Match[str]) -> str:
             if match[1]:
                 return "$"
+            if match[6]:
+                raise TaskError(
+                    f"{self.path}: {where}: {text[match.start() : match.start() + 40]!r} begins no variable such as "
+                    "${NAME} or ${NAME:-default}",
+                    hint="write $$ for a plain dollar sign",
+                    code="compose",
+                )
             name, how, other = match[2] or match[3], match[4] or "", match[5] or ""
             value = self.known.get(name)
             has = value is not None and (value != "" or not how.startswith(":"))

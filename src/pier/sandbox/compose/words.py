@@ -70,6 +70,14 @@ class Place:
             raise self.error("must be a text or a list of texts")
         return [plain(row) for row in rows]
 
+    def text(self, value: Any, pattern: str = ".*", what: str = "a text") -> str | None:
+        """One text; None if nothing is said."""
+        if value is None or value == "":
+            return None
+        if isinstance(value, dict | list) or not re.fullmatch(pattern, plain(value), re.DOTALL):
+            raise self.error(f"{value!r} is not {what}")
+        return plain(value)
+
     def command(self, value: Any) -> tuple[str, ...] | None:
         """A command as words, or as one text that is split as a shell would; None if nothing is said."""
         if value is None:
