@@ -6,6 +6,7 @@ import base64
 import json
 import sqlite3
 import tracemalloc
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,45 @@ def test_opencode_sessions_of_one_database_are_told_apart(tmp_path: Path) -> Non
     assert metrics is not None and (metrics.prompt_tokens, metrics.completion_tokens) == (30, 8)
     (inner,) = found.subagent_trajectories or []
     assert inner.agent_steps[0].reasoning_content == "Hm."
+
+
+def _opencode_sessions(path: Path, parents: dict[str | None, str | None]) -> Path:
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE session (id, parent_id, version, title, time_created)")
+        database.execute("CREATE TABLE message (id, session_id, time_created, data)")
+        database.execute("CREATE TABLE part (id, message_id, data)")
+        for number, (id_, parent) in enumerate(parents.items()):
+            part = json.dumps({"type": "text", "text": f"I am {id_}."})
+            database.execute("INSERT INTO session VALUES (?, ?, '1', '', ?)", (id_, parent, number))
+            database.execute(
+                "INSERT INTO message VALUES (?, ?, ?, ?)", (id_, id_, number, json.dumps({"role": "user"}))
+            )
+            database.execute("INSERT INTO part VALUES ('p', ?, ?)", (id_, part))
+        database.commit()
+    return path
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "parents",
+    [
+        {"a": "a"},
+        {"a": "b", "b": "a"},
+        {"a": "c", "b": "a", "c": "b", "d": "c", "e": None, "f": "gone"},
+        {f"s{number}": f"s{(number + 1) % 2000}" for number in range(2000)},
+        {f"s{number}": f"s{number - 1}" for number in range(2000)},
+    ],
+    ids=["itself", "each other", "three and others", "a large circle", "a long line"],
+)
+def test_opencode_sessions_in_a_circle_are_all_kept(parents: dict[str | None, str | None], tmp_path: Path) -> None:
+    _opencode_sessions(tmp_path / "logs" / "opencode.db", parents)
+    for session, target in targets(find_sessions(tmp_path / "logs"), tmp_path / "out"):
+        convert(session, target)
+    written = "".join(path.read_text() for path in (tmp_path / "out").iterdir())
+    assert all(written.count(f'"I am {id_}."') == 1 for id_ in parents)
+    for path in (tmp_path / "out").iterdir():
+        json.loads(path.read_text())
 
 
 # All

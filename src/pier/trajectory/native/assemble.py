@@ -33,6 +33,10 @@ from pier.trajectory.model import (
 EXTENSIONS = {"image/png": "png", "image/jpeg": "jpg", "image/gif": "gif", "image/webp": "webp"}
 
 
+_DEEPEST = 32
+"""So many sessions deep is a trajectory at most, but for one more level of all that lies deeper."""
+
+
 @dataclass(slots=True)
 class Session:
     """One session of an agent. What a reader learns of it beside its steps is filled in while it is read."""
@@ -59,14 +63,14 @@ class Session:
 
 def nested(found: list[tuple[Session, str | None]]) -> list[Session]:
     """Of sessions with the id of who started each, those that none of the others started; the rest are their children.
-    Several of one id are all kept, and so are those that name each other."""
+    Several of one id are all kept, and so are those that name each other or lie too deep."""
     known: dict[str | None, Session] = {}
     for session, _ in found:
         known.setdefault(session.id, session)
     above: dict[int, Session] = {}
     tops = []
     for session, parent_id in found:
-        parent = upper = known.get(parent_id)
+        parent = upper = None if parent_id is None else known.get(parent_id)
         while upper is not None and upper is not session:
             upper = above.get(id(upper))
         if parent is None or upper is session:
@@ -74,7 +78,23 @@ def nested(found: list[tuple[Session, str | None]]) -> list[Session]:
         else:
             above[id(session)] = parent
             parent.children.append(session)
+    _flatten(tops)
     return tops
+
+
+def _flatten(tops: list[Session]) -> None:
+    """Put all that lies too deep beside each other: whoever reads a trajectory goes down as deep as it is nested."""
+    todo = [(session, 1) for session in tops]
+    while todo:
+        session, depth = todo.pop()
+        if depth < _DEEPEST:
+            todo += [(child, depth + 1) for child in session.children]
+            continue
+        below, session.children = session.children, []
+        while below:
+            child = below.pop(0)
+            session.children.append(child)
+            below, child.children = child.children + below, []
 
 
 @dataclass(slots=True)

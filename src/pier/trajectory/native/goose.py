@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, Session, iso, simple
+from pier.trajectory.native.assemble import Assembler, Session, iso, nested, simple
 
 NAME = "goose"
 _SESSIONS = "SELECT * FROM sessions ORDER BY created_at, id"
@@ -31,11 +31,12 @@ def find(root: Path) -> list[Session]:
                 rows = [dict(row) for row in database.execute(_SESSIONS)]
         except sqlite3.DatabaseError:
             continue
-        found = {row["id"]: Session(NAME, path, read, id=row["id"], cost_usd=row["accumulated_cost"]) for row in rows}
+        found: list[tuple[Session, str | None]] = []
         for row in rows:
-            session, parent = found[row["id"]], found.get(row.get("parent_session_id"))
+            session = Session(NAME, path, read, id=row["id"], cost_usd=row["accumulated_cost"])
             session.extra["title"] = row["name"] or None
-            (parent.children if parent else tops).append(session)
+            found.append((session, row.get("parent_session_id")))
+        tops += nested(found)
     return [session for session in tops if session.children or _has_messages(session)]
 
 

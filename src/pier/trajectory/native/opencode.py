@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, Session, iso, simple
+from pier.trajectory.native.assemble import Assembler, Session, iso, nested, simple
 
 NAME = "opencode"
 _SESSIONS = "SELECT id, parent_id, version, title FROM session ORDER BY time_created, id"
@@ -28,13 +28,11 @@ def find(root: Path) -> list[Session]:
                 rows = database.execute(_SESSIONS).fetchall()
         except sqlite3.DatabaseError:
             continue
-        found = {row[0]: Session(NAME, path, read, id=row[0], version=row[2] or "unknown") for row in rows}
-        for id_, parent, _, title in rows:
-            found[id_].extra["title"] = title
-            if parent in found:
-                found[parent].children.append(found[id_])
-            else:
-                tops.append(found[id_])
+        found: list[tuple[Session, str | None]] = []
+        for id_, parent, version, title in rows:
+            session = Session(NAME, path, read, id=id_, version=version or "unknown", extra={"title": title})
+            found.append((session, parent))
+        tops += nested(found)
     return tops
 
 
