@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -190,10 +191,22 @@ def built_by(docker: Engine) -> str:
     return docker.docker("images", "-q", "--filter", "label=dev.pier.image").split()[0]
 
 
-def run_pier(place: Path, *more: str, before: tuple[str, ...] = (), **env: str) -> None:
-    command = [*before, sys.executable, "-m", "pier", "run", "-p", "tasks", "-a", "nop", "-q", "--env", "docker"]
+@pytest.mark.parametrize("builder", ["engine", "pier"])
+def test_a_long_build_is_told_while_it_goes_on(docker: Engine, tmp_path: Path, builder: str) -> None:
+    steps = "FROM test/bash\nRUN for n in $(seq 50); do echo piece $n; sleep 0.2; done; touch /made\n"
+    write_task(
+        tmp_path / "tasks" / "one", toml=TOML, test=TEST, environment__Dockerfile=steps + f"LABEL by={builder}\n"
+    )
+    told = run_pier(tmp_path, "--ek", f"builder={builder}", quiet=False)
+    assert re.search(r"^one__\w+: prepare: image: piece \d+$", told, re.MULTILINE), told
+    (log,) = (tmp_path / "jobs" / "j").glob("one__*/trial.log")
+    assert all(f"image: piece {n}\n" in log.read_text() for n in range(1, 51))
+
+
+def run_pier(place: Path, *more: str, before: tuple[str, ...] = (), quiet: bool = True, **env: str) -> str:
+    command = [*before, sys.executable, "-m", "pier", "run", "-p", "tasks", "-a", "nop", "--env", "docker"]
     done = subprocess.run(
-        [*command, "--job-name", "j", *more],
+        [*command, "--job-name", "j", *(["-q"] if quiet else []), *more],
         cwd=place,
         env={**os.environ, "PIER_HOME": str(place / "home"), **env},
         capture_output=True,
@@ -202,6 +215,7 @@ def run_pier(place: Path, *more: str, before: tuple[str, ...] = (), **env: str) 
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stderr
 
 
 NO_NAMESPACES = 'for n in user mnt; do echo 0 > /proc/sys/user/max_${n}_namespaces; done; exec "$@"'

@@ -75,6 +75,7 @@ async def test_a_trial_uses_what_the_engine_pulls(docker: Engine, tmp_path: Path
             result = await bench.run(write_task(tmp_path / "task", toml=toml, test=test), "nop")
     assert result.rewards == {"reward": 1}, result.exception_info
     assert result.pier is not None and result.pier.image == f"{address}/tools:v1", result.exception_info
+    assert "image: " in (log := (bench.last / "trial.log").read_text()) and "Pull complete (1 of 1 layers)" in log
     assert f"{address}/tools" in docker.docker("images", "--format", "{{.Repository}}")
 
 

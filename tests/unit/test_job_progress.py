@@ -46,6 +46,21 @@ def test_plain_lines_name_each_trial_of_a_small_job() -> None:
     assert "SandboxError (infra): it broke" in out.getvalue()
 
 
+def test_long_work_is_told_where_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, trial = io.StringIO(), PLAN.trials[0]
+    progress = PlainProgress(2, stream=out)
+    progress.started(trial, 1)
+    progress.detail(trial.name, "image: [1/3] FROM x")
+    assert out.getvalue() == "" and progress.details == {trial.name: "image: [1/3] FROM x"}
+    monkeypatch.setattr("pier.job.progress.PLAIN_PAUSE", 0)
+    progress.detail(trial.name, "image: [2/3] RUN make\x1b[2J")
+    assert out.getvalue() == f"{trial.name}: prepare: image: [2/3] RUN make?[2J\n"
+    progress.phase(trial.name, "start")
+    assert progress.details == {}
+    progress.detail("another", "image: [3/3] RUN make")
+    assert progress.details == {}
+
+
 def test_a_large_job_gets_few_lines_and_a_last_one() -> None:
     out = io.StringIO()
     progress = PlainProgress(60, stream=out)
@@ -62,6 +77,7 @@ def test_the_live_view_shows_phases_and_what_is_beyond() -> None:
     for trial in PLAN.trials[:20]:
         progress.started(trial, 1)
         progress.phase(trial.name, "verify")
+    progress.detail(PLAN.trials[0].name, "image: [2/3] RUN make " + "x" * 200)
     with progress.show():
         pass
     progress.stop_noticed()
@@ -69,6 +85,7 @@ def test_the_live_view_shows_phases_and_what_is_beyond() -> None:
         pass
     bare = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
     assert any(row.startswith(PLAN.trials[0].name) for row in bare.splitlines()) and "8 in verify" in bare
+    assert any("[2/3] RUN make" in row and len(row) <= 100 for row in bare.splitlines())
     assert "stopping" in out.getvalue()
 
 

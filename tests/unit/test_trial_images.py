@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pier.errors import ImageError
-from pier.image.model import Image
+from pier.image.model import Image, OnProgress
 from pier.network.policy import NONE
-from pier.trial.images import ImageWish, TrialImages
+from pier.trial.images import ImageWish, TrialImages, _build_key
 
 pytestmark = pytest.mark.plain
 
@@ -26,20 +26,22 @@ class Maker:
         self.go = asyncio.Event()
         self.fail = False
 
-    async def resolve(self, reference: str) -> Image:
-        return await self.make(reference)
+    async def resolve(self, reference: str, tell: OnProgress) -> Image:
+        return await self.make(reference, tell)
 
-    async def build(self, wish: ImageWish, key: str) -> Image:
-        return await self.make(key)
+    async def build(self, wish: ImageWish, key: str, tell: OnProgress) -> Image:
+        return await self.make(key, tell)
 
-    async def make(self, name: str) -> Image:
+    async def make(self, name: str, tell: OnProgress) -> Image:
         self.made.append(name)
+        tell("it begins")
         self.at_once += 1
         self.most = max(self.most, self.at_once)
         try:
             await self.go.wait()
         finally:
             self.at_once -= 1
+        tell("it ends")
         if self.fail:
             raise ImageError("it failed")
         return Image(name, name)
@@ -50,6 +52,32 @@ def context(tmp_path: Path, name: str, text: str) -> ImageWish:
     directory.mkdir()
     (directory / "Dockerfile").write_text(text)
     return ImageWish(context=directory)
+
+
+async def test_all_who_wait_are_told_how_it_goes(tmp_path: Path) -> None:
+    maker = Maker()
+    images = TrialImages(maker.resolve, maker.build)
+    told: list[list[str]] = [[], []]
+    first = asyncio.create_task(images.get(ImageWish("ref"), told[0].append))
+    await until_made(maker, 1)
+    second = asyncio.create_task(images.get(ImageWish("ref"), told[1].append))
+    third = asyncio.create_task(images.get(ImageWish("ref")))
+    await asyncio.sleep(0)
+    maker.go.set()
+    await asyncio.gather(first, second, third)
+    await images.get(ImageWish("ref"), told[1].append)
+    assert told == [["it begins", "it ends"], ["it begins", "it ends"]]
+    await images.close()
+
+
+def test_a_file_outside_of_its_context_is_known_by_its_content(tmp_path: Path) -> None:
+    one, two = (context(tmp_path, name, "FROM x") for name in ("a", "b"))
+    (tmp_path / "outside").write_text("FROM y")
+    inside = [replace(wish, dockerfile=(wish.context or tmp_path) / "Dockerfile") for wish in (one, two)]
+    assert len({_build_key(wish) for wish in inside}) == 1
+    before = _build_key(replace(one, dockerfile=tmp_path / "outside"))
+    (tmp_path / "outside").write_text("FROM z")
+    assert _build_key(replace(one, dockerfile=tmp_path / "outside")) != before
 
 
 async def until_made(maker: Maker, count: int) -> None:

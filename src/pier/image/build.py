@@ -8,14 +8,14 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pier.errors import ImageError, PierError
 from pier.image.dockerfile import Dockerfile, Instruction, read
 from pier.image.ignore import Ignore, read_ignore
-from pier.image.model import HOST, SCRATCH, Image
+from pier.image.model import HOST, SCRATCH, Image, OnProgress
 from pier.image.platforms import architecture
 from pier.image.stage import DEFAULT_PATH, SETTINGS, Stage, arg_pairs, key_of, located
 from pier.image.steps import StepRunner
@@ -23,7 +23,6 @@ from pier.image.store import ImageStore, canonical
 from pier.image.words import expand, split
 from pier.network.policy import PUBLIC, NetworkPolicy
 
-OnProgress = Callable[[str], None]
 _PROXIES = tuple(f"{name}_PROXY" for name in ("HTTP", "HTTPS", "FTP", "NO", "ALL"))
 PREDEFINED = frozenset(_PROXIES) | {name.lower() for name in _PROXIES}
 """Build arguments that RUN sees without an ARG, and that no cache key depends on."""
@@ -219,7 +218,7 @@ async def _start(build: Build, part: Part) -> Stage:
     if part.base == SCRATCH:
         return Stage(env={"PATH": DEFAULT_PATH})
     try:
-        image = await build.store.resolve(part.base)
+        image = await build.store.resolve(part.base, on_progress=build.on_progress)
     except ImageError as error:
         raise located(error, part.start, build.file) from error
     _refuse_triggers(build, part, image)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pier.errors import ImageError
+from pier.image.model import OnProgress
 from pier.image.reference import is_digest, parse
 
 if TYPE_CHECKING:
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from pier.image.registry import Registry
     from pier.image.store import ImageStore
 
-OnProgress = Callable[[str], None]
 
-
-async def fetch(store: ImageStore, reference: str, *, pull: bool = True) -> Image:
+async def fetch(
+    store: ImageStore, reference: str, *, pull: bool = True, on_progress: OnProgress | None = None
+) -> Image:
     """Take an image into the store from wherever it is found. The error of the last place says what was tried."""
     tried = [f"pier's store ({store.root}): not there"]
     try:
         if (found := await _from_engine(store, reference, tried)) is not None:
             return found
         if pull and not is_digest(reference):
-            return await pull_image(store, reference)
+            return await pull_image(store, reference, on_progress=on_progress)
         tried.append("registry: not asked")
     except ImageError as error:
         if error.code not in ("not_found", "unauthorized", "unreachable"):

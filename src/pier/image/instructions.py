@@ -264,7 +264,7 @@ async def _other_stage(build: Build, name: str) -> tuple[list[str], str]:
     if index is not None and index in build.done:
         stage = build.done[index]
         return [str(layer) for layer in stage.layers], stage.key
-    image = await build.store.resolve(name)
+    image = await build.store.resolve(name, on_progress=build.on_progress)
     if image.is_host and not image.layers:
         raise ImageError("--from=host would read this machine's own files", code="dockerfile", blame="task")
     return [str(layer) for layer in image.layers], image.digest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ HOST = "host"
 
 SCRATCH = "scratch"
 """The reference of the empty image, which only a Dockerfile can start from."""
+
+OnProgress = Callable[[str], None]
+"""Told how long work goes, in lines for a person."""
 
 
 @dataclass(frozen=True, slots=True)

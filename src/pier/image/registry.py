@@ -10,7 +10,7 @@ import hashlib
 import ipaddress
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import aiohttp
 from pier.errors import ImageError
 from pier.image.credentials import Credentials, find_credentials
 from pier.image.disk import told_by_disk, write_all
+from pier.image.model import OnProgress
 from pier.image.platforms import choose_platform, digest_of
 from pier.image.reference import DEFAULT_REGISTRY, Reference
 
@@ -36,8 +37,6 @@ _MANIFESTS = ", ".join(
 _TRIES = 5
 _CHUNK = 1 << 18
 _CHALLENGE = re.compile(r'([a-z_]+)="([^"]*)"')
-
-OnProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

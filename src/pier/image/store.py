@@ -26,7 +26,7 @@ from pier.image.disk import told_by_disk
 from pier.image.host import host_image
 from pier.image.layers import Layers
 from pier.image.locks import only_one
-from pier.image.model import HOST, SCRATCH, Image, ImageConfig
+from pier.image.model import HOST, SCRATCH, Image, ImageConfig, OnProgress
 from pier.image.records import ConfigRecord, ImageRecord, Origin, image_digest
 from pier.image.reference import is_digest, parse
 
@@ -41,7 +41,7 @@ class ImageStore:
         self.steps = Steps(self.root)
         self.caches = Caches(self.root, self.users)
 
-    async def resolve(self, reference: str, *, pull: bool = True) -> Image:
+    async def resolve(self, reference: str, *, pull: bool = True, on_progress: OnProgress | None = None) -> Image:
         """The image called `reference`: `host`, one of this store, one of a Docker engine, or one of a registry.
 
         What is not in the store is taken into it. `ImageError` with code `not_found` says all that was tried.
@@ -53,7 +53,7 @@ class ImageStore:
         from pier.image.fetch import fetch
 
         async with self.only_one(f"fetch {reference}"):
-            return self.find(reference) or await fetch(self, reference, pull=pull)
+            return self.find(reference) or await fetch(self, reference, pull=pull, on_progress=on_progress)
 
     def find(self, reference: str) -> Image | None:
         """The image called `reference` if this store has it whole."""

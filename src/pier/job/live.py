@@ -37,7 +37,8 @@ class LiveProgress(Progress):
         now = time.monotonic()
         running = list(self.running.items())
         for name, (phase, since) in running[:ROWS]:
-            table.add_row(Text(name), Text(phase, style="cyan"), Text(duration(now - since), style="dim"))
+            detail = Text(self.details.get(name, ""), style="dim", overflow="ellipsis", no_wrap=True)
+            table.add_row(Text(name), Text(phase, style="cyan"), Text(duration(now - since), style="dim"), detail)
         bar = Table.grid()
         bar.add_row(ProgressBar(total=max(self.total, 1), completed=self.done, width=60))
         rows: list[RenderableType] = [bar, table]

@@ -28,6 +28,8 @@ class Progress:
         self.stopping = False
         self.running: dict[str, tuple[str, float]] = {}
         """By trial name: its phase and when it began."""
+        self.details: dict[str, str] = {}
+        """By trial name: how long work of its phase goes, if it says."""
         for outcome in finished or ():
             self._count(outcome)
         self.before = self.done
@@ -48,15 +50,25 @@ class Progress:
         """A trial came to a new phase."""
         if name in self.running:
             self.running[name] = (phase, self.running[name][1])
+            self.details.pop(name, None)
+
+    def detail(self, name: str, text: str) -> None:
+        """A trial waits for long work, such as the build of its image, and this is how far it is."""
+        if name in self.running:
+            self.details[name] = in_short(text)
 
     def ended(self, trial: PlannedTrial, outcome: Outcome) -> None:
-        self.running.pop(trial.name, None)
+        self._forget(trial)
         if not outcome.cancelled:
             self._count(outcome)
 
     def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None:
-        self.running.pop(trial.name, None)
+        self._forget(trial)
         self.retries += 1
+
+    def _forget(self, trial: PlannedTrial) -> None:
+        self.running.pop(trial.name, None)
+        self.details.pop(trial.name, None)
 
     def stop_noticed(self) -> None:
         """The user asked for an end."""
@@ -101,12 +113,14 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """One line per finished trial; many quick ones are summed up in one line every few seconds."""
+    """One line per finished trial; many quick ones are summed up in one line every few seconds. Where nothing was said
+    for that long, how the work of some trial goes."""
 
     def __init__(self, total: int, finished: Iterable[Outcome] | None = None, stream: TextIO | None = None) -> None:
         super().__init__(total, finished)
         self._stream = stream or sys.stderr
         self._last = 0.0
+        self._told = self.began
         self._chatty = total <= 50
 
     def ended(self, trial: PlannedTrial, outcome: Outcome) -> None:
@@ -117,6 +131,11 @@ class PlainProgress(Progress):
             self._last = time.monotonic()
             self._print(self.line())
 
+    def detail(self, name: str, text: str) -> None:
+        super().detail(name, text)
+        if name in self.details and time.monotonic() - self._told > PLAIN_PAUSE:
+            self._print(f"{name}: {self.running[name][0]}: {self.details[name]}")
+
     def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None:
         super().retrying(trial, outcome, wait)
         self._print(f"{trial.name}: {tell(outcome)}; again in {wait:.1f} s")
@@ -126,6 +145,7 @@ class PlainProgress(Progress):
         self._print(STOPPING)
 
     def _print(self, text: str) -> None:
+        self._told = time.monotonic()
         print(text, file=self._stream, flush=True)
 
 

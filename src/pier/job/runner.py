@@ -88,7 +88,12 @@ async def _run_owed(
             directory = job.trial_path(trial)
             try:
                 spec = specs.spec(trial, directory)
-                result = await run_trial(spec, services, lambda phase: progress.phase(trial.name, phase))
+                result = await run_trial(
+                    spec,
+                    services,
+                    lambda phase: progress.phase(trial.name, phase),
+                    lambda line: progress.detail(trial.name, line),
+                )
             except Exception as error:
                 # A trial's outcome is captured here: whatever broke it may not end its siblings, save a full disk.
                 if is_full(error):

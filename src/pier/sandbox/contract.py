@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from pier.image.model import Image
+from pier.image.model import Image, OnProgress
 from pier.lease import Held, Lease
 from pier.network.decision import OnDecision
 from pier.network.policy import NetworkMode, NetworkPolicy
@@ -69,6 +69,8 @@ class SandboxSpec:
     gpus: int = 0
     name: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
+    on_progress: OnProgress | None = field(default=None, compare=False, repr=False)
+    """Told what has to be done before the sandbox can start, while that takes long."""
     on_decision: OnDecision | None = field(default=None, compare=False, repr=False)
     """Told each decision of the network policy; these are the lines of a trial's `network.jsonl`."""
     compose: Composition | None = None
@@ -352,7 +354,7 @@ class Backend(ABC):
         """An image that the backend keeps itself; None if it has none of that name, or no store of its own."""
         return None
 
-    async def pull_image(self, reference: str) -> Image | None:
+    async def pull_image(self, reference: str, on_progress: OnProgress | None = None) -> Image | None:
         """An image that the backend's own store gets from a registry; None if it cannot, or has no store."""
         return None
 

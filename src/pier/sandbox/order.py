@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pier.image.model import OnProgress
 from pier.network.policy import NetworkPolicy
 
 
@@ -20,7 +21,7 @@ class BuildOrder:
     args: Mapping[str, str] = field(default_factory=dict)
     target: str | None = None
     network: NetworkPolicy | None = None
-    on_progress: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
+    on_progress: OnProgress | None = field(default=None, compare=False, repr=False)
 
     @property
     def file(self) -> Path:

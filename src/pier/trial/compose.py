@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from pier.sandbox.compose import MAIN, Compose, Service
 from pier.sandbox.compose.storage import LOGS
 from pier.task import resolve_env
 from pier.task.config import Environment
-from pier.trial.images import ImageWish, TrialImages
+from pier.trial.images import ImageWish
 from pier.trial.record import OutputFile, TrialRecord
 from pier.verifier.folders import ARTIFACTS, TESTS, VERIFIER_LOGS
 
@@ -51,14 +51,16 @@ def service_wish(service: Service) -> ImageWish | None:
     return None
 
 
-async def service_images(compose: Compose, main: ImageWish, images: TrialImages) -> dict[str, Image]:
+async def service_images(
+    compose: Compose, main: ImageWish, get: Callable[[ImageWish], Awaitable[Image]]
+) -> dict[str, Image]:
     """The images of all services, each fetched or built once. What one of them builds under a name is what the others
     mean by that name."""
     wishes = {name: main if name == MAIN else service_wish(service) for name, service in compose.services.items()}
     built = {one.image: wishes[name] for name, one in compose.services.items() if one.build and one.image}
     wishes = {name: built.get(compose.services[name].image or "", wish) for name, wish in wishes.items()}
     asked = (replace(wish or main, network=main.network) for wish in wishes.values())
-    found = await asyncio.gather(*(images.get(wish) for wish in asked))
+    found = await asyncio.gather(*(get(wish) for wish in asked))
     return dict(zip(wishes, found, strict=True))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pier.agent.contract import AGENT_LOGS
 from pier.errors import SandboxError, TaskError
-from pier.image.model import Image
+from pier.image.model import Image, OnProgress
 from pier.network.decision import OnDecision
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.compose import Compose, Composition, read_compose
@@ -169,6 +169,7 @@ async def start_room(
     environ: Mapping[str, str],
     limits: Limits,
     mounts: Iterable[Mount] = (),
+    on_progress: OnProgress | None = None,
     on_decision: OnDecision | None = None,
     services: Composition | None = None,
 ) -> Sandbox:
@@ -183,6 +184,7 @@ async def start_room(
         env={**env, **extra},
         gpus=wanted_gpus(room.table, choice),
         name=name,
+        on_progress=on_progress,
         on_decision=on_decision,
         compose=services,
     )

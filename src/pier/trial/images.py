@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pier.errors import ImageError, PolicyError
-from pier.image.model import HOST, Image
+from pier.image.model import HOST, Image, OnProgress
 from pier.network.policy import NONE, PUBLIC, NetworkPolicy
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend
@@ -34,9 +35,28 @@ class ImageWish:
         return self.reference is None
 
 
-Resolve = Callable[[str], Awaitable[Image]]
-Build = Callable[[ImageWish, str], Awaitable[Image]]
+Resolve = Callable[[str, OnProgress], Awaitable[Image]]
+Build = Callable[[ImageWish, str, OnProgress], Awaitable[Image]]
 Close = Callable[[], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class _Making:
+    """An image that is being fetched or built, and who wants to know how it goes."""
+
+    listeners: list[OnProgress] = field(default_factory=list)
+    last: str = ""
+    task: asyncio.Task[Image] | None = None
+
+    def tell(self, line: str) -> None:
+        self.last = line
+        for listener in self.listeners:
+            listener(line)
+
+    @property
+    def failed(self) -> bool:
+        task = self.task
+        return task is None or (task.done() and (task.cancelled() or task.exception() is not None))
 
 
 class TrialImages:
@@ -49,20 +69,28 @@ class TrialImages:
         self._resolve = resolve
         self._build = build
         self._limit = asyncio.Semaphore(builds)
-        self._waiting: dict[str, asyncio.Task[Image]] = {}
+        self._waiting: dict[str, _Making] = {}
 
-    async def get(self, wish: ImageWish) -> Image:
-        """The image that `wish` asks for."""
+    async def get(self, wish: ImageWish, on_progress: OnProgress | None = None) -> Image:
+        """The image that `wish` asks for. `on_progress` is told how it is made, also if somebody else began that."""
         key = wish.reference or await asyncio.to_thread(_build_key, wish)
-        task = self._waiting.get(key)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = asyncio.create_task(self._make(wish, key))
-            self._waiting[key] = task
-        return await asyncio.shield(task)
+        making = self._waiting.get(key)
+        if making is None or making.task is None or making.failed:
+            making = self._waiting[key] = _Making()
+            making.task = asyncio.create_task(self._make(wish, key, making.tell))
+        elif on_progress is not None and making.last and not making.task.done():
+            on_progress(making.last)
+        if on_progress is None:
+            return await asyncio.shield(making.task)
+        making.listeners.append(on_progress)
+        try:
+            return await asyncio.shield(making.task)
+        finally:
+            making.listeners.remove(on_progress)
 
     async def close(self) -> None:
         """Stop what is still being fetched or built."""
-        tasks = list(self._waiting.values())
+        tasks = [making.task for making in self._waiting.values() if making.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -70,9 +98,9 @@ class TrialImages:
         if self._close is not None:
             await self._close()
 
-    async def _make(self, wish: ImageWish, key: str) -> Image:
+    async def _make(self, wish: ImageWish, key: str, tell: OnProgress) -> Image:
         if wish.reference is not None:
-            return await self._resolve(wish.reference)
+            return await self._resolve(wish.reference, tell)
         if self._build is None or wish.context is None:
             raise ImageError(
                 "this task brings a Dockerfile, and nothing here can build it",
@@ -81,13 +109,24 @@ class TrialImages:
                 blame="user",
             )
         async with self._limit:
-            return await self._build(wish, key)
+            return await self._build(wish, key, tell)
 
 
 def _build_key(wish: ImageWish) -> str:
     if wish.context is None:
         return ""
-    return repr((tree_digest(wish.context), wish.dockerfile, wish.target, wish.args, wish.network))
+    return repr(
+        (tree_digest(wish.context), _file_key(wish.context, wish.dockerfile), wish.target, wish.args, wish.network)
+    )
+
+
+def _file_key(context: Path, file: Path | None) -> str:
+    """Names a Dockerfile wherever its context is; one outside of it by its content, which the context does not tell."""
+    if file is None or file.resolve().is_relative_to(context.resolve()):
+        return str(file and file.resolve().relative_to(context.resolve()))
+    ignored = file.with_name(f"{file.name}.dockerignore")
+    parts = [path.read_bytes() for path in (file, ignored) if path.is_file()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
 def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
@@ -98,18 +137,18 @@ def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
     store = ImageStore()
     builder = backend if backend.name == "local" else open_backend("local", backend.lease)
 
-    async def resolve(reference: str) -> Image:
+    async def resolve(reference: str, tell: OnProgress) -> Image:
         found = await backend.find_image(reference) or store.find(reference)
-        return found or await backend.pull_image(reference) or await store.resolve(reference)
+        return found or await backend.pull_image(reference, tell) or await store.resolve(reference, on_progress=tell)
 
-    async def build(wish: ImageWish, key: str) -> Image:
+    async def build(wish: ImageWish, key: str, tell: OnProgress) -> Image:
         from pier.image.build import build_image
         from pier.sandbox.building import SandboxRunner, can_run
 
         assert wish.context is not None
         if backend.builder == "own" or (backend.builder == "either" and not await can_run(builder)):
             return await backend.build_image(
-                BuildOrder(key, wish.context, wish.dockerfile, dict(wish.args), wish.target, wish.network)
+                BuildOrder(key, wish.context, wish.dockerfile, dict(wish.args), wish.target, wish.network, tell)
             )
         networks = (await builder.capabilities()).networks
         network = wish.network or (PUBLIC if "public" in networks else NONE)
@@ -125,6 +164,7 @@ def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
             build_args=dict(wish.args),
             runner=SandboxRunner(builder),
             network=network,
+            on_progress=tell,
             target=wish.target,
         )
 

@@ -19,7 +19,7 @@ from pier import __version__
 from pier.agent.contract import Agent
 from pier.agent.install import install
 from pier.errors import AgentError, SandboxError
-from pier.image.model import Image
+from pier.image.model import Image, OnProgress
 from pier.network.policy import PUBLIC, NetworkPolicy
 from pier.sandbox.compose import Composition
 from pier.sandbox.contract import Mount, Sandbox
@@ -46,16 +46,24 @@ _SETUP_SECONDS = 1800.0
 """How long an agent's pack may take to be built, unless the run says otherwise. It is built once, not once a trial."""
 
 
-async def run_trial(spec: TrialSpec, services: TrialServices, on_phase: OnPhase | None = None) -> TrialResult:
-    """Run one trial. Failures are in the result; what is raised is a cancellation, or that the trial's own directory
-    cannot be used."""
-    return await _Trial(spec, services, on_phase).run()
+async def run_trial(
+    spec: TrialSpec,
+    services: TrialServices,
+    on_phase: OnPhase | None = None,
+    on_progress: OnProgress | None = None,
+) -> TrialResult:
+    """Run one trial; `on_progress` is told how long work for it goes, such as the build of its image. Failures are in
+    the result; what is raised is a cancellation, or that the trial's own directory cannot be used."""
+    return await _Trial(spec, services, on_phase, on_progress).run()
 
 
 class _Trial:
-    def __init__(self, spec: TrialSpec, services: TrialServices, on_phase: OnPhase | None) -> None:
+    def __init__(
+        self, spec: TrialSpec, services: TrialServices, on_phase: OnPhase | None, on_progress: OnProgress | None
+    ) -> None:
         self.spec = spec
         self.services = services
+        self.on_progress = on_progress
         self.environ = os.environ if services.environ is None else services.environ
         self.redactor = Redactor((*spec.secrets, *self._secrets()))
         self.record = TrialRecord(spec.directory, self.redactor)
@@ -173,13 +181,13 @@ class _Trial:
     async def _set_up(self, agent: Agent) -> Brought:
         seconds = self._setup_seconds
         async with limit(seconds, lambda: _setup_too_long(agent, seconds)):
-            return await bring_agent(agent, self.spec.agent, self.record.log)
+            return await bring_agent(agent, self.spec.agent, self._tell)
 
     async def _get_services(self, room: Room, name: str) -> Composition | None:
         if room.compose is None:
             return None
         keep = self.logs.of("" if name == self.spec.name else name)
-        return Composition(room.compose, await service_images(room.compose, room.wish, self.services.images), keep)
+        return Composition(room.compose, await service_images(room.compose, room.wish, self._image), keep)
 
     async def _install(self, stage: Stage) -> None:
         """Install the agent in the sandbox, with the network open while that lasts; whatever a registry brings is run
@@ -194,9 +202,18 @@ class _Trial:
             await stage.switch_network(baseline)
         self.result.agent_info = self._agent_info(stage.agent, stage.agent_version)
 
+    async def _image(self, wish: ImageWish) -> Image:
+        return await self.services.images.get(wish, lambda line: self._tell(f"image: {line.strip()}"))
+
+    def _tell(self, line: str) -> None:
+        """How long work goes: into the log, and to whoever watches."""
+        self.record.log(line)
+        if self.on_progress is not None:
+            self.on_progress(self.redactor.text(line))
+
     async def _get_image(self, room: Room) -> Image:
         if room.wish not in self.images:
-            self.images[room.wish] = await self.services.images.get(room.wish)
+            self.images[room.wish] = await self._image(room.wish)
         image = self.images[room.wish]
         self.image = self.image or image
         return image
@@ -220,6 +237,7 @@ class _Trial:
             environ=self.environ,
             limits=limits,
             mounts=mounts,
+            on_progress=self._tell,
             on_decision=self.record.note_network,
             services=await self._within_build_time(self._get_services(room, name)),
         )

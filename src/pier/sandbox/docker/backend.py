@@ -17,7 +17,7 @@ from aiodocker.exceptions import DockerError
 
 from pier.errors import ImageError, PierError, PolicyError, SandboxError, UsageError
 from pier.image.engine import engine_address
-from pier.image.model import Image
+from pier.image.model import Image, OnProgress
 from pier.lease import Held, Lease
 from pier.network.rules import Rules
 from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Sandbox, SandboxSpec
@@ -32,7 +32,7 @@ from pier.sandbox.docker.engine import Engine
 from pier.sandbox.docker.entering import FAR_SOCKET
 from pier.sandbox.docker.group import CONTAINER_ENDED
 from pier.sandbox.docker.helper_box import HELPER, remove_idle
-from pier.sandbox.docker.images import REPOSITORY
+from pier.sandbox.docker.images import DISK_FULL, REPOSITORY
 from pier.sandbox.docker.sandbox import DockerSandbox
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.sandbox.linux.zygotes import NO_SANDBOXES
@@ -137,11 +137,11 @@ class DockerBackend(Backend):
     async def _start_container(
         self, engine: Engine, spec: SandboxSpec, more: Mapping[str, Any], kind: type[DockerSandbox]
     ) -> DockerSandbox:
-        placing = await engine.place(spec.mounts)
+        placing = await engine.place(spec.mounts, spec.on_progress)
         box = ContainerBox(self._lease, await engine.entrance(), engine.docker, engine.address)
         try:
             labels = {LABEL: self._lease.owner}
-            async with engine.images.held(spec.image) as image:
+            async with engine.images.held(spec.image, spec.on_progress) as image:
                 if spec.limits.disk is not None and await engine.disk_counts_image():
                     size = spec.limits.disk + await engine.images.size(image)
                     more = {"StorageOpt": {"size": str(size)}, **more}
@@ -151,7 +151,7 @@ class DockerBackend(Backend):
                 except SandboxError as error:
                     if error.code != IMAGE_MISSING:
                         raise
-                    await engine.images.ensure(spec.image)
+                    await engine.images.ensure(spec.image, spec.on_progress)
                     await box.start(config, attendant_plan(spec))
         except DockerError as error:
             await asyncio.shield(box.stop())
@@ -180,11 +180,13 @@ class DockerBackend(Backend):
         except DockerError as error:
             raise engine_error(error) from error
 
-    async def pull_image(self, reference: str) -> Image | None:
+    async def pull_image(self, reference: str, on_progress: OnProgress | None = None) -> Image | None:
         engine = await self._engine()
         try:
-            return await engine.images.pull(reference)
-        except ImageError:
+            return await engine.images.pull(reference, on_progress)
+        except ImageError as error:
+            if error.code == DISK_FULL:
+                raise
             return None
         except DockerError as error:
             raise engine_error(error) from error

@@ -12,6 +12,7 @@ from typing import Any
 from pier.errors import SandboxError
 from pier.home import pier_home
 from pier.idmap import IdMap
+from pier.image.model import OnProgress
 from pier.image.reach import is_socket, shown
 from pier.lease import Lease
 from pier.network.policy import NetworkMode
@@ -126,7 +127,7 @@ class Engine:
         """Whether the engine sees this machine's directories."""
         return (await self.helper()).shares_disk if self.through_helper else True
 
-    async def place(self, mounts: tuple[Mount, ...]) -> Placing:
+    async def place(self, mounts: tuple[Mount, ...], on_progress: OnProgress | None = None) -> Placing:
         """Make what a container needs there, and say where it is."""
         bound = [mount for mount in mounts if mount.source is not None]
         if not self.through_helper:
@@ -134,10 +135,12 @@ class Engine:
             return Placing(idle.PLACE, (f"{program}:{idle.PLACE}:ro", *map(_bind, bound)), _IPV6.exists())
         helper = await self.helper()
         own = f"{helper.volume}:{idle.PLACE}:ro"
-        binds = [_bind(mount) if helper.shares_disk else await self._copied(mount, helper) for mount in bound]
+        binds = [
+            _bind(mount) if helper.shares_disk else await self._copied(mount, helper, on_progress) for mount in bound
+        ]
         return Placing(f"{idle.PLACE}/{IDLE}", (own, *binds), helper.has_six)
 
-    async def _copied(self, mount: Mount, helper: Helper) -> str:
+    async def _copied(self, mount: Mount, helper: Helper, on_progress: OnProgress | None) -> str:
         """A mount for an engine that cannot see its source."""
         source = _existing(mount)
         if not mount.read_only or not source.is_dir():
@@ -153,7 +156,7 @@ class Engine:
         if self._packs is None:
             digest = helper.volume.removeprefix(PREFIX)
             self._packs = PackVolumes(self.docker, self._lease, f"{REPOSITORY}:{digest}")
-        return f"{await self._packs.ensure(source)}:{mount.target}:ro"
+        return f"{await self._packs.ensure(source, on_progress)}:{mount.target}:ro"
 
     async def close(self) -> None:
         """End everything that serves containers here, and the connection."""

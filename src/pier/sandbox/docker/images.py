@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -16,16 +16,17 @@ from aiodocker.exceptions import DockerError
 from pier.errors import ImageError
 from pier.home import pier_home
 from pier.image.locks import only_one
-from pier.image.model import Image, ImageConfig
+from pier.image.model import Image, ImageConfig, OnProgress
 from pier.sandbox.docker.client import is_disk_full
 from pier.sandbox.docker.flatten import write_flat
 from pier.sandbox.docker.holding import holding
 from pier.sandbox.docker.pulling import pull
+from pier.sandbox.docker.telling import said
 
 _CHUNK = 1 << 20
 REPOSITORY = "pier"
 _OURS = re.compile(r"(?:localhost/|docker\.io/)?(pier/(?:[0-9a-f]{32}|(?:helper|idle):[0-9a-f]{24}))(?::latest)?")
-OnProgress = Callable[[str], None]
+DISK_FULL = "disk_full"
 
 
 def our_name(image: Image) -> str:
@@ -50,22 +51,22 @@ class EngineImages:
         self._seen: set[str] = set()
 
     @asynccontextmanager
-    async def held(self, image: Image) -> AsyncIterator[str]:
+    async def held(self, image: Image, on_progress: OnProgress | None = None) -> AsyncIterator[str]:
         """The name under which the engine has `image`, which no collection removes meanwhile. It is asked once; for an
         image that is gone since then call `ensure` again."""
         name = our_name(image) if image.layers else image.reference
         if collected_name(name) is None:
-            yield await self._seen_once(image, name)
+            yield await self._seen_once(image, name, on_progress)
             return
         async with holding(name):
-            yield await self._seen_once(image, name)
+            yield await self._seen_once(image, name, on_progress)
 
-    async def _seen_once(self, image: Image, name: str) -> str:
+    async def _seen_once(self, image: Image, name: str, on_progress: OnProgress | None) -> str:
         if name not in self._seen:
-            self._seen.add(await self.ensure(image))
+            self._seen.add(await self.ensure(image, on_progress))
         return name
 
-    async def ensure(self, image: Image) -> str:
+    async def ensure(self, image: Image, on_progress: OnProgress | None = None) -> str:
         """The name under which the engine has `image`."""
         if image.is_host:
             raise ImageError(
@@ -86,7 +87,7 @@ class EngineImages:
         if not await self._has(name):
             async with self.only_one(name):
                 if not await self._has(name):
-                    await self._bring(image, name)
+                    await self._bring(image, name, on_progress)
         return name
 
     def only_one(self, name: str) -> AbstractAsyncContextManager[None]:
@@ -144,7 +145,7 @@ class EngineImages:
             raise
         return True
 
-    async def _bring(self, image: Image, name: str) -> None:
+    async def _bring(self, image: Image, name: str, on_progress: OnProgress | None) -> None:
         read, write = os.pipe()
         writing = asyncio.create_task(asyncio.to_thread(_write, image, write))
         query = {"fromSrc": "-", "repo": name, "message": f"brought by pier from {image.reference}"}
@@ -154,7 +155,7 @@ class EngineImages:
                 "images/create",
                 "POST",
                 params=query,
-                data=_read(read),
+                data=said(_read(read), f"bringing {image.reference} to the engine", on_progress),
                 headers={"Content-Type": "application/x-tar"},
             ) as answer:
                 text = await answer.text()
@@ -187,5 +188,5 @@ def _raise_if_failed(text: str, image: Image) -> None:
             if is_disk_full(told):
                 hint = "pier image gc --env docker, or docker system df"
                 text = f"the Docker engine's disk is full, so it did not take {image.reference}: {told}"
-                raise ImageError(text, code="disk_full", hint=hint, retryable=True)
+                raise ImageError(text, code=DISK_FULL, hint=hint, retryable=True)
             raise ImageError(f"the engine did not take {image.reference}: {told}", code="image_import")

@@ -14,10 +14,10 @@ import aiodocker
 from aiodocker.exceptions import DockerError
 
 from pier.image.engine import engine_address
-from pier.image.model import Image
+from pier.image.model import Image, OnProgress
 from pier.sandbox.docker.client import Client, connect, engine_error
 from pier.sandbox.docker.holding import letting_go
-from pier.sandbox.docker.images import EngineImages, OnProgress, collected_name
+from pier.sandbox.docker.images import EngineImages, collected_name
 from pier.sandbox.docker.volumes import collect_volumes
 
 

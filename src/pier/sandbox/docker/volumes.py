@@ -20,10 +20,12 @@ from typing import Any
 from aiodocker.containers import DockerContainer
 from aiodocker.exceptions import DockerError
 
+from pier.image.model import OnProgress
 from pier.lease import Lease
 from pier.sandbox.docker.box import passing_container
 from pier.sandbox.docker.client import Client, engine_error
 from pier.sandbox.docker.holding import holding, letting_go
+from pier.sandbox.docker.telling import said
 
 PREFIX = "pier-pack-"
 _OURS = re.compile(PREFIX + "[0-9a-f]{24}")
@@ -43,15 +45,15 @@ class PackVolumes:
         self._locks: dict[Path, asyncio.Lock] = {}
         self._held = AsyncExitStack()
 
-    async def ensure(self, directory: Path) -> str:
+    async def ensure(self, directory: Path, on_progress: OnProgress | None = None) -> str:
         """The name of the volume with the content that `directory` had when it was first asked for. It is kept until
         `close`, also while no container uses it."""
         async with self._locks.setdefault(directory, asyncio.Lock()):
             if directory not in self._known:
-                self._known[directory] = await self._fill(directory)
+                self._known[directory] = await self._fill(directory, on_progress)
             return self._known[directory]
 
-    async def _fill(self, directory: Path) -> str:
+    async def _fill(self, directory: Path, on_progress: OnProgress | None) -> str:
         name = PREFIX + await asyncio.to_thread(digest_of, directory)
         await self._held.enter_async_context(holding(name))
         host = {"NetworkMode": "none", "Binds": [f"{name}:{_INSIDE}"]}
@@ -59,17 +61,17 @@ class PackVolumes:
         try:
             async with passing_container(self._docker, self._lease, config) as container:
                 if not await self._is_whole(container):
-                    await self._copy(directory, container)
+                    await self._copy(directory, container, on_progress)
         except DockerError as error:
             raise engine_error(error) from error
         return name
 
-    async def _copy(self, directory: Path, container: DockerContainer) -> None:
+    async def _copy(self, directory: Path, container: DockerContainer, on_progress: OnProgress | None) -> None:
         async with self._docker._query(
             f"containers/{container.id}/archive",
             "PUT",
             params={"path": _INSIDE, "noOverwriteDirNonDir": "0"},
-            data=_packed(directory),
+            data=said(_packed(directory), f"copying {directory} to the engine", on_progress),
             headers={"Content-Type": "application/x-tar"},
         ) as answer:
             await answer.read()
