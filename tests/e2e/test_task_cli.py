@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,29 @@ def test_check_without_running(tmp_path: Path) -> None:
     write_task(tmp_path / "bad", test=PASS.replace("reward.txt", "rewards.txt"))
     assert "rewards.txt" in pier("task", "check", tmp_path / "bad", code=1)
     assert "no such task" in pier("task", "check", tmp_path / "none", code=2)
+
+
+CLONE = """\
+FROM host
+WORKDIR /app
+RUN git init -q && git config user.name a && git config user.email a@b && echo bug > code.py && git add . \\
+    && git commit -qm base && echo good > code.py && git commit -qam 'Fix the bug' && git reset -q --hard HEAD~1
+"""
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_later_commits_of_a_tasks_repository_are_told(tmp_path: Path) -> None:
+    toml = TOML.replace('docker_image = "host"\n', "")
+    write_task(tmp_path / "leaky", toml=toml, environment__Dockerfile=CLONE)
+    said = pier("task", "check", "--run", tmp_path / "leaky")
+    assert "/app/.git: holds commits that are no ancestors of HEAD (0 in branches and tags, 1 in" in said
+    assert "Fix the bug" in said
+    strict = json.loads(pier("task", "check", "--run", "--strict", "--json", tmp_path / "leaky", code=1))
+    assert not strict["ok"] and all(row["ok"] for row in strict["runs"])
+    assert [row["level"] for row in strict["problems"]] == ["warning"]
+    anew = " && rm -rf .git && git init -q && git add -A && git -c user.name=a -c user.email=a@b commit -qm base\n"
+    write_task(tmp_path / "sound", toml=toml, environment__Dockerfile=CLONE.rstrip() + anew)
+    assert "ancestors" not in pier("task", "check", "--run", "--strict", tmp_path / "sound")
 
 
 SERVICES = """\

@@ -57,7 +57,8 @@ def check(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Look for what is wrong with tasks; with --run, prove that they can be solved and not got for free."""
+    """Look for what is wrong with tasks; with --run, prove that they can be solved, not got for free, and not found in
+    the history of a repository."""
     from pier.task.lint import lint
     from pier.task.sources import find_tasks
     from pier.trial.lint import lint_services
@@ -73,8 +74,11 @@ def check(
 
         tasks = [load_task(path) for path in paths]
         show = None if as_json else _print_proof
-        proofs = asyncio.run(_prove(tasks, attempts, image, backend, concurrency, output, show))
-        failed = failed or not all(proof.ok for proof in proofs)
+        proofs, leaks = asyncio.run(_prove(tasks, attempts, image, backend, concurrency, output, show))
+        problems += leaks
+        failed = failed or not all(proof.ok for proof in proofs) or (strict and bool(leaks))
+        for leak in () if as_json else leaks:
+            click.echo(str(leak))
     if as_json:
         rows = [{"level": p.level, "where": p.where, "message": p.message} for p in problems]
         click.echo(json.dumps({"ok": not failed, "problems": rows, "runs": [_proof_row(p) for p in proofs]}, indent=2))
@@ -83,23 +87,23 @@ def check(
 
 async def _prove(
     tasks: list[Task], attempts: int, image: str | None, backend: str, concurrency: int, output: Path | None, show: Any
-) -> list[Proof]:
+) -> tuple[list[Proof], list[Problem]]:
     from pier.trial.check import prove
+    from pier.trial.history import find_history
     from pier.trial.services import open_services
     from pier.trial.spec import SandboxChoice
 
     choice = SandboxChoice(backend=backend, image=image)
     with tempfile.TemporaryDirectory(prefix="pier-check.") as scratch:
         async with open_services(backend, label="task check") as services:
-            return await prove(
-                tasks,
-                services,
-                output or Path(scratch),
-                attempts=attempts,
-                sandbox=choice,
-                concurrency=concurrency,
-                on_done=show,
+            place = output or Path(scratch)
+            proofs = await prove(
+                tasks, services, place, attempts=attempts, sandbox=choice, concurrency=concurrency, on_done=show
             )
+            leaks: list[Problem] = []
+            for number, task in enumerate(tasks, 1):
+                leaks += await find_history(task, services, place / f"{number}-{task.short_name}" / "history", choice)
+            return proofs, leaks
 
 
 def _print_problems(problems: list[Problem], tasks: int) -> None:
