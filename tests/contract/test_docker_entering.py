@@ -197,3 +197,37 @@ async def test_who_opens_many_connections_harms_nobody_else(backend: DockerBacke
         await hostile.kill_all()
         again = await hostile.exec(f"echo hi | nc 127.0.0.1 {listener.port}", timeout=60)
         assert again.text == "hello\n"
+
+
+class Unmoved(asyncio.Protocol):
+    """Never reads what it is sent."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
+
+
+async def test_who_is_not_read_holds_up_nobody_and_fills_no_memory(
+    backend: DockerBackend, docker: Engine, image: Image
+) -> None:
+    async with await backend.start(SandboxSpec(image)) as flooding, await backend.start(SandboxSpec(image)) as other:
+        listener = await flooding.listen(0, Unmoved)
+        before = memory(docker)
+        flood = f"for i in $(seq 40); do (cat /dev/zero | nc 127.0.0.1 {listener.port}) & done; wait"
+        await flooding.spawn(flood)
+        unread = await flooding.spawn(["cat", "/dev/zero"], on_output=lambda *_: None, output_limit=0)
+        served = await other.listen(0, Greeter)
+        data = os.urandom(5_000_000)
+        for _ in range(5):
+            assert (await other.exec(f"echo hi | nc 127.0.0.1 {served.port}", timeout=60)).text == "hello\n"
+            await asyncio.wait_for(other.write_file("/srv/data", data), 60)
+            assert await asyncio.wait_for(other.read_file("/srv/data", max_bytes=len(data)), 60) == data
+        assert memory(docker) - before < 100 << 20
+        await unread.kill()
+
+
+def memory(docker: Engine) -> int:
+    """Bytes that this process and the helper have in use."""
+    pids = [pid for found in docker.helpers() for pid in docker.docker("top", found, "-o", "pid").split()[1:]]
+    sizes = [Path(f"/proc/{pid}/statm").read_text().split()[1] for pid in (*pids, os.getpid())]
+    return sum(map(int, sizes)) * os.sysconf("SC_PAGE_SIZE")

@@ -44,6 +44,7 @@ class Mux:
         self._streams: dict[int, Stream] = {}
         self._incoming = bytearray()
         self._outgoing: deque[bytes] = deque()
+        self._ready: deque[Stream] = deque()
         self._wake = asyncio.Event()
         self.closed = False
 
@@ -91,6 +92,11 @@ class Mux:
         elif kind == _DATA:
             self._put(_STOP, number)
 
+    def queue(self, stream: Stream) -> None:
+        """A stream has something to send: it is asked for one piece when it is its turn."""
+        self._ready.append(stream)
+        self._wake.set()
+
     def _put(self, kind: int, number: int, payload: bytes = b"") -> None:
         if self.closed:
             return
@@ -98,17 +104,22 @@ class Mux:
         self._wake.set()
 
     async def run(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Pass what goes out to `write`, until the end."""
+        """Pass what goes out to `write`, until the end. Streams are read as fast as that takes it, one after the other,
+        so that no more than a piece waits here and messages pass by."""
         while not self.closed:
             await self._wake.wait()
             self._wake.clear()
-            while self._outgoing:
-                batch = [self._outgoing.popleft()]
-                size = len(batch[0])
-                while self._outgoing and size < _CHUNK:
+            while self._outgoing or self._ready:
+                batch: list[bytes] = []
+                size = 0
+                while size < _CHUNK and (self._outgoing or self._ready):
+                    if not self._outgoing:
+                        self._ready.popleft().send_piece()
+                        continue
                     batch.append(self._outgoing.popleft())
                     size += len(batch[-1])
-                await write(b"".join(batch))
+                if batch:
+                    await write(b"".join(batch))
 
     def forget(self, number: int) -> None:
         stream = self._streams.pop(number, None)
@@ -144,7 +155,7 @@ class Stream:
         self._owed = 0
         self._waiting: deque[bytes] = deque()
         self._ended = False
-        self._reading = self._writing = False
+        self._reading = self._writing = self._queued = False
         self._changed: list[asyncio.Future[None]] = []
         self._loop = asyncio.get_running_loop()
 
@@ -168,17 +179,27 @@ class Stream:
     def _want_reading(self, wanted: bool) -> None:
         if wanted != self._reading:
             self._reading = wanted
-            self._loop.add_reader(self._source, self._read) if wanted else self._loop.remove_reader(self._source)
+            self._loop.add_reader(self._source, self._queue) if wanted else self._loop.remove_reader(self._source)
 
     def _want_writing(self, wanted: bool) -> None:
         if wanted != self._writing:
             self._writing = wanted
             self._loop.add_writer(self._sink, self._write) if wanted else self._loop.remove_writer(self._sink)
 
-    def _read(self) -> None:
+    def _queue(self) -> None:
+        self._want_reading(False)
+        self._queued = True
+        self._mux.queue(self)
+
+    def send_piece(self) -> None:
+        """Send some of what the source has."""
+        self._queued = False
+        if self._source < 0:
+            return
         try:
             data = os.read(self._source, min(_CHUNK, self._credit))
         except BlockingIOError:
+            self._want_reading(True)
             return
         except OSError:
             data = b""
@@ -212,7 +233,7 @@ class Stream:
             self._end_source()
         elif kind == _CREDIT and self._source >= 0:
             self._credit += int.from_bytes(payload, "big")
-            self._want_reading(self._credit > 0)
+            self._want_reading(self._credit > 0 and not self._queued)
 
     def _write(self) -> None:
         while self._waiting and self._sink >= 0:
