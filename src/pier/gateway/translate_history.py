@@ -101,7 +101,7 @@ def safe_ids(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 
 def _short(id_: str) -> str:
-    return "call_" + blake2b(id_.encode(), digest_size=12).hexdigest()
+    return "call_" + blake2b(id_.encode(errors="surrogatepass"), digest_size=12).hexdigest()
 
 
 def move_system(messages: Iterable[Message]) -> tuple[Message, ...]:

@@ -90,7 +90,7 @@ class Names:
 
 def _mangled(name: str) -> str:
     """A name that all dialects take, with a digest so that two names never become one."""
-    digest = blake2b(name.encode(), digest_size=4).hexdigest()
+    digest = blake2b(name.encode(errors="surrogatepass"), digest_size=4).hexdigest()
     clean = re.sub(r"[^A-Za-z0-9_-]", "_", name)
     lead = "" if clean[:1].isalpha() or clean.startswith("_") else "_"
     return f"{lead}{clean}"[:55] + "_" + digest

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from pier.gateway.dialect.anthropic import Anthropic
 from pier.gateway.dialect.chat import Chat
+from pier.gateway.dialect.checked import Checked
 from pier.gateway.dialect.contract import (
     BadRequest,
     BadResponse,
@@ -30,10 +31,10 @@ __all__ = [
 ]
 
 DIALECTS: dict[str, Dialect] = {
-    "anthropic": Anthropic(),
-    "responses": Responses(),
-    "gemini": Gemini(),
-    "chat": Chat(),
+    "anthropic": Checked(Anthropic()),
+    "responses": Checked(Responses()),
+    "gemini": Checked(Gemini()),
+    "chat": Checked(Chat()),
 }
 
 

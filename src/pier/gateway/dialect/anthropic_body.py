@@ -21,7 +21,7 @@ from pier.gateway.canonical import (
     Usage,
 )
 from pier.gateway.dialect.contract import BadRequest
-from pier.gateway.dialect.shared import compact, need_dict, need_list, need_str, parse_arguments, sign, unsign
+from pier.gateway.dialect.shared import compact, need_dict, need_list, need_str, parse_arguments, sign, unsign, whole
 
 
 def parse_messages(raw: list[Any]) -> tuple[Message, ...]:
@@ -217,15 +217,15 @@ def render_choice(choice: ToolChoice | None, parallel: bool | None, has_tools: b
 
 def read_usage(raw: Mapping[str, Any] | None) -> Usage:
     """Anthropic counts cache reads and writes beside the input; here the input includes them."""
-    if not raw:
+    if not isinstance(raw, dict):
         return Usage()
     fresh, cached, written = (
-        raw.get(key) for key in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        whole(raw.get(key)) for key in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
     )
     total = None if fresh is None else fresh + (cached or 0) + (written or 0)
     return Usage(
         input_tokens=total,
-        output_tokens=raw.get("output_tokens"),
+        output_tokens=whole(raw.get("output_tokens")),
         cached_tokens=cached,
         cache_write_tokens=written,
     )

@@ -42,7 +42,6 @@ from pier.gateway.dialect.openai import (
     models_body,
     parse_tokens,
     read_usage,
-    without_tokens,
 )
 from pier.gateway.dialect.shared import (
     compact,
@@ -204,10 +203,6 @@ class Chat:
 
     def count_tokens_body(self, tokens: int) -> dict[str, Any]:
         return {"input_tokens": tokens}
-
-    def without_tokens(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """An answer or a streamed chunk without token ids and log-probs, for clients that did not ask for them."""
-        return without_tokens(body)
 
 
 def read_stop(native: Any, matched: Any, has_calls: bool) -> StopReason:

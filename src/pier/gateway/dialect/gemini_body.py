@@ -25,7 +25,7 @@ from pier.gateway.canonical import (
     Usage,
 )
 from pier.gateway.dialect.contract import BadRequest
-from pier.gateway.dialect.shared import compact, fresh_id, need_dict, need_list, need_str, parse_arguments
+from pier.gateway.dialect.shared import compact, fresh_id, need_dict, need_list, need_str, parse_arguments, whole
 
 
 def camel(body: Any, what: str) -> dict[str, Any]:
@@ -254,13 +254,13 @@ def read_usage(raw: Any) -> Usage:
     """Gemini counts thoughts beside the candidates, and tool prompts beside the prompt; here they are included."""
     if not isinstance(raw, dict):
         return Usage()
-    prompt, tools = raw.get("promptTokenCount"), raw.get("toolUsePromptTokenCount")
-    candidates, thoughts = raw.get("candidatesTokenCount"), raw.get("thoughtsTokenCount")
+    prompt, tools = whole(raw.get("promptTokenCount")), whole(raw.get("toolUsePromptTokenCount"))
+    candidates, thoughts = whole(raw.get("candidatesTokenCount")), whole(raw.get("thoughtsTokenCount"))
     known_output = candidates is not None or thoughts is not None
     return Usage(
         input_tokens=None if prompt is None else prompt + (tools or 0),
         output_tokens=(candidates or 0) + (thoughts or 0) if known_output else None,
-        cached_tokens=raw.get("cachedContentTokenCount"),
+        cached_tokens=whole(raw.get("cachedContentTokenCount")),
         reasoning_tokens=thoughts,
     )
 

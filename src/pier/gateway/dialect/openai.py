@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from pier.gateway.canonical import ErrorKind, Tokens, Usage
+from pier.gateway.dialect.shared import whole
 
 _ERROR_TYPES: dict[ErrorKind, tuple[str, str | None]] = {
     "invalid_request": ("invalid_request_error", None),
@@ -45,18 +47,23 @@ def read_usage(raw: Any) -> Usage:
     """Usage in Chat's or Responses' words, with the extras of DeepSeek (cache hits) and OpenRouter (cost)."""
     if not isinstance(raw, Mapping):
         return Usage()
-    prompt = raw.get("prompt_tokens_details") or raw.get("input_tokens_details") or {}
-    completion = raw.get("completion_tokens_details") or raw.get("output_tokens_details") or {}
-    cached = prompt.get("cached_tokens")
+    prompt = _table(raw, "prompt_tokens_details", "input_tokens_details")
+    completion = _table(raw, "completion_tokens_details", "output_tokens_details")
+    cached = whole(prompt.get("cached_tokens"))
     cost = raw.get("cost")
     return Usage(
-        input_tokens=raw.get("prompt_tokens", raw.get("input_tokens")),
-        output_tokens=raw.get("completion_tokens", raw.get("output_tokens")),
-        cached_tokens=cached if cached is not None else raw.get("prompt_cache_hit_tokens"),
-        cache_write_tokens=prompt.get("cache_write_tokens"),
-        reasoning_tokens=completion.get("reasoning_tokens"),
-        cost_usd=float(cost) if isinstance(cost, int | float) else None,
+        input_tokens=whole(raw.get("prompt_tokens", raw.get("input_tokens"))),
+        output_tokens=whole(raw.get("completion_tokens", raw.get("output_tokens"))),
+        cached_tokens=cached if cached is not None else whole(raw.get("prompt_cache_hit_tokens")),
+        cache_write_tokens=whole(prompt.get("cache_write_tokens")),
+        reasoning_tokens=whole(completion.get("reasoning_tokens")),
+        cost_usd=float(cost) if isinstance(cost, int | float) and 0 <= cost < math.inf else None,
     )
+
+
+def _table(raw: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    found = next((raw[name] for name in names if raw.get(name)), None)
+    return found if isinstance(found, Mapping) else {}
 
 
 def chat_usage(usage: Usage) -> dict[str, Any] | None:
@@ -108,16 +115,3 @@ def _weights(body: Mapping[str, Any], choice: Mapping[str, Any]) -> str | None:
         if isinstance(place, Mapping) and place.get("weight_version") is not None:
             return str(place["weight_version"])
     return None
-
-
-def without_tokens(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat answer or chunk without token ids and log-probs."""
-    slim = {key: value for key, value in body.items() if key not in ("prompt_token_ids", "prompt_logprobs")}
-    choices = slim.get("choices")
-    if isinstance(choices, list):
-        hidden = ("token_ids", "prompt_token_ids", "logprobs")
-        slim["choices"] = [
-            {key: value for key, value in choice.items() if key not in hidden} if isinstance(choice, dict) else choice
-            for choice in choices
-        ]
-    return slim

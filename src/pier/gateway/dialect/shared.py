@@ -238,6 +238,11 @@ def need_str(value: Any, what: str) -> str:
     return value
 
 
+def whole(value: Any) -> int | None:
+    """A count as it was told; None for what is no count."""
+    return int(value) if type(value) in (int, float) and 0 <= value < 1 << 53 else None
+
+
 def compact(value: Mapping[str, Any]) -> dict[str, Any]:
     """Without the fields that are None."""
     return {key: item for key, item in value.items() if item is not None}
