@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import subprocess
 import tarfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -21,7 +19,7 @@ from pier.sandbox.compose import Composition, read_compose
 from pier.task import Task
 from pier.trial.services import open_services
 from pier.trial.spec import TrialServices
-from tests.busybox import busybox_image
+from tests.busybox import add_program, busybox_image
 from tests.engine import Engine
 from tests.trial_runs import Bench, write_task
 
@@ -39,15 +37,10 @@ network_mode = "no-network"
 
 
 def bash_image(directory: Path) -> Image:
-    """Busybox and this machine's bash with its libraries, by which busybox finds names too."""
+    """Busybox and this machine's bash and tar with their libraries, by which busybox finds names too."""
     image = busybox_image(directory)
-    layer = image.layers[0]
-    told = subprocess.run(["ldd", "/bin/bash"], capture_output=True, text=True, check=True).stdout
-    for path in ["/bin/bash", *(part for part in told.split() if part.startswith("/"))]:
-        target = layer / path.lstrip("/")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if not target.exists():
-            shutil.copy(Path(path).resolve(), target)
+    for program in ("/bin/bash", "/usr/bin/tar"):
+        add_program(image.layers[0], program)
     return image
 
 

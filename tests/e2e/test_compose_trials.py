@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from pier.trial.spec import AgentChoice
-from tests.compose_tasks import TOML, compose_task, docker_bench, import_bash_image, network_log
+from tests.compose_tasks import IMAGE, TOML, compose_task, docker_bench, import_bash_image, network_log
 from tests.engine import Engine, engine, missing
+from tests.job_tasks import pier, rewards_of, trials_of
 
 pytestmark = [pytest.mark.docker, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
@@ -262,3 +263,53 @@ async def test_what_main_runs_is_dead_before_grading(docker: Engine, tmp_path: P
             compose_task(tmp_path / "task", text, test=test), AgentChoice("command", options={"command": wait})
         )
     assert result.rewards == {"reward": 0}, result.exception_info
+
+
+def test_state_is_kept_of_main_alone_and_never_beside_services(docker: Engine, tmp_path: Path) -> None:
+    test = "#!/bin/bash\ntest -e /left; echo $((! $?)) > /logs/verifier/reward.txt\n"
+    solve = "touch /left"
+    texts = {
+        "alone": 'services:\n  main: {image: "{image}"}\n',
+        "beside": 'services:\n  main: {image: "{image}"}\n  side: {image: "{image}", command: [sleep, inf]}\n',
+        "poor": 'services:\n  main: {image: "{image}", environment: {PATH: /bin}}\n',
+    }
+    for name, text in texts.items():
+        compose_task(tmp_path / name / "task", text, solve=solve, test=test)
+        run = ["run", "-p", name, "--env", "docker", "--keep-state", "--job-name", name]
+        pier(*run, cwd=tmp_path)
+    pier("job", "regrade", "jobs/alone", cwd=tmp_path)
+    assert rewards_of(tmp_path / "jobs" / "alone-regrade") == [1]
+    refused = pier("job", "regrade", "jobs/beside", cwd=tmp_path, code=2).stderr
+    assert "tasks with services beside the agent's keep none: task" in " ".join(refused.split())
+    (trial,) = trials_of(tmp_path / "jobs" / "beside")
+    assert "no state is kept" in (trial / "trial.log").read_text() and not (trial / "state").exists()
+    (trial,) = trials_of(tmp_path / "jobs" / "poor")
+    assert "the state could not be kept: tar: unrecognized option" in (trial / "trial.log").read_text()
+    pier("job", "regrade", "jobs/poor", cwd=tmp_path, code=2)
+
+
+SHARED = """\
+services:
+  main: {build: {context: ., args: {WORD: built}}, image: "our/app:1", depends_on: [worker, own]}
+  worker: {image: "our/app:1", command: httpd -f -p 80 -h /word}
+  own: {build: {context: sub, dockerfile: Other, target: last}, environment: {IGNORED: x}}
+"""
+
+
+async def test_a_service_can_name_what_another_builds(docker: Engine, tmp_path: Path) -> None:
+    files = {
+        "Dockerfile": f"FROM {IMAGE}\nARG WORD=none\nRUN mkdir /word && echo $WORD > /word/index.html\n",
+        "sub__Other": (
+            f"FROM {IMAGE} AS first\nRUN mkdir /www && echo first > /www/index.html\n"
+            'FROM first AS last\nRUN echo last > /www/index.html\nWORKDIR /www\nENTRYPOINT ["httpd", "-f"]\n'
+            'CMD ["-p", "80"]\nHEALTHCHECK --interval=1s CMD wget -qO- http://127.0.0.1/\nFROM scratch\n'
+        ),
+    }
+    test = (
+        '#!/bin/bash\necho "$(wget -qO- http://worker/) $(wget -qO- http://own/)" | grep -qx "built last"\n'
+        "echo $((! $?)) > /logs/verifier/reward.txt\n"
+    )
+    more = {f"environment__{name}": text for name, text in files.items()}
+    async with docker_bench(tmp_path / "trials") as bench:
+        result = await bench.run(compose_task(tmp_path / "task", SHARED, test=test, **more), "nop")
+    assert result.rewards == {"reward": 1}, result.exception_info

@@ -54,9 +54,11 @@ def plan_regrade(source: Path, config: JobConfig) -> tuple[Plan, int]:
     finished = [trial for trial in ledger.plan.trials if trial.id in ledger.outcomes]
     kept = [trial for trial in finished if all(map(has_state, _states(source / trial.name, read[trial.task])))]
     if not kept:
+        several = sorted({task.name for task in read if task.compose is not None})
+        why = f"; tasks with services beside the agent's keep none: {', '.join(several)}" if several else ""
         raise JobError(
-            f"no finished trial of {source} has kept its state, so there is nothing to grade",
-            hint="run the job with --keep-state",
+            f"no finished trial of {source} has kept its state, so there is nothing to grade{why}",
+            hint="run the job again" if len(several) == len(read) else "run the job with --keep-state",
             code="no-state",
         )
     trials = [

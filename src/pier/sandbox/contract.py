@@ -303,6 +303,10 @@ class Sandbox(ABC):
         """The sandbox of a service of the same trial; `main` is this one. None if there is no such service."""
         return self if name == MAIN else None
 
+    def services(self) -> tuple[str, ...]:
+        """The names of all services of the same trial."""
+        return (MAIN,)
+
     @abstractmethod
     async def kill_all(self) -> int:
         """Kill every process but the sandbox's own init, also ones that are being forked meanwhile; how many died."""

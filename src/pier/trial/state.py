@@ -20,8 +20,10 @@ STATE = "state"
 _FILES, _REMOVED = "files.tar", "removed.json"
 _SECONDS = 900.0
 _CHANGED_MEANWHILE = 1
-"""What tar ends with when a process that still runs wrote to a file while it was read."""
+"""What tar ends with when a process that still runs wrote to a file while it was read. Others end with it, and write
+nothing, when they do not know an option."""
 
+_MOST_COMPLAINTS = 300
 _NOT_STATE = (TESTS, VERIFIER_LOGS)
 
 
@@ -32,11 +34,14 @@ async def keep_state(sandbox: Sandbox, directory: Path) -> None:
         raise SandboxError("this backend cannot tell what changed, so no state is kept", retryable=False)
     kept = [change.path for change in changes if change.kind != "removed" and not _is_left_out(change.path)]
     directory.mkdir(parents=True)
+    complaints = bytearray()
     with (directory / _FILES).open("xb") as stream:
 
         def save(name: Stream, data: bytes) -> None:
             if name == "stdout":
                 stream.write(data)
+            elif len(complaints) < _MOST_COMPLAINTS:
+                complaints.extend(data)
 
         result = await sandbox.exec(
             ["tar", "-C", "/", "--no-recursion", "--numeric-owner", "--null", "-T", "-", "-cf", "-"],
@@ -45,8 +50,10 @@ async def keep_state(sandbox: Sandbox, directory: Path) -> None:
             timeout=_SECONDS,
             on_output=save,
         )
-    if result.timed_out or result.exit_code not in (0, _CHANGED_MEANWHILE):
-        raise SandboxError(f"the state could not be kept: {result.error_text.strip()[-300:]}", retryable=False)
+    is_empty = not (directory / _FILES).stat().st_size
+    if result.timed_out or is_empty or result.exit_code not in (0, _CHANGED_MEANWHILE):
+        told = complaints[:_MOST_COMPLAINTS].decode(errors="replace").strip()
+        raise SandboxError(f"the state could not be kept: {told}", retryable=False)
     write_json(directory / _REMOVED, [change.path for change in changes if change.kind == "removed"], durable=False)
 
 

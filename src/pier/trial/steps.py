@@ -192,6 +192,9 @@ async def _hook(
 
 
 async def _keep_state(stage: Stage, directory: Path) -> None:
+    if others := [name for name in stage.sandbox.services() if name != MAIN]:
+        stage.record.warn(f"no state is kept: what other services hold ({', '.join(others)}) cannot be brought back")
+        return
     try:
         await keep_state(stage.sandbox, directory)
     except SandboxError as error:

@@ -34,6 +34,9 @@ class MainSandbox(DockerSandbox):
     def service(self, name: str) -> Sandbox | None:
         return self.group.sandboxes.get(name) if self.group else super().service(name)
 
+    def services(self) -> tuple[str, ...]:
+        return tuple(self.group.sandboxes) if self.group else super().services()
+
     async def set_network(self, policy: NetworkPolicy) -> None:
         await (self.group.set_network(policy) if self.group else super().set_network(policy))
 
