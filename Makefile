@@ -1,12 +1,13 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Each target prepares what it needs.
 
-.PHONY: help demo test lint format bench docs venv system clients clean
+.PHONY: help demo test lint format bench soak docs venv system clients clean
 
 help:
 	@echo "make demo    run the example tasks on the embedded sandbox (no Docker, no key)"
 	@echo "make test    lint and run every test, as root and as a plain user"
 	@echo "make lint    ruff, pyright, import-linter"
 	@echo "make bench   run the benchmarks"
+	@echo "make soak    run the property tests with ever new examples, for MINUTES=10"
 	@echo "make docs    check that the documentation's links and commands exist"
 
 venv: .venv/.ready
@@ -35,6 +36,9 @@ format: venv
 
 bench: venv system
 	@for benchmark in benchmarks/[a-z]*.py; do .venv/bin/python "$$benchmark" || exit 1; done
+
+soak: venv
+	@.ci/soak $(or $(MINUTES),10)
 
 docs: venv
 	@.venv/bin/python -m pytest -q tests/unit/test_docs.py

@@ -15,7 +15,8 @@ from typing import Any
 from pier.image.model import Image
 from pier.lease import Lease
 from pier.sandbox import Sandbox, SandboxSpec, open_backend
-from pier.sandbox.compose import Composition, read_compose
+from pier.sandbox.compose import Composition
+from pier.sandbox.compose.read import read_compose
 from pier.task import Task
 from pier.trial.services import open_services
 from pier.trial.spec import TrialServices

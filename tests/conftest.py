@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from hypothesis import settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from pier.image.model import Image
 from pier.lease import Lease
@@ -22,6 +23,9 @@ mark_session()
 
 # The same examples each time: a submission is not judged by the luck of the draw.
 settings.register_profile("steady", derandomize=True, database=None, deadline=None)
+# Other examples each time, for `make soak`: an example that failed is kept, and tried first the next time.
+examples = DirectoryBasedExampleDatabase(".cache/hypothesis")
+settings.register_profile("soak", derandomize=False, database=examples, deadline=None, print_blob=True)
 settings.load_profile("steady")
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from pier.lease import Lease
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import SandboxSpec, open_backend
-from pier.sandbox.compose import Composition, read_compose
+from pier.sandbox.compose import Composition
+from pier.sandbox.compose.read import read_compose
 from tests.compose_tasks import bash_image
 from tests.egress import ALLOWED, ATTEMPTS as PROGRAM, tools_image
 from tests.engine import engine

@@ -8,7 +8,8 @@ import pytest
 
 from pier.errors import TaskError
 from pier.image.model import Image, ImageConfig
-from pier.sandbox.compose import Build, Compose, Health, Service, Volume, read_compose
+from pier.sandbox.compose import Build, Compose, Health, Service, Volume
+from pier.sandbox.compose.read import read_compose
 from pier.sandbox.docker.compose.process import command_of, health_of, image_health
 
 pytestmark = pytest.mark.plain

@@ -44,7 +44,8 @@ def test_a_stream_is_looked_at_alike_however_it_is_cut(pieces: list[bytes], size
     for start in range(0, len(stream), size):
         cut += framer.feed(stream[start : start + size])
     assert stream.startswith(cut)
-    assert cut == Framer().feed(stream)
+    # An empty line more, behind an event that was whole without it, may wait for the next event.
+    assert cut.rstrip(b"\r\n") == Framer().feed(stream).rstrip(b"\r\n")
     one, other, broken, whole = Watch("chat"), Watch("chat"), None, 0
     values = []
     for event in events_of(cut):

@@ -103,16 +103,20 @@ def test_what_others_wrote_cannot_move_the_cursor() -> None:
         ([GOOD], 1, "pier job resume"),
     ],
 )
-def test_the_report_says_what_comes_next(tmp_path: Path, outcomes: list[Outcome], code: int, words: str) -> None:
+def test_the_report_says_what_comes_next(
+    tmp_path: Path, outcomes: list[Outcome], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     ledger = Ledger.create(tmp_path)
     ledger.adopt_plan(make_plan(PLAN.tasks, PLAN.agents, {}, 2))
     for trial, outcome in zip(ledger.plan.trials, outcomes, strict=False):
         ledger.begin(trial.id)
         ledger.end(trial.id, outcome)
     ledger.close()
-    out = io.StringIO()
-    print_report(tmp_path, ledger, console=Console(file=out, width=200))
-    assert words in out.getvalue() and words in next_command(tmp_path, ledger)
-    assert str(tmp_path) in out.getvalue()
+    print_report(tmp_path, ledger)
+    shown = capsys.readouterr().out
+    assert words in shown and words in next_command(tmp_path, ledger)
+    assert str(tmp_path) in shown
+    heading, row = (line.split() for line in shown.splitlines()[:2])
+    assert heading[:4] == ["agent", "model", "dataset", "verdicts"] and row[0] == PLAN.agents[0]["name"]
     assert exit_code(ledger) == code
     assert exit_code(ledger, interrupted=True) == 130

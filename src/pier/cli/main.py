@@ -6,7 +6,6 @@ interrupted.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -55,7 +54,9 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], COMMANDS, n=1)
             question = f" Did you mean {near[0]!r}?" if near else ""
             raise click.UsageError(error.message + question, ctx) from None
 

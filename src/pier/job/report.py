@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import zip_longest
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import click
 
 from pier.job.layout import groups_of, usage
 from pier.job.ledger import Ledger
 from pier.job.metrics import Summary
 from pier.job.numbers import calls_of, in_words
 from pier.job.progress import in_short
+
+_HEADINGS = ("agent", "model", "dataset", "verdicts", "mean reward (95%)", "pass@k")
 
 
 def print_report(
@@ -23,12 +24,10 @@ def print_report(
     seconds: float | None = None,
     interrupted: bool = False,
     stopped: str | None = None,
-    console: Console | None = None,
 ) -> None:
     """Print the report of a job to standard output."""
-    out = console or Console(soft_wrap=True)
-    out.print(_table(ledger))
-    _print_faults(ledger, out)
+    _print_table(ledger)
+    _print_faults(ledger)
     done = [ledger.outcomes[id] for id in ledger.plan.by_id if id in ledger.outcomes]
     cost = usage(done)["cost_usd"]
     words = [f"{len(done)} of {len(ledger.plan.trials)} trials done"]
@@ -36,25 +35,27 @@ def print_report(
         words.append(f"in {seconds:.1f} s")
     if any(agent.get("model_name") for agent in ledger.plan.agents):
         words.append(f"cost ${cost:.4f}" if cost is not None else "cost unknown")
-    out.print(", ".join(words), highlight=False)
+    click.echo(", ".join(words))
     if calls := calls_of(directory):
-        out.print(in_words(calls), highlight=False, markup=False)
-    out.print(f"files: {directory}", highlight=False, markup=False)
+        click.echo(in_words(calls))
+    click.echo(f"files: {directory}")
     if stopped:
-        out.print(f"stopped: {stopped}; allow more with --job-max-*", style="red", highlight=False, markup=False)
-    out.print(f"next:  {next_command(directory, ledger, interrupted=interrupted)}", highlight=False, markup=False)
+        click.secho(f"stopped: {stopped}; allow more with --job-max-*", fg="red")
+    click.echo(f"next:  {next_command(directory, ledger, interrupted=interrupted)}")
 
 
-def _table(ledger: Ledger) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("agent", "model", "dataset", "verdicts", "mean reward (95%)", "pass@k"):
-        table.add_column(heading)
+def _print_table(ledger: Ledger) -> None:
+    """A table in columns; a cell may have several lines."""
+    rows: list[tuple[str, ...]] = [_HEADINGS]
     for group in groups_of(ledger):
         summary = group.summary()
         verdicts = f"{summary.n_verdicts}/{summary.n_trials}"
-        cells = (group.agent, group.model or "-", group.dataset, verdicts, _means(summary), _passes(summary))
-        table.add_row(*(Text(cell) for cell in cells))
-    return table
+        rows.append((group.agent, group.model or "-", group.dataset, verdicts, _means(summary), _passes(summary)))
+    widths = [max(len(line) for row in rows for line in row[column].split("\n")) for column in range(len(_HEADINGS))]
+    for row in rows:
+        for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
+            shown = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            click.secho(shown, bold=row is _HEADINGS)
 
 
 def _means(summary: Summary) -> str:
@@ -71,7 +72,7 @@ def _passes(summary: Summary) -> str:
     return "  ".join(f"{k}: {summary.pass_at_k[k]:.3f}" for k in shown) or "-"
 
 
-def _print_faults(ledger: Ledger, out: Console) -> None:
+def _print_faults(ledger: Ledger) -> None:
     faults: Counter[tuple[str, str]] = Counter()
     example: dict[tuple[str, str], tuple[str, str]] = {}
     for trial in ledger.plan.trials:
@@ -83,7 +84,7 @@ def _print_faults(ledger: Ledger, out: Console) -> None:
     for (type, blame), count in faults.most_common():
         trial, message = example[type, blame]
         told = f"{count} × {type} (blame: {blame}), e.g. {trial}: {message}"
-        out.print(told, style="red", highlight=False, markup=False)
+        click.secho(told, fg="red")
 
 
 def next_command(directory: Path, ledger: Ledger, *, interrupted: bool = False) -> str:

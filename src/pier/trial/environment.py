@@ -15,7 +15,7 @@ from pier.errors import SandboxError, TaskError
 from pier.image.model import Image, OnProgress
 from pier.network.decision import OnDecision
 from pier.network.policy import NetworkPolicy
-from pier.sandbox.compose import Compose, Composition, read_compose
+from pier.sandbox.compose import Compose, Composition
 from pier.sandbox.contract import Backend, Capabilities, Limits, Mount, Sandbox, SandboxSpec
 from pier.sandbox.parcel import deliver
 from pier.task import Task, resolve_env
@@ -96,6 +96,8 @@ def _services_room(
     task: Task, table: Environment, path: Path, choice: SandboxChoice, environ: Mapping[str, str] | None
 ) -> Room:
     """A room with services beside it. Its image is what the file says of `main`, else what a task without one has."""
+    from pier.sandbox.compose.read import read_compose  # most tasks have one service, and need no reader
+
     compose = read_compose(path, compose_variables(table, path.parent, environ))
     wish = service_wish(compose.main)
     if choice.image:

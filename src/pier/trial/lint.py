@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pier.errors import TaskError
-from pier.sandbox.compose import MAIN, Compose, read_compose
+from pier.sandbox.compose import MAIN, Compose
+from pier.sandbox.compose.read import read_compose
 from pier.task import Task, load_task
 from pier.task.config import Environment
 from pier.task.lint import Problem
