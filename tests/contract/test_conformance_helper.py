@@ -31,7 +31,7 @@ SELECTED = (
     "exit_codes", "output_as_it_comes", "large_stdin", "terminal_size", "timeout_kills_daemons", "upload_tree",
     "download_tree", "served_from_outside", "none_refuses_at_once", "allowlist_refuses_at_once", "kill_all", "snapshot",
 )  # fmt: skip
-WAYS = ("socket", "tcp", "context", "tls", "ssh")
+WAYS = ("socket", "tcp", "context", "chosen context", "tls", "ssh")
 
 pytestmark = [pytest.mark.docker, pytest.mark.asyncio(loop_scope="module")]
 as_root = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -75,7 +75,9 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[st
         }
         made = ["context", "create", "there", f"--docker=host={secure['DOCKER_HOST']},ca={certificates}/ca.pem"]
         made[-1] += f",cert={certificates}/cert.pem,key={certificates}/key.pem"
-        running.docker("--config", str(directory / "config"), *made)
+        for name in ("config", "chosen"):
+            running.docker("--config", str(directory / name), *made)
+        running.docker("--config", str(directory / "chosen"), "context", "use", "there")
         yield {
             "socket": {"DOCKER_HOST": running.url, "PIER_DOCKER_HELPER": "1"},
             "tcp": {"DOCKER_HOST": stack.enter_context(by_tcp(running.socket))},
@@ -85,6 +87,7 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[st
                 "PATH": f"{server.path}:{os.environ['PATH']}" if server else "",
             },
             "context": {"DOCKER_CONFIG": str(directory / "config"), "DOCKER_CONTEXT": "there"},
+            "chosen context": {"DOCKER_CONFIG": str(directory / "chosen")},
         }
         assert running.containers() == []
 

@@ -14,8 +14,9 @@ from pier.sandbox import open_backend
 from pier.sandbox.conformance import CHECKS, Check, verify
 from pier.sandbox.contract import Backend
 from tests.busybox import busybox_image
-from tests.job_tasks import wait_for
+from tests.job_tasks import PATIENCE, pier, wait_for
 from tests.podman import Podman, podman, podman_missing
+from tests.serving import ask, serving
 
 SELECTED = (
     "exit_codes", "timeout_kills_daemons", "upload_tree", "served_from_outside", "none_refuses_at_once",
@@ -55,6 +56,23 @@ async def backend(
                 await opened.capabilities()
                 yield opened
             assert lease.held() == []
+
+
+async def test_one_helper_serves_processes_that_start_at_once(
+    engine: Podman, image: Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", engine.url)
+    monkeypatch.setenv("PIER_DOCKER_HELPER", "1")
+    with serving(image) as one, serving(image) as two:
+        assert [ask(running, "echo fine") for running in (one, two)] == ["fine\n"] * 2
+        (helper,) = [name for name in engine.run("ps", "--format", "{{.Names}}").split() if "helper" in name]
+        one.kill()
+        wait_for(lambda: len(engine.run("ps", "-q").split()) == 2)
+        assert ask(two, "echo fine") == "fine\n"
+        engine.run("rm", "-f", helper)
+        assert ask(two, "echo fine") == ""
+        assert two.wait(PATIENCE) == 1
+    pier("gc", cwd=engine.directory)
 
 
 @pytest.mark.parametrize("check", [check for check in CHECKS if check.name in SELECTED], ids=lambda check: check.name)

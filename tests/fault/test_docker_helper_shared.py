@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,27 +22,9 @@ from pier.sandbox.docker.runtime import Runtime, find_runtime
 from tests.busybox import busybox_image
 from tests.engine import Engine, engine, missing
 from tests.job_tasks import PATIENCE, pier, wait_for
+from tests.serving import ask, serving
 
 pytestmark = [pytest.mark.docker, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
-
-SERVE = """\
-import asyncio, sys
-from pathlib import Path
-from pier.image.model import Image, ImageConfig
-from pier.lease import Lease
-from pier.sandbox import SandboxSpec, open_backend
-
-async def main():
-    image = Image("test", "sha256:" + "b" * 64, (Path(sys.argv[1]),), ImageConfig())
-    with Lease() as lease:
-        async with open_backend("docker", lease) as backend, await backend.start(SandboxSpec(image)) as sandbox:
-            await sandbox.spawn(["sleep", "600"])
-            print("started", flush=True)
-            while line := await asyncio.to_thread(sys.stdin.readline):
-                print((await sandbox.exec(line)).text, end="", flush=True)
-
-asyncio.run(main())
-"""
 
 
 @pytest.fixture(scope="module")
@@ -73,40 +52,15 @@ def through_a_helper(docker: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterato
     docker.wait_for_no_helper()
 
 
-@contextmanager
-def pier_process(image: Image, directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process with one sandbox, in which it executes each line that it gets."""
-    script = directory / "serve.py"
-    script.write_text(SERVE)
-    command = [sys.executable, str(script), str(image.layers[0])]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
-        try:
-            yield running
-        finally:
-            running.kill()
-
-
-def ask(running: subprocess.Popen[str], line: str) -> str:
-    assert running.stdin is not None and running.stdout is not None
-    running.stdin.write(f"{line}\n")
-    running.stdin.flush()
-    return running.stdout.readline()
-
-
-def told(running: subprocess.Popen[str]) -> str:
-    assert running.stdout is not None
-    return running.stdout.readline()
-
-
 def test_processes_that_start_at_once_share_one_and_outlive_each_other(
     docker: Engine, image: Image, tmp_path: Path
 ) -> None:
     with (
-        pier_process(image, tmp_path) as one,
-        pier_process(image, tmp_path) as two,
-        pier_process(image, tmp_path) as three,
+        serving(image) as one,
+        serving(image) as two,
+        serving(image) as three,
     ):
-        assert [told(running) for running in (one, two, three)] == ["started\n"] * 3
+        assert [ask(running, "echo started") for running in (one, two, three)] == ["started\n"] * 3
         (helper,) = docker.helpers()
         sandboxes = set(docker.containers())
         assert len(sandboxes) == 3

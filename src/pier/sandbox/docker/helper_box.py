@@ -14,6 +14,7 @@ from typing import Any
 
 import aiodocker
 import aiohttp
+from aiodocker.containers import DockerContainer
 from aiodocker.exceptions import DockerError
 from aiodocker.stream import Stream
 
@@ -125,14 +126,28 @@ class HelperBox:
             async with holding(self._image):
                 async with only_one(pier_home() / "docker" / "locks", self._image):
                     await self._bring()
-                container = await self._docker.containers.create(self._config, name=self.name)
+                container = await self._create()
+            if container is not None:
+                await self._start(container)
+        finally:
+            self._lease.strike(HELPER, self.name)
+
+    async def _create(self) -> DockerContainer | None:
+        """None if somebody else has just made it."""
+        try:
+            return await self._docker.containers.create(self._config, name=self.name)
+        except DockerError as error:
+            if error.status != 409 and "already in use" not in str(error.message):
+                raise
+            return None
+
+    async def _start(self, container: DockerContainer) -> None:
+        try:
             await container.start()
         except DockerError as error:
             if error.status != 409:
                 await remove_idle(self._docker, self.name)
                 raise
-        finally:
-            self._lease.strike(HELPER, self.name)
 
     async def _bring(self) -> None:
         try:
