@@ -8,6 +8,7 @@ help:
 	@echo "make lint    ruff, pyright, import-linter"
 	@echo "make bench   run the benchmarks"
 	@echo "make soak    run the property tests with ever new examples, for MINUTES=10"
+	@echo "make bump    raise the agents' pinned versions to the newest ones that pass their tests"
 	@echo "make docs    check that the documentation's links and commands exist"
 
 venv: .venv/.ready
@@ -39,6 +40,9 @@ bench: venv system
 
 soak: venv
 	@.ci/soak $(or $(MINUTES),10)
+
+bump: venv system
+	@.venv/bin/python .ci/bump
 
 docs: venv
 	@.venv/bin/python -m pytest -q tests/unit/test_docs.py
