@@ -93,7 +93,9 @@ async def test_odd_paths_and_queries_find_their_way() -> None:
         session = gateway.session("a/b c", upstream=fake.provider("anthropic", "gemini"))
         await post(url, "//v1/v1/messages?beta=true", session.key, request_body("anthropic"))
         await post(url, "/v1beta/models/x:generateContent", session.key, request_body("gemini"))
+        await post(url, f"/v1/messages?beta=true&key={session.key}&monkey=1", "", request_body("anthropic"))
         assert [asked.path for asked in fake.asked] == [
             "/v1/messages?beta=true",
             "/v1beta/models/a%2Fb%20c:generateContent",
+            "/v1/messages?beta=true&monkey=1",
         ]

@@ -360,6 +360,19 @@ async def test_a_key_that_the_provider_echoes_goes_no_further(tmp_path: Path) ->
         assert b"sk-provider-secret" not in raw + (tmp_path / "calls.jsonl").read_bytes()
 
 
+async def test_a_secret_header_that_the_provider_echoes_goes_no_further(tmp_path: Path) -> None:
+    echo = replies(401, b'{"error":{"message":"no such sk-in-a-header-0123, team evals-of-the-lab"}}')
+    headers = {"X-Proxy-Auth": "Bearer sk-in-a-header-0123", "X-Team": "evals-of-the-lab"}
+    async with fake_provider(echo) as fake, Gateway() as gateway:
+        url = await gateway.serve()
+        upstream = fake.provider(key=None, headers=headers)
+        session = gateway.session("m", upstream=upstream, recording=tmp_path / "calls.jsonl")
+        _, _, raw = await post(url, PATHS["chat"], session.key, request_body("chat"))
+        assert fake.asked[0].headers["X-Proxy-Auth"] == headers["X-Proxy-Auth"]
+        assert b"no such [redacted], team evals-of-the-lab" in raw
+        assert b"sk-in-a-header" not in raw + (tmp_path / "calls.jsonl").read_bytes()
+
+
 async def test_a_call_that_cannot_be_recorded_fails(tmp_path: Path) -> None:
     async with fake_provider() as fake, Gateway() as gateway:
         url = await gateway.serve()

@@ -65,7 +65,7 @@ class ByProvider:
         )
         try:
             async with upstreams.ask(out, record) as answer:
-                raw = Scrubber(self.target.provider.key)(await read_answer(answer))
+                raw = Scrubber(*self.target.provider.secrets)(await read_answer(answer))
                 record.status("upstream", answer.status, answer.headers, False)
                 record.chunk("upstream", raw)
                 return raw if isinstance(json.loads(raw), dict) else None

@@ -44,7 +44,7 @@ async def translated(x: Exchange, target: Target) -> None:
     translation = translate(request, target.provider.dialects[0], target.model, x.memory)
     x.record.edited([asdict(edit) for edit in translation.edits])
     out = _outgoing(translation, target)
-    scrub = Scrubber(target.provider.key)
+    scrub = Scrubber(*target.provider.secrets)
     try:
         async with x.kept_alive(), x.upstreams.ask(out, x.record) as answer:
             x.turn.spend()

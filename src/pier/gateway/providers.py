@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from pier.errors import UsageError
 from pier.gateway.canonical import DialectName
+from pier.gateway.redact import is_secret_name
 from pier.home import pier_home
 
 Auth = Literal["bearer", "x-api-key", "x-goog-api-key", "none"]
@@ -60,6 +61,12 @@ class Provider:
             return dict(self.headers)
         proof = {"Authorization": f"Bearer {self.key}"} if auth == "bearer" else {auth: self.key}
         return {**proof, **self.headers}
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What proves who asks, wherever it is set; a header's scheme (`Bearer`) is none of it."""
+        told = (value.rpartition(" ")[2] for name, value in self.headers.items() if is_secret_name(name))
+        return (*((self.key,) if self.key else ()), *told)
 
     def check(self) -> None:
         """`UsageError` if the key that this provider needs is missing."""

@@ -22,6 +22,7 @@ SECRET_HEADERS = frozenset(
 REDACTED = "[redacted]"
 _SHORTEST_SECRET = 16
 """Shorter keys are stand-ins such as `EMPTY`, which may well be words of an answer."""
+_SECRET_NAME = re.compile(r"auth|key|token|secret|password", re.IGNORECASE)
 _KEY_IN_QUERY = re.compile(r"([?&](?:key|api[_-]?key|access_token)=)[^&]*", re.IGNORECASE)
 
 
@@ -34,6 +35,16 @@ def redacted(headers: Mapping[str, str]) -> dict[str, str]:
 @lru_cache(512)
 def redacted_path(path: str) -> str:
     return _KEY_IN_QUERY.sub(rf"\g<1>{REDACTED}", path)
+
+
+def without_key(query: str) -> str:
+    """A query as it came, but for credentials in it."""
+    return "&".join(part for part in query.split("&") if not _KEY_IN_QUERY.match(f"?{part}"))
+
+
+def is_secret_name(header: str) -> bool:
+    """Whether a header of this name most likely holds a credential."""
+    return header.lower() in SECRET_HEADERS or _SECRET_NAME.search(header) is not None
 
 
 class Scrubber:

@@ -16,7 +16,7 @@ from pier.gateway.dialect import BadResponse
 from pier.gateway.exchange import Exchange
 from pier.gateway.http.coding import BadCoding
 from pier.gateway.providers import Target
-from pier.gateway.redact import Scrubber
+from pier.gateway.redact import Scrubber, without_key
 from pier.gateway.tokens import Extras, Sampler, ask
 from pier.gateway.turns import stream_turn
 from pier.gateway.upstream import MAX_ANSWER, Outgoing, UpstreamFailed
@@ -54,8 +54,8 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
         async with x.kept_alive(), x.upstreams.ask(out, x.record) as answer:
             x.turn.spend()
             if x.stream:
-                return await _stream(x, answer, extras, Scrubber(target.provider.key), sampler)
-            return await _whole(x, answer, extras, Scrubber(target.provider.key), sampler)
+                return await _stream(x, answer, extras, Scrubber(*target.provider.secrets), sampler)
+            return await _whole(x, answer, extras, Scrubber(*target.provider.secrets), sampler)
     except UpstreamFailed as failed:
         return await x.fail(failed.status, failed.message, failed.kind, failed.body)
 
@@ -65,8 +65,8 @@ def _path(x: Exchange, model: str) -> str:
     if route.dialect == "gemini":
         action = "streamGenerateContent?alt=sse" if x.stream else "generateContent"
         return f"/v1beta/models/{quote(model, safe='')}:{action}"
-    query = x.caller.request.query_string
-    return _PATHS[route.dialect] + (f"?{query}" if query and "key=" not in query else "")
+    query = without_key(x.caller.request.query_string)
+    return _PATHS[route.dialect] + (f"?{query}" if query else "")
 
 
 def counting_path(dialect: DialectName, model: str) -> str:

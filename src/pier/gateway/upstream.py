@@ -197,7 +197,7 @@ async def _refused(response: AnyAnswer, out: Outgoing, record: CallRecord) -> No
         raw = b""
     finally:
         response.close()
-    raw = Scrubber(out.provider.key)(raw)
+    raw = Scrubber(*out.provider.secrets)(raw)
     record.status("upstream", response.status, response.headers, False)
     record.chunk("upstream", raw)
     status = response.status if response.status >= 400 else 502
