@@ -37,6 +37,51 @@ def test_events_are_whole() -> None:
     assert data_of(b": ping\n\n") is None
 
 
+ALIKE = [
+    b'data: {"choices": [{"delta": {"content": "%b"}, "finish_reason": null}]}\n\n' % text
+    for text in (
+        b"word " * 9,
+        b"",
+        rb"a\nb",
+        rb"\"quoted\"",
+        rb"\\",
+        b"\xc3\xa9",
+        b"\x01",
+        b'a","b',
+        b"\\",
+        rb"\x",
+        rb"\u12",
+        b"\xe2",
+    )
+]
+
+
+@given(st.lists(st.sampled_from(ALIKE[:6]), max_size=40), st.lists(st.sampled_from(ALIKE + PIECES), max_size=3))
+def test_events_that_are_alike_are_checked_as_all_others(many: list[bytes], others: list[bytes]) -> None:
+    events = [*many[:9], *others[:2], *many[9:], *others[2:]]
+    one, other, whole = Watch("chat"), Watch("chat"), b""
+    for event in events_of(b"".join(events)):
+        try:
+            one.see(event)
+        except Broken:
+            with pytest.raises(Broken) as caught:
+                other.see(b"".join(events), each=False)
+            assert caught.value.before == len(whole)
+            break
+        whole += event
+    else:
+        other.see(b"".join(events), each=False)
+    assert (one.done, one.finished, one.failed, one.usage) == (other.done, other.finished, other.failed, other.usage)
+
+
+def test_events_of_a_long_text_are_not_decoded_one_by_one() -> None:
+    last = b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n'
+    watch = Watch("chat")
+    assert len(watch.see(ALIKE[0] * 50 + last, each=False)) == 1
+    assert watch.finished
+    assert len(watch.see(ALIKE[0] * 50)) == 50
+
+
 @given(st.lists(st.sampled_from(PIECES), max_size=12), st.integers(1, 40))
 def test_a_stream_is_looked_at_alike_however_it_is_cut(pieces: list[bytes], size: int) -> None:
     stream = b"".join(pieces)

@@ -59,7 +59,7 @@ class ByProvider:
         if "model" in body.fields:
             body = body.with_fields(model=self.target.model)
         path = counting_path(caller.route.dialect, self.target.model)
-        headers = caller.forwarded_headers()
+        headers = caller.origin.forwarded
         out = Outgoing(
             self.target.provider, caller.route.dialect, path, self.target.model, headers, body.encode(), body
         )

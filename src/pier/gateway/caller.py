@@ -7,6 +7,7 @@ error event, since its status is gone already.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
@@ -16,6 +17,7 @@ from multidict import CIMultiDict
 from pier.gateway.body import dump
 from pier.gateway.canonical import ErrorKind
 from pier.gateway.dialect import DIALECTS, Dialect, Route, recognise
+from pier.gateway.http.message import RequestHead, parse_request
 from pier.gateway.http.request import Request
 from pier.gateway.redact import redacted, redacted_path
 
@@ -42,10 +44,40 @@ _NOT_UPSTREAM = HOP_BY_HOP | {
 _NOT_DOWNSTREAM = HOP_BY_HOP | {"content-length", "content-encoding", "set-cookie", "server", "date", "alt-svc"}
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What the head of a request says, all but its length."""
+
+    route: Route
+    key: str
+    """The credential, wherever this client puts it."""
+    path: str
+    headers: Mapping[str, str]
+    """For the recording, without secrets; so is the path."""
+    forwarded: Mapping[str, str]
+    """For an upstream of the same dialect: all but those of the connection and of identity."""
+
+    @staticmethod
+    def of(head: RequestHead, path: str, query: str) -> Origin:
+        asked = dict(parse_qsl(query))
+        route = recognise(head.method, path, asked, dict.fromkeys(map(str.lower, head.headers), ""))
+        kept = CIMultiDict((name, value) for name, value in head.headers.items() if name.lower() not in _NOT_UPSTREAM)
+        if route.dialect == "anthropic":
+            kept.setdefault("anthropic-version", "2023-06-01")
+        return Origin(route, _key(head.headers, asked), redacted_path(head.target), redacted(head.headers), kept)
+
+
+def _key(headers: Mapping[str, str], query: Mapping[str, str]) -> str:
+    scheme, _, token = headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token:
+        return token.strip()
+    return headers.get("x-api-key") or headers.get("x-goog-api-key") or query.get("key", "")
+
+
 @lru_cache(512)
-def _recognise(method: str, path: str, query: str, headers: frozenset[str]) -> Route:
+def _known_origin(same: bytes, path: str, query: str) -> Origin:
     """An agent asks the same few things again and again."""
-    return recognise(method, path, dict(parse_qsl(query)), dict.fromkeys(headers, ""))
+    return Origin.of(parse_request(same), path, query)
 
 
 class Caller:
@@ -53,8 +85,9 @@ class Caller:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        names = frozenset(map(str.lower, request.headers))
-        self.route: Route = _recognise(request.method, request.path, request.query_string, names)
+        same, path, query = request.head.same, request.path, request.query_string
+        self.origin = Origin.of(request.head, path, query) if same is None else _known_origin(same, path, query)
+        self.route: Route = self.origin.route
         self.dialect: Dialect = DIALECTS[self.route.dialect]
 
     @property
@@ -64,34 +97,19 @@ class Caller:
 
     @property
     def key(self) -> str:
-        """The credential, wherever this client puts it."""
-        headers = self.request.headers
-        scheme, _, token = headers.get("Authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and token:
-            return token.strip()
-        return headers.get("x-api-key") or headers.get("x-goog-api-key") or self._query().get("key", "")
-
-    def _query(self) -> dict[str, str]:
-        return dict(parse_qsl(self.request.query_string))
+        return self.origin.key
 
     def facts(self) -> dict[str, Any]:
         """What is recorded of the request, without secrets."""
+        length = self.request.headers.get("Content-Length")
+        headers = self.origin.headers
         return {
             "kind": self.route.kind,
             "dialect": self.route.dialect,
             "method": self.request.method,
-            "path": redacted_path(self.request.target),
-            "headers": redacted(self.request.headers),
+            "path": self.origin.path,
+            "headers": headers if length is None else {**headers, "content-length": length},
         }
-
-    def forwarded_headers(self) -> CIMultiDict[str]:
-        """The agent's headers for an upstream of the same dialect: all but those of the connection and of identity."""
-        kept = CIMultiDict(
-            (name, value) for name, value in self.request.headers.items() if name.lower() not in _NOT_UPSTREAM
-        )
-        if self.route.dialect == "anthropic":
-            kept.setdefault("anthropic-version", "2023-06-01")
-        return kept
 
     async def read(self) -> bytes:
         """The body, at most `MAX_BODY` bytes of it after decompression; `TooLarge`, `BadMessage` or `BadCoding` if

@@ -46,7 +46,7 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
         dialect=x.caller.route.dialect,
         path=_path(x, target.model),
         model=target.model,
-        headers=x.caller.forwarded_headers(),
+        headers=x.caller.origin.forwarded,
         data=body.encode(),
         body=body if changed or x.edited else None,
     )
@@ -140,15 +140,17 @@ async def _stream(
 
 async def _pass_on(x: Exchange, block: bytes, watch: Watch, extras: Extras) -> bytes:
     """What of these events the agent gets. Those before a broken one are delivered before it is reported."""
+    touched = extras.touch(block)
     try:
-        values = watch.see(block)
+        values = watch.see(block, each=touched)
     except Broken as broken:
         if whole := block[: broken.before]:
             await x.write(extras.strip_events(whole, Watch(x.caller.route.dialect).see(whole)))
         raise
     x.usage = watch.usage
-    if extras:
+    if touched:
         block = extras.strip_events(block, values)
+    if extras:
         x.record.chunk("delivered", block)
     return block
 

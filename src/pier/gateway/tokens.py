@@ -49,10 +49,12 @@ class Extras:
         drop = {*(("token_ids",) if self.token_ids else ()), *(("logprobs",) if self.logprobs else ())}
         return {name: part for name, part in choice.items() if name not in drop} if isinstance(choice, dict) else choice
 
+    def touch(self, block: bytes) -> bool:
+        """Whether there may be something to take out of these events."""
+        return bool(self) and any(word in block for word in _EXTRAS)
+
     def strip_events(self, block: bytes, values: list[Any]) -> bytes:
         """The same for whole events as bytes, whose decoded data are `values` (None: no JSON in it)."""
-        if not self or not any(word in block for word in _EXTRAS):
-            return block
         kept = [self.strip(value) for value in values]
         if kept == values:
             return block

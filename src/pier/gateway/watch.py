@@ -11,12 +11,13 @@ from pier.gateway.canonical import DialectName, Usage
 from pier.gateway.dialect.anthropic_body import read_usage as read_anthropic
 from pier.gateway.dialect.gemini_body import read_usage as read_gemini
 from pier.gateway.dialect.openai import read_usage as read_openai
+from pier.gateway.plain import DONE, Alike, plain
 
 MAX_EVENT = 64 * 1024 * 1024
 _scan = JSONDecoder().scan_once  # pyright: ignore[reportAttributeAccessIssue]
 _END_OF_EVENT = re.compile(rb"\r?\n\r?\n|\r\r")
-_DONE = object()
-"""Stands for the word with which OpenAI's streams end."""
+_MANY = 1024
+"""In so many characters it is worth to look for events that are alike."""
 
 
 class Broken(Exception):
@@ -89,11 +90,13 @@ class Watch:
         self.finished = False
         """The model's turn is over, whether or not the stream says so properly."""
         self.failed: str | None = None
+        self._alike: Alike | None = None
         self.usage: Usage | None = None
 
-    def see(self, block: bytes) -> list[Any]:
-        """Whole events; the decoded data of each, None where that is not JSON on purpose. `Broken` if it should be."""
-        values = _plain(block)
+    def see(self, block: bytes, *, each: bool = True) -> list[Any]:
+        """Whole events; the decoded data of each, None where that is not JSON on purpose. `Broken` if it should be.
+        Without `each` those that only go on with a text may be left out."""
+        values = self._read(block, each)
         if values is None:
             values, before = [], 0
             for event in events_of(block):
@@ -106,12 +109,35 @@ class Watch:
                 before += len(event)
         return self._take(values)
 
+    def _read(self, block: bytes, each: bool) -> list[Any] | None:
+        try:
+            text = block.decode()
+        except ValueError:
+            return None
+        if not each and len(text) > _MANY:
+            self._alike = self._alike or self._middle(text)
+            if self._alike and (rest := self._alike.without(text)) is not None:
+                text = rest
+            else:
+                self._alike = None
+        return plain(text)
+
+    def _middle(self, text: str) -> Alike | None:
+        """How the event in the middle is written, if it says nothing that is watched for."""
+        start = text.find("\n\n", len(text) // 2) + 2
+        found = Alike.of(text[start : text.find("\n\n", start)])
+        if found is None:
+            return None
+        probe = Watch(self._dialect)
+        probe._take(plain(found.head + found.tail) or [])
+        return None if probe.finished or probe.done or probe.usage else found
+
     def _take(self, values: list[Any]) -> list[Any]:
         look = self._look
         for index, value in enumerate(values):
             if isinstance(value, dict):
                 look(self, value)
-            elif value is _DONE:
+            elif value is DONE:
                 self.done = self.finished = True
                 values[index] = None
         return values
@@ -187,41 +213,11 @@ def _known(raw: Any) -> dict[str, Any]:
     return {name: value for name, value in raw.items() if value is not None} if isinstance(raw, dict) else {}
 
 
-def _plain(block: bytes) -> list[Any] | None:
-    """The data of events as nearly all providers write them, in one go; None if any is written otherwise."""
-    try:
-        text = block.decode()
-    except ValueError:
-        return None
-    if "\r" in text:
-        return None
-    values = []
-    pieces = text.split("\n\n")
-    pieces.pop()
-    for piece in pieces:
-        if piece.startswith("data: "):
-            at = 6
-        elif piece.startswith("event: ") and piece.startswith("\ndata: ", at := piece.find("\n")):
-            at += 7
-        else:
-            return None
-        try:
-            value, end = _scan(piece, at)
-        except (ValueError, StopIteration, RecursionError):
-            value, end = _DONE, at + len("[DONE]")
-            if not piece.endswith("[DONE]"):
-                return None
-        if end != len(piece) or piece.find("\n", at) >= 0:
-            return None
-        values.append(value)
-    return values
-
-
 def _decoded(data: bytes | None) -> Any:
     if data is None:
         return None
     if data == b"[DONE]":
-        return _DONE
+        return DONE
     try:
         text = data.decode().strip()
         value, end = _scan(text, 0)

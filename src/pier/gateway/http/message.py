@@ -16,6 +16,8 @@ from multidict import CIMultiDict
 
 MAX_HEAD = 64 * 1024
 MAX_FIELDS = 200
+_REMEMBERED = 4096
+"""Heads of at most this size are read once."""
 _MAX_LINE = 1024
 """Of a chunk's size with its extension, and of a trailer."""
 
@@ -24,6 +26,7 @@ Headers = CIMultiDict[str]
 _REQUEST_LINE = re.compile(r"([!#$%&'*+\-.^_`|~0-9A-Za-z]+) ([!-~\x80-\U0010ffff]+) HTTP/1\.([01])")
 _STATUS_LINE = re.compile(r"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [^\x00-\x08\x0a-\x1f\x7f]*)?")
 _FIELDS = re.compile(r"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]++:[^\x00-\x08\x0a-\x1f\x7f]*+\r\n)*+\r\n")
+_LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?")
 _TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++:[^\x00-\x08\x0a-\x1f\x7f]*")
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
@@ -39,11 +42,15 @@ class BadMessage(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
+    """The head of a request. Several requests may share it, or its headers, so nobody changes them."""
+
     method: str
     target: str
     minor: int
     """Of the version: 0 or 1."""
     headers: Headers
+    same: bytes | None = None
+    """The head without its length, which is all that requests of one client mostly differ in; None of a long one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +167,25 @@ def find_head(data: bytes) -> int:
 
 def parse_request(head: bytes) -> RequestHead:
     """The head of a request, up to and with its empty line."""
+    if len(head) > _REMEMBERED:
+        return _parse_request(head)
+    found = _LENGTH.search(head)
+    if found is None:
+        return _known_request(head)
+    known = _known_request(head[: found.start() + 2] + head[found.end() :])
+    if "Content-Length" in known.headers or "Transfer-Encoding" in known.headers:
+        return _parse_request(head)
+    headers = known.headers.copy()
+    headers.add("Content-Length", found[1].decode())
+    return RequestHead(known.method, known.target, known.minor, headers, known.same)
+
+
+@lru_cache(512)
+def _known_request(head: bytes) -> RequestHead:
+    return _parse_request(head, head)
+
+
+def _parse_request(head: bytes, same: bytes | None = None) -> RequestHead:
     first, headers = _parse(head)
     found = _REQUEST_LINE.fullmatch(first)
     if found is None:
@@ -168,7 +194,7 @@ def parse_request(head: bytes) -> RequestHead:
     hosts = headers.getall("Host", ())
     if len(hosts) > 1 or (not hosts and found[3] == "1"):
         raise BadMessage("a request needs exactly one Host")
-    return RequestHead(found[1], found[2], int(found[3]), headers)
+    return RequestHead(found[1], found[2], int(found[3]), headers, same)
 
 
 def parse_response(head: bytes) -> ResponseHead:
