@@ -38,15 +38,17 @@ def _lines(result: TrialResult, directory: Path) -> list[str]:
     model = result.agent_info.model_info
     agent = result.agent_info.name + (f" on {model.name}" if model else "")
     lines = [f"trial    {result.trial_name}", f"task     {result.task_name}", f"agent    {agent}"]
-    lines.append(f"reward   {json.dumps(result.rewards) if result.has_verdict else 'none: there is no verdict'}")
+    lines.append(f"reward   {_rewards(result.rewards) if result.has_verdict else 'none: there is no verdict'}")
     for step in result.step_results or ():
         rewards = step.verifier_result.rewards if step.verifier_result else None
-        lines.append(f"  step   {step.step_name}: {json.dumps(rewards) if rewards is not None else 'no verdict'}")
+        lines.append(f"  step   {step.step_name}: {_rewards(rewards) if rewards is not None else 'no verdict'}")
     if (error := result.exception_info) is not None:
-        blame = f" ({error.blame}'s fault, in the phase {error.phase})" if error.blame else ""
-        lines.append(f"error    {error.exception_type}{blame}: {error.exception_message}")
-        if error.hint:
-            lines.append(f"  try    {error.hint}")
+        blame = f" (blame: {error.blame}, in the phase {error.phase})" if error.blame else ""
+        first, *rest = error.exception_message.strip().splitlines() or [""]
+        lines.append(f"error    {error.exception_type}{blame}: {first}")
+        lines += [f"         {line.rstrip()}" for line in rest]
+    if (told := _advice(result, directory)) is not None:
+        lines.append(f"  try    {told}")
     parts = [result.integrity, *(step.integrity for step in result.step_results or ())]
     for integrity in parts:
         lines += _integrity_lines(integrity)
@@ -55,6 +57,20 @@ def _lines(result: TrialResult, directory: Path) -> list[str]:
         lines.append(f"seconds  {spent}")
         lines += [f"warning  {warning}" for warning in result.pier.warnings]
     return [*lines, f"files    {directory}"]
+
+
+def _rewards(rewards: dict[str, float] | None) -> str:
+    """The reward of a task that has one is enough; several have names."""
+    return str(rewards["reward"]) if rewards is not None and [*rewards] == ["reward"] else json.dumps(rewards)
+
+
+def _advice(result: TrialResult, directory: Path) -> str | None:
+    """Where to look next, if the trial did not pass: at what the error says, else at what the tests printed."""
+    if result.exception_info is not None and result.exception_info.hint:
+        return result.exception_info.hint
+    passed = result.has_verdict and any((result.rewards or {}).values())
+    printed = directory / "verifier" / "test-stdout.txt"
+    return None if passed or not printed.exists() else f"less {printed}"
 
 
 def _integrity_lines(integrity: Integrity | None) -> list[str]:

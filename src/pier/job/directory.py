@@ -17,7 +17,7 @@ from pier.files import read_journal
 from pier.job.config import JobConfig
 from pier.job.files import explained
 from pier.job.layout import CONFIG, LOCK, RETRIES, to_disk, write_config, write_lock
-from pier.job.ledger import JOURNAL, Ledger
+from pier.job.ledger import JOURNAL, Ledger, not_a_job
 from pier.job.load import parse, read_file
 from pier.job.outcome import read_outcome, size_of
 from pier.job.owner import OWNER, current_owner, owning
@@ -117,7 +117,7 @@ def _opened(job: Job) -> Iterator[Job]:
 def open_existing(directory: Path) -> Iterator[Job]:
     """The job in `directory`, with the plan that it has."""
     if not (directory / JOURNAL).is_file():
-        raise JobError(f"{directory} is not a job: it has no {JOURNAL}", hint="pier job list", code="not-a-job")
+        raise not_a_job(directory)
     config, disk = read_config(directory)
     with owning(directory):
         yield from _opened(Job(directory, config, disk, Ledger.read(directory), True))

@@ -137,7 +137,7 @@ class Ledger:
             except (KeyError, TypeError, IndexError, ValueError):
                 ledger.lost_lines += 1
         if not ledger.id:
-            raise JobError(f"{directory} is not a job: it has no readable {JOURNAL}", code="not-a-job")
+            raise not_a_job(directory)
         return ledger
 
     def _apply(self, line: dict[str, Any]) -> None:
@@ -236,3 +236,12 @@ def _lines(path: Path) -> Iterable[Any]:
         return json.loads(b"[" + data[:-1].replace(b"\n", b",") + b"]") if data.endswith(b"\n") else read_journal(path)
     except (OSError, ValueError):
         return read_journal(path)
+
+
+def not_a_job(directory: Path) -> JobError:
+    """Say what a directory is instead of a job's, and what to type."""
+    if not directory.is_dir():
+        return JobError(f"{directory}: no such directory", hint="pier job list", code="not-a-job")
+    if (directory / "trial.log").exists():
+        return JobError(f"{directory} is a trial, not a job", hint=f"pier trial show {directory}", code="not-a-job")
+    return JobError(f"{directory} is not a job: it has no readable {JOURNAL}", hint="pier job list", code="not-a-job")

@@ -7,9 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from pier.errors import JobError, UsageError
 from pier.job.directory import read_config
@@ -17,7 +14,7 @@ from pier.job.layout import groups_of, result_of, usage
 from pier.job.ledger import JOURNAL, Ledger, Outcome
 from pier.job.owner import current_owner
 from pier.job.progress import tell
-from pier.job.report import print_report
+from pier.job.report import print_columns, print_report
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +72,12 @@ def print_jobs(rows: list[JobRow], jobs_dir: Path, *, as_json: bool) -> None:
     if not rows:
         click.echo(f"{jobs_dir} holds no jobs; try: pier run -p TASKS")
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("job", "state", "trials", "verdicts", "mean reward", "cost"):
-        table.add_column(heading)
+    shown: list[tuple[str, ...]] = []
     for row in rows:
         mean = "-" if row.mean is None else f"{row.mean:.3f}"
         cost = "-" if row.cost_usd is None else f"${row.cost_usd:.4f}"
-        cells = (row.name, row.state, f"{row.done}/{row.total}", str(row.verdicts), mean, cost)
-        table.add_row(*(Text(cell) for cell in cells))
-    Console(soft_wrap=True).print(table)
+        shown.append((row.name, row.state, f"{row.done}/{row.total}", str(row.verdicts), mean, cost))
+    print_columns(shown, ("job", "state", "trials", "verdicts", "mean reward", "cost"))
 
 
 def show_job(directory: Path, *, trials: bool, as_json: bool) -> None:
@@ -104,9 +98,8 @@ def show_job(directory: Path, *, trials: bool, as_json: bool) -> None:
         click.echo(f"being run by {owner}")
     if ledger.lost_lines:
         click.echo(f"{ledger.lost_lines} lines of {directory / JOURNAL} could not be read", err=True)
-    for group in groups_of(ledger) if trials else ():
-        for name, _, outcome in group.trials:
-            click.echo(f"{name}  {_says(outcome)}")
+    if trials:
+        print_columns([(name, _says(outcome)) for group in groups_of(ledger) for name, _, outcome in group.trials])
     print_report(directory, ledger)
 
 

@@ -165,7 +165,11 @@ def tell(outcome: Outcome) -> str:
 def in_short(text: str) -> str:
     """The first line of a message, or all of one that goes on behind a colon, cut to what a terminal holds."""
     first = text.strip().partition("\n")[0]
-    line = " ".join(text[:1000].split()) if first.endswith(":") else first
+    if first.endswith(":"):
+        rest = [row.strip().removeprefix("- ") for row in text.strip()[:1000].splitlines()[1:]]
+        line = f"{first} {'; '.join(rest)}"
+    else:
+        line = first
     line = "".join(each if each.isprintable() else "?" for each in line)
     return line if len(line) <= 160 else line[:157] + "..."
 

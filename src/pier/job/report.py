@@ -45,17 +45,24 @@ def print_report(
 
 
 def _print_table(ledger: Ledger) -> None:
-    """A table in columns; a cell may have several lines."""
-    rows: list[tuple[str, ...]] = [_HEADINGS]
+    rows: list[tuple[str, ...]] = []
     for group in groups_of(ledger):
         summary = group.summary()
         verdicts = f"{summary.n_verdicts}/{summary.n_trials}"
         rows.append((group.agent, group.model or "-", group.dataset, verdicts, _means(summary), _passes(summary)))
-    widths = [max(len(line) for row in rows for line in row[column].split("\n")) for column in range(len(_HEADINGS))]
-    for row in rows:
+    print_columns(rows, _HEADINGS)
+
+
+def print_columns(rows: list[tuple[str, ...]], headings: tuple[str, ...] = ()) -> None:
+    """Print rows one below the other; a cell may have several lines."""
+    everything = [headings, *rows] if headings else rows
+    widths = [
+        max(len(line) for cell in column for line in cell.split("\n")) for column in zip(*everything, strict=True)
+    ]
+    for row in everything:
         for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
             shown = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            click.secho(shown, bold=row is _HEADINGS)
+            click.secho(shown, bold=row is headings)
 
 
 def _means(summary: Summary) -> str:

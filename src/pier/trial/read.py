@@ -14,6 +14,10 @@ from pier.trial.model import TrialResult
 def read_result(directory: Path) -> TrialResult:
     """The result of the trial in `directory`. `JobError` with code `unfinished` or `broken_result` if there is none."""
     path = directory / "result.json"
+    if (directory / "journal.jsonl").exists():
+        raise JobError(
+            f"{directory} is a job, not a trial", code="no_trial", hint=f"pier job show {directory} --trials"
+        )
     try:
         return TrialResult.model_validate_json(path.read_bytes())
     except FileNotFoundError:
