@@ -28,7 +28,9 @@ def running() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
-    return bash_image(tmp_path_factory.mktemp("image"))
+    found = bash_image(tmp_path_factory.mktemp("image"))
+    os.chown(found.layers[0] / "home" / "user", 1000, 1000)
+    return found
 
 
 @pytest.fixture
@@ -182,6 +184,38 @@ async def test_main_can_have_a_program_that_is_killed_before_grading(tmp_path: P
         assert await services.told("main", "cat /proc/1/comm") != "init"
 
 
+LARGE = """\
+services:
+  main:
+    image: x
+    entrypoint: [sh, -c]
+    command:
+      - |
+        cp /bin/bash /bin/large
+        exec large -c 'x=$$(printf "%0300000000d" 0); touch /begun; sleep 98765; true'
+"""
+"""A process whose end takes a while, since it holds much."""
+
+
+@pytest.mark.usefixtures("docker")
+async def test_nothing_of_a_program_is_left_when_it_was_killed(tmp_path: Path, image: Image) -> None:
+    async with running_services(tmp_path, LARGE, image) as services:
+        async with asyncio.timeout(60):
+            while not (await services.main.exec(["test", "-e", "/begun"])).ok:
+                await asyncio.sleep(0.1)
+        assert await services.main.kill_all() >= 1
+        assert [row for row in map(_status_of, Path("/proc").glob("[0-9]*")) if "large" in row] == []
+
+
+def _status_of(process: Path) -> str:
+    """Name and state of what is more than the entry of a process that has ended."""
+    try:
+        name, _, rest = (process / "stat").read_text().partition(") ")
+    except OSError:
+        return ""
+    return "" if rest[:1] in "ZX" else f"{name} {rest[:1]}"
+
+
 @pytest.mark.usefixtures("docker", "way")
 async def test_a_terminal_and_an_open_input_keep_a_shell_alive(tmp_path: Path, image: Image) -> None:
     text = """\
@@ -237,8 +271,6 @@ async def test_a_service_finds_what_compose_would_give_it(tmp_path: Path, image:
     (tmp_path / "one.env").write_text("FROM_FILE='$A' \n")
     (tmp_path / "files").mkdir(mode=0o777)
     (tmp_path / "files").chmod(0o777)
-    layer = image.layers[0] / "home" / "user"
-    os.chown(layer, 1000, 1000)
     async with running_services(tmp_path, GIVEN, image) as services:
         assert (await services.until_logged("side", "]")).strip() == "[one word] [two]"
         assert (await services.told("side", LOOK)).splitlines() == [

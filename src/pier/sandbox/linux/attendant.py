@@ -72,6 +72,8 @@ class Attendant(Init):
         self._container = container
         self._inside = inside
         self._inner: Inner | None = None
+        self._former: list[Inner] = []
+        """Namespaces whose keeper is gone. What is left of them counts until it is known to have ended."""
         self.poll.register(container, select.POLLIN)
 
     def _hear(self, fd: int) -> None:
@@ -175,6 +177,8 @@ class Attendant(Init):
             place.idle.append(pid)
         else:
             self._lose(pid)
+            if pid == place.keeper:
+                self._forget_former()
 
     def _lose(self, pid: int) -> None:
         super()._lose(pid)
@@ -184,10 +188,17 @@ class Attendant(Init):
             place.idle = [other for other in place.idle if other != pid]
         elif place is not None and pid == place.keeper:
             self._inner = None
-            self._namespaces().discard(place.namespace)
-            place.close()
+            self._former.append(place)
             for other in place.idle:
                 super()._lose(other)
+
+    def _forget_former(self) -> None:
+        """Nothing is left in the namespaces from before. Until then they are held open, so that the kernel gives their
+        numbers to no others."""
+        for place in self._former:
+            self._namespaces().discard(place.namespace)
+            place.close()
+        self._former.clear()
 
     def _kill_all(self) -> int:
         """As for a local sandbox, but by a child: here the signal would reach the host's processes. Whoever keeps that
@@ -201,6 +212,7 @@ class Attendant(Init):
             if time.monotonic() > deadline:
                 signal.pidfd_send_signal(self._container, signal.SIGKILL)
                 os._exit(0)
+        self._forget_former()
         return killed
 
     def _is_deserted(self) -> bool:
