@@ -230,6 +230,18 @@ async def test_a_stream_that_fails_before_it_begins_costs_no_turn() -> None:
         assert statuses == [503, 200, 400]
 
 
+async def test_a_failure_that_is_replayed_costs_no_turn(tmp_path: Path) -> None:
+    async with rig() as case:
+        path = tmp_path / "calls.jsonl"
+        case.fake.then = [FAILS]
+        session = case.gateway.session("m", upstream=case.fake.provider(), recording=path)
+        statuses = [(await case.ask(session))[0] for _ in range(2)]
+        await session.close()
+        again = case.gateway.session(f"replay:{path}", budget=Budget(turns=1))
+        assert [(await case.ask(again))[0] for _ in range(2)] == statuses == [400, 200]
+        assert (again.meter.turns, again.ended) == (1, None)
+
+
 @pytest.mark.parametrize("client", NAMES)
 async def test_a_stream_that_is_slowed_down_is_kept_alive_within_its_time(client: str) -> None:
     async def hello(request: Request) -> Turn:

@@ -40,7 +40,8 @@ class Replay:
         call = self._take(x)
         answer = call.answer
         assert answer is not None
-        x.turn.spend()
+        if answer.status < 400:
+            x.turn.spend()
         x.usage = call.usage
         x.record.note(replayed=call.number)
         x.record.status("delivered", answer.status, answer.headers, answer.streamed)
