@@ -138,6 +138,8 @@ def engine(*options: str, disk: str = "", filesystem: str = "tmpfs") -> Iterator
     `disk`, such as 64m, that is all the space for its data, on a file system of that kind."""
     directory = Path(tempfile.mkdtemp(prefix="pier-engine-", dir="/tmp"))
     running = Engine(directory, options)
+    if any(option.startswith("--userns-remap") for option in options):
+        directory.chmod(0o711)
     try:
         if disk:
             _mount(directory, disk, filesystem)

@@ -231,3 +231,22 @@ def memory(docker: Engine) -> int:
     pids = [pid for found in docker.helpers() for pid in docker.docker("top", found, "-o", "pid").split()[1:]]
     sizes = [Path(f"/proc/{pid}/statm").read_text().split()[1] for pid in (*pids, os.getpid())]
     return sum(map(int, sizes)) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def test_an_engine_that_maps_users_is_refused(image: Image, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who enters from the host would be the host's root, which no container of such an engine is."""
+    users = [line.partition(":")[0] for line in Path("/etc/subuid").read_text().splitlines()]
+    if not users:
+        pytest.skip("no user has subordinate ids: /etc/subuid")
+    with engine(f"--userns-remap={users[0]}") as mapping:
+        monkeypatch.setenv("DOCKER_HOST", mapping.url)
+        for helper in ("", "1"):
+            monkeypatch.setenv("PIER_DOCKER_HELPER", helper)
+            with Lease() as lease:
+                async with open_backend("docker", lease) as opened:
+                    with pytest.raises(SandboxError, match="userns-remap") as told:
+                        await opened.start(SandboxSpec(image))
+                    assert (told.value.blame, told.value.retryable) == ("user", False)
+                    assert "userns-remap" in (await opened.doctor())[1].detail
+                assert lease.held() == []
+        assert mapping.docker("ps", "-aq") == ""

@@ -45,6 +45,8 @@ class Attended:
             self._layers = find_layers(pid)
             if not self._group.is_of(id):
                 raise SandboxError(f"the process {pid} is not of the container {key}", code=CONTAINER_ENDED)
+            if self._group.has_users_of_its_own:
+                raise SandboxError(f"the container {key} has users of its own", code="engine_userns")
         except BaseException:
             os.close(self._first)
             raise
@@ -116,11 +118,11 @@ class Attended:
                 stream.resize(message["rows"], message["columns"])
             return
         fds: list[int] = []
-        for kind, number in message.pop("files", []):
-            fds.append(self._open(kind, number))
-            if kind == "out":
-                self._outputs.setdefault(id, []).append(number)
         try:
+            for kind, number in message.pop("files", []):
+                fds.append(self._open(kind, number))
+                if kind == "out":
+                    self._outputs.setdefault(id, []).append(number)
             assert channel is not None
             if channel.closed:
                 return

@@ -112,6 +112,17 @@ def is_disk_full(text: str) -> bool:
     return "no space left" in text.lower() or "disk quota exceeded" in text.lower()
 
 
+def maps_users(where: str) -> SandboxError:
+    """Root in such an engine's containers is another user of its host; whoever enters from there would not be."""
+    return SandboxError(
+        f"{where} maps the users of its containers to others (userns-remap), which pier does not support",
+        code="engine_userns",
+        blame="user",
+        retryable=False,
+        hint="use an engine without userns-remap, a rootless one, or --env local",
+    )
+
+
 def is_no_driver(error: DockerError) -> bool:
     """Whether an engine says that it has nothing that hands out devices of the kind that was asked for."""
     return "could not select device driver" in str(error.message)
@@ -124,6 +135,8 @@ def engine_error(error: DockerError) -> SandboxError:
         return SandboxError(f"the Docker engine does not answer: {text}", code="engine_down", hint="pier doctor")
     if is_disk_full(text):
         return SandboxError(f"the Docker engine's disk is full: {text}", code="disk_full", hint="docker system df")
+    if "user namespaces are enabled" in text:
+        return maps_users("the Docker engine")
     if "nvidia-container" in text:
         return SandboxError(
             f"the Docker engine could not hand out the GPUs: {text}",

@@ -16,6 +16,7 @@ from pier.network.decision import OnDecision
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import seccomp
 from pier.sandbox.contract import Change
+from pier.sandbox.docker.client import maps_users
 from pier.sandbox.docker.group import CONTAINER_ENDED, ContainerGroup, until_frozen
 from pier.sandbox.docker.hub import Hub, Member, Places
 from pier.sandbox.docker.layers import find_layers
@@ -112,6 +113,9 @@ class OwnEntered(Entered):
                 blame="user",
                 retryable=False,
             )
+        if self._group.has_users_of_its_own:
+            os.close(self._first)
+            raise maps_users("the Docker engine")
 
     async def start(self, plan: dict[str, Any]) -> None:
         """Have an attendant enter."""

@@ -80,6 +80,7 @@ class Far:
     def __init__(self, doorkeeper: socket.socket) -> None:
         self._sock = doorkeeper
         self._attended: dict[str, Attended] = {}
+        self._entering: dict[str, asyncio.Task[None] | None] = {}
         self._hubs: dict[str, Hub] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._heard = 0.0
@@ -172,8 +173,8 @@ class Far:
                 await self._open_hub(message)
             elif message["op"] == "close_hub" and (hub := self._hubs.pop(message["container"], None)):
                 hub.close()
-            elif message["op"] == "leave" and (attended := self._attended.pop(message["container"], None)):
-                await attended.leave()
+            elif message["op"] == "leave":
+                await self._leave(message["container"])
         except KeyError:
             self._answer("", message["id"], _NOT_ATTENDED)
         except (SandboxError, OSError) as error:
@@ -195,13 +196,24 @@ class Far:
         key, plan = message["container"], message["plan"]
         attended = Attended(self._mux, key, message["of"], message["pid"])
         plan["filter"] = seccomp.program().hex() if seccomp.supported() else ""
+        self._entering[key] = asyncio.current_task()
         try:
             proof = await attended.enter(self._doorkeeper, plan)
         except BaseException:
             await attended.leave()
             raise
+        finally:
+            del self._entering[key]
         self._attended[key] = attended
         return {"proof": proof}
+
+    async def _leave(self, key: str) -> None:
+        """Leave a container, also one that is just being entered."""
+        if (entering := self._entering.get(key)) is not None:
+            entering.cancel()
+            await asyncio.wait([entering])
+        if attended := self._attended.pop(key, None):
+            await attended.leave()
 
     async def _arrange(self, attended: Attended, message: dict[str, Any]) -> None:
         try:
@@ -211,7 +223,8 @@ class Far:
                 answer = await attended.settle()
             else:
                 answer = await attended.set_network(NetworkPolicy(message["mode"], tuple(message["hosts"])))
-        except (PolicyError, SandboxError) as error:
-            self._answer(attended.key, message["id"], {"error": str(error), "code": error.code})
+        except (PolicyError, SandboxError, OSError) as error:
+            told = {"error": str(error), "code": getattr(error, "code", "sandbox")}
+            self._answer(attended.key, message["id"], told)
         else:
             self._answer(attended.key, message["id"], answer)

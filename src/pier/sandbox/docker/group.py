@@ -11,6 +11,7 @@ from pier.sandbox.linux.channel import Channel
 CONTAINER_ENDED = "container_ended"
 """The code of the error that a container's first process is not to be found."""
 _ROOT = Path("/sys/fs/cgroup")
+_ALL = ["0", "0", "4294967295"]
 _WATCH_SECONDS = 1.0
 _FROZEN_LOOKS = 5
 """A container that was seen frozen that many times in a row is given up. Engines freeze one for a moment for their own
@@ -32,6 +33,14 @@ class ContainerGroup:
                 self._freezer = below / "freezer.state"
             elif not controllers and (below / "cgroup.freeze").exists():
                 self._memory, self._freezer = below / "memory.events", below / "cgroup.freeze"
+
+        self._users = (_ids(pid), _ids("self"))
+
+    @property
+    def has_users_of_its_own(self) -> bool:
+        """Whether its root is another user than root here, though that one is the machine's."""
+        theirs, ours = self._users
+        return theirs != ours and ours == _ALL
 
     def is_of(self, id: str) -> bool:
         """Whether it is that of the container `id`: engines name groups after it."""
@@ -55,6 +64,10 @@ class ContainerGroup:
         """Let the processes run on; the older interface does not deliver even SIGKILL before that."""
         with contextlib.suppress(OSError):
             self._freezer.write_text("THAWED" if self._freezer.name == "freezer.state" else "0")
+
+
+def _ids(pid: int | str) -> list[str]:
+    return Path(f"/proc/{pid}/uid_map").read_text().split()
 
 
 async def until_frozen(group: ContainerGroup, channel: Channel) -> bool:
