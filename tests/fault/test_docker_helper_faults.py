@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -120,6 +121,31 @@ async def test_who_waits_for_a_paused_container_is_told(docker: Engine, backend:
         assert (await sibling.exec("echo fine")).text == "fine\n"
         await sandbox.stop()
         await sibling.stop()
+
+
+async def test_starts_that_are_cancelled_leave_nothing_at_the_helper(
+    docker: Engine, backend: Backend, image: Image
+) -> None:
+    async with asyncio.timeout(PATIENCE):
+        async with await backend.start(SandboxSpec(image)):
+            pass
+        before = open_files(docker)
+        for step in range(12):
+            starting = asyncio.ensure_future(backend.start(SandboxSpec(image)))
+            await asyncio.sleep(0.05 * step)
+            starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await (await starting).stop()
+        while open_files(docker) > before:
+            await asyncio.sleep(0.1)
+        assert docker.containers() == []
+
+
+def open_files(docker: Engine) -> int:
+    """How many files all processes of the helper have open."""
+    (helper,) = docker.helpers()
+    pids = docker.docker("top", helper, "-o", "pid").split()[1:]
+    return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids)
 
 
 async def test_a_connection_by_ssh_that_is_cut(
