@@ -120,6 +120,11 @@ def open_connector(address: str) -> tuple[aiohttp.BaseConnector, str]:
     )
 
 
+def is_encrypted(address: str) -> bool:
+    """Whether the engine at `address` is spoken to by TLS."""
+    return _TLS in address or _TLS_UNVERIFIED in address
+
+
 def _tls(address: str) -> ssl.SSLContext | None:
     for mark in (_TLS, _TLS_UNVERIFIED):
         _, found, directory = address.partition(mark)
@@ -129,6 +134,11 @@ def _tls(address: str) -> ssl.SSLContext | None:
 
 
 def _tls_context(directory: Path, *, verified: bool) -> ssl.SSLContext:
+    if verified and not directory.is_dir():
+        hint = "set DOCKER_CERT_PATH to the directory with ca.pem, cert.pem and key.pem"
+        raise UsageError(
+            f"the directory of certificates {directory} is not there", hint=hint, code="docker_certificates"
+        )
     ca, certificate, key = (directory / name for name in ("ca.pem", "cert.pem", "key.pem"))
     try:
         context = ssl.create_default_context(cafile=str(ca) if verified and ca.exists() else None)

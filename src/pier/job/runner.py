@@ -141,6 +141,9 @@ async def _services(job: Job, env: Mapping[str, str], budget: JobBudget) -> Asyn
         environment = job.config.environment
         lease = stack.enter_context(Lease(label=f"job {job.directory.name}"))
         backend = await stack.enter_async_context(open_backend(environment.backend, lease, environment.kwargs))
+        await (
+            backend.capabilities()
+        )  # a backend that cannot be reached at all fails the run, and not each of its trials
         await sweep(dict.fromkeys(backend.kinds, backend.destroy))
         images = open_images(backend, builds=job.config.n_concurrent_builds)
         stack.push_async_callback(images.close)

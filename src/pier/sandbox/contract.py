@@ -359,7 +359,8 @@ class Backend(ABC):
         return None
 
     async def pull_image(self, reference: str, on_progress: OnProgress | None = None) -> Image | None:
-        """An image that the backend's own store gets from a registry; None if it cannot, or has no store."""
+        """An image that the backend's own store gets from a registry; None if it has no store. An `ImageError` says why
+        it could not."""
         return None
 
     async def build_image(self, order: BuildOrder) -> Image:

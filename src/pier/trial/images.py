@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pier.errors import ImageError, PolicyError
 from pier.image.model import HOST, Image, OnProgress
@@ -15,6 +16,9 @@ from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend
 from pier.sandbox.order import BuildOrder
 from pier.task.digest import tree_digest
+
+if TYPE_CHECKING:
+    from pier.image.store import ImageStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,26 @@ def _file_key(context: Path, file: Path | None) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
+async def _pull(backend: Backend, store: ImageStore, reference: str, tell: OnProgress) -> Image:
+    """By the backend, else by pier; if neither can, both say why."""
+    refused: ImageError | None = None
+    try:
+        if (found := await backend.pull_image(reference, tell)) is not None:
+            return found
+    except ImageError as error:
+        if error.code == "disk_full":
+            raise
+        refused = error
+    try:
+        return await store.resolve(reference, on_progress=tell)
+    except ImageError as error:
+        if refused is None:
+            raise
+        hint = refused.hint if error.code == "not_found" else error.hint
+        message = f"{error.message}\n  - {refused.message}"
+        raise ImageError(message, code=error.code, blame=error.blame, retryable=error.retryable, hint=hint) from error
+
+
 def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
     """Images that the backend has itself or pulls, else from pier's own store; Dockerfiles are built in local
     sandboxes, whose layers every backend can take, or by the backend if it is asked to or nothing else can."""
@@ -139,7 +163,7 @@ def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
 
     async def resolve(reference: str, tell: OnProgress) -> Image:
         found = await backend.find_image(reference) or store.find(reference)
-        return found or await backend.pull_image(reference, tell) or await store.resolve(reference, on_progress=tell)
+        return found or await _pull(backend, store, reference, tell)
 
     async def build(wish: ImageWish, key: str, tell: OnProgress) -> Image:
         from pier.image.build import build_image

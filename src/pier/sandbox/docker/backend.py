@@ -15,7 +15,7 @@ from typing import Any, Literal
 import aiodocker
 from aiodocker.exceptions import DockerError
 
-from pier.errors import ImageError, PierError, PolicyError, SandboxError, UsageError
+from pier.errors import PierError, PolicyError, SandboxError, UsageError
 from pier.image.engine import engine_address
 from pier.image.model import Image, OnProgress
 from pier.lease import Held, Lease
@@ -32,7 +32,7 @@ from pier.sandbox.docker.engine import Engine
 from pier.sandbox.docker.entering import FAR_SOCKET
 from pier.sandbox.docker.group import CONTAINER_ENDED
 from pier.sandbox.docker.helper_box import HELPER, remove_idle
-from pier.sandbox.docker.images import DISK_FULL, REPOSITORY
+from pier.sandbox.docker.images import REPOSITORY
 from pier.sandbox.docker.sandbox import DockerSandbox
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.sandbox.linux.zygotes import NO_SANDBOXES
@@ -184,10 +184,6 @@ class DockerBackend(Backend):
         engine = await self._engine()
         try:
             return await engine.images.pull(reference, on_progress)
-        except ImageError as error:
-            if error.code == DISK_FULL:
-                raise
-            return None
         except DockerError as error:
             raise engine_error(error) from error
 

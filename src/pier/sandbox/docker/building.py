@@ -23,7 +23,7 @@ from pier.image.model import SCRATCH, Image
 from pier.image.stage import arg_pairs
 from pier.image.words import expand, split
 from pier.sandbox.docker.buildkit import Trace
-from pier.sandbox.docker.client import is_disk_full
+from pier.sandbox.docker.client import DISK_FULL, SPACE_HINT, is_disk_full
 from pier.sandbox.docker.images import REPOSITORY, EngineImages
 from pier.sandbox.order import BuildOrder
 
@@ -169,10 +169,12 @@ def _rows(message: dict[str, Any], trace: Trace) -> list[str]:
 
 
 def _failure(order: BuildOrder, told: str, tail: deque[str]) -> ImageError:
-    if is_disk_full(told):
-        hint = "pier image gc --env docker, or docker system df"
-        return ImageError(f"the Docker engine's disk is full: {told}", code="disk_full", hint=hint, retryable=True)
     output = "\n".join(tail)
+    if is_disk_full(told) or is_disk_full(output):
+        return ImageError(f"the Docker engine's disk is full: {told}", code=DISK_FULL, hint=SPACE_HINT, retryable=True)
+    if "network bridge not found" in told:
+        hint = "give the engine a bridge, or have pier build: --ek builder=pier"
+        return ImageError(f"{order.file}: the engine has no network for builds: {told}", code="no_bridge", hint=hint)
     return ImageError(f"{order.file}: the engine could not build it: {told}\n{output}", code="build", blame="task")
 
 

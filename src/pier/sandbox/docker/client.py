@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import ssl
 from typing import Any
 
 import aiodocker
@@ -11,10 +13,13 @@ import aiohttp
 from aiodocker.exceptions import DockerError
 
 from pier.errors import SandboxError
-from pier.image.reach import SshConnector, is_socket, open_connector, shown
+from pier.image.reach import SshConnector, is_encrypted, is_socket, open_connector, shown
 
 OLDEST = (1, 41)
 """The oldest version of the API that pier speaks: that of Docker 20.10 and podman 4."""
+
+DISK_FULL = "disk_full"
+SPACE_HINT = "pier image gc --env docker, and docker system df for what others left"
 
 _CONNECT_SECONDS = 60
 
@@ -82,10 +87,14 @@ def _refuse_old(address: str, version: dict[str, Any]) -> None:
 
 
 def _unreachable(address: str, error: BaseException, told: str) -> SandboxError:
-    why = told.splitlines()[-1] if told else str(error) or f"no answer in {_CONNECT_SECONDS} s"
     where = shown(address)
-    cause = error if isinstance(error, OSError) else error.__cause__ or error.__context__
-    if getattr(cause, "errno", None) in (errno.EACCES, errno.EPERM):
+    reason = _reason(error)
+    if (doubt := _doubt(address, error, reason)) is not None:
+        text, hint = doubt
+        return SandboxError(
+            f"the Docker engine at {where} {text}", code="engine_tls", blame="user", retryable=False, hint=hint
+        )
+    if is_socket(address) and getattr(reason, "errno", None) in (errno.EACCES, errno.EPERM):
         return SandboxError(
             f"this user may not use the Docker engine's socket at {where}",
             code="engine_forbidden",
@@ -93,18 +102,47 @@ def _unreachable(address: str, error: BaseException, told: str) -> SandboxError:
             retryable=False,
             hint="add the user to the socket's group (docker) and log in again",
         )
-    if isinstance(cause, aiohttp.ClientSSLError | aiohttp.ClientConnectorCertificateError):
-        return SandboxError(
-            f"the Docker engine at {where} and its certificates do not agree: {why}",
-            code="engine_tls",
-            blame="user",
-            retryable=False,
-            hint="check DOCKER_CERT_PATH, and the name in the engine's certificate",
-        )
+    why = told.splitlines()[-1] if told else _in_words(reason) or str(error) or f"no answer in {_CONNECT_SECONDS} s"
     hint = (
         "start the engine, or set DOCKER_HOST" if is_socket(address) else f"check that {where} answers: docker version"
     )
     return SandboxError(f"the Docker engine at {where} does not answer: {why}", code="engine_down", hint=hint)
+
+
+def _reason(error: BaseException) -> BaseException:
+    """What is at the bottom of an error: who tried to connect wraps what the system said, often twice."""
+    chain: list[BaseException] = [error]
+    while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
+        chain.append(inner)
+    found = [getattr(each, "certificate_error", None) or getattr(each, "os_error", None) or each for each in chain]
+    for kind in (ssl.SSLError, OSError):
+        if (reason := next((each for each in found if isinstance(each, kind)), None)) is not None:
+            return reason
+    return error
+
+
+def _doubt(address: str, error: BaseException, reason: BaseException) -> tuple[str, str] | None:
+    """What is wrong with the certificates of this side or the other, and what to look at; None if nothing is."""
+    if isinstance(reason, ssl.SSLError):
+        look = "check DOCKER_CERT_PATH, and the name in the engine's certificate"
+        return f"and its certificates do not agree: {_in_words(reason)}", look
+    if is_encrypted(address) and getattr(reason, "errno", None) == errno.ECONNRESET:
+        return "closed the connection, as it does for a certificate that it does not know", "check DOCKER_CERT_PATH"
+    if "HTTPS server" in str(error):
+        return "wants TLS", "set DOCKER_TLS_VERIFY=1 and DOCKER_CERT_PATH"
+    return None
+
+
+def _in_words(reason: BaseException | None) -> str:
+    """Why a connection failed, without the layers of who tried."""
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return reason.verify_message
+    if isinstance(reason, ssl.SSLError):
+        return (reason.reason or str(reason)).lower().replace("_", " ")
+    number = getattr(reason, "errno", None)
+    if isinstance(number, int) and number > 0:
+        return os.strerror(number)
+    return str(getattr(reason, "strerror", None) or "")
 
 
 def is_disk_full(text: str) -> bool:
@@ -134,7 +172,7 @@ def engine_error(error: DockerError) -> SandboxError:
     if error.status == 900:
         return SandboxError(f"the Docker engine does not answer: {text}", code="engine_down", hint="pier doctor")
     if is_disk_full(text):
-        return SandboxError(f"the Docker engine's disk is full: {text}", code="disk_full", hint="docker system df")
+        return SandboxError(f"the Docker engine's disk is full: {text}", code=DISK_FULL, hint=SPACE_HINT)
     if "user namespaces are enabled" in text:
         return maps_users("the Docker engine")
     if "nvidia-container" in text:

@@ -11,7 +11,7 @@ from pier.errors import PierError
 from pier.image.model import Image, ImageConfig
 from pier.image.reach import shown
 from pier.sandbox.contract import Finding, Sandbox, SandboxSpec
-from pier.sandbox.docker.client import engine_error
+from pier.sandbox.docker.client import SPACE_HINT, engine_error
 from pier.sandbox.docker.engine import Engine
 
 _LITTLE = 1e9
@@ -40,9 +40,7 @@ async def _examine_disk(engine: Engine) -> list[Finding]:
     told = f"{free / 1e9:.1f} GB free of {total / 1e9:.1f} GB at {root}"
     if free >= _LITTLE:
         return [Finding("engine's disk", True, told)]
-    return [
-        Finding("engine's disk", False, told, "pier image gc --env docker, and docker system df for what others left")
-    ]
+    return [Finding("engine's disk", False, told, SPACE_HINT)]
 
 
 async def _examine_entrance(engine: Engine, start: Callable[[SandboxSpec], Awaitable[Sandbox]]) -> Finding:

@@ -17,7 +17,7 @@ from pier.errors import ImageError
 from pier.home import pier_home
 from pier.image.locks import only_one
 from pier.image.model import Image, ImageConfig, OnProgress
-from pier.sandbox.docker.client import is_disk_full
+from pier.sandbox.docker.client import DISK_FULL, SPACE_HINT, is_disk_full
 from pier.sandbox.docker.flatten import write_flat
 from pier.sandbox.docker.holding import holding
 from pier.sandbox.docker.pulling import pull
@@ -26,7 +26,6 @@ from pier.sandbox.docker.telling import said
 _CHUNK = 1 << 20
 REPOSITORY = "pier"
 _OURS = re.compile(r"(?:localhost/|docker\.io/)?(pier/(?:[0-9a-f]{32}|(?:helper|idle):[0-9a-f]{24}))(?::latest)?")
-DISK_FULL = "disk_full"
 
 
 def our_name(image: Image) -> str:
@@ -186,7 +185,6 @@ def _raise_if_failed(text: str, image: Image) -> None:
         if "error" in message:
             told = str(message["error"])
             if is_disk_full(told):
-                hint = "pier image gc --env docker, or docker system df"
                 text = f"the Docker engine's disk is full, so it did not take {image.reference}: {told}"
-                raise ImageError(text, code=DISK_FULL, hint=hint, retryable=True)
+                raise ImageError(text, code=DISK_FULL, hint=SPACE_HINT, retryable=True)
             raise ImageError(f"the engine did not take {image.reference}: {told}", code="image_import")

@@ -13,6 +13,7 @@ from aiodocker.exceptions import DockerError
 from pier.errors import ImageError
 from pier.image.credentials import find_credentials
 from pier.image.reference import Reference, parse
+from pier.sandbox.docker.client import DISK_FULL, SPACE_HINT, is_disk_full
 
 _DONE = ("Pull complete", "Already exists")
 
@@ -59,10 +60,14 @@ def _tell(message: dict[str, Any], layers: dict[str, str], tell: Callable[[str],
 
 def _failure(reference: str, text: str) -> ImageError:
     lower = text.lower()
-    code, hint = "unreachable", None
-    if any(word in lower for word in ("unauthorized", "denied", "authentication required", "no basic auth")):
-        code, hint = "unauthorized", f"docker login {parse(reference).registry}"
-    elif any(word in lower for word in ("not found", "manifest unknown", "no such")):
-        code = "not_found"
     message = f"the engine cannot pull {reference}: {text}"
-    return ImageError(message, code=code, hint=hint, blame="infra" if code == "unreachable" else "user")
+    if is_disk_full(text):
+        return ImageError(message, code=DISK_FULL, hint=SPACE_HINT, retryable=True)
+    if any(word in lower for word in ("unauthorized", "denied", "authentication required", "no basic auth")):
+        hint = f"docker login {parse(reference).registry}"
+        return ImageError(message, code="unauthorized", hint=hint, blame="user")
+    if any(word in lower for word in ("not found", "manifest unknown", "no such image", "no such manifest")):
+        hint = f"check the name and its tag: docker manifest inspect {reference}"
+        return ImageError(message, code="not_found", hint=hint, blame="user")
+    hint = f"check that the engine reaches {parse(reference).registry}: docker pull {reference}"
+    return ImageError(message, code="unreachable", hint=hint, retryable=True)
