@@ -35,10 +35,13 @@ ANSWER = json.dumps(
 ).encode()
 EVENT = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"}
 EVENTS = 100
+ONE_BY_ONE = "one by one"
+"""Asks for a write for each event."""
 
 
 async def provide(port: int) -> None:
-    """The fake provider: answers at once, streams `EVENTS` events without a pause."""
+    """The fake provider: answers at once. `EVENTS` events come in one burst, each a chunk of its own; or, if the
+    request says so, in a write for each, which keeps the provider busier than most of those who pass them on."""
     piece = {**EVENT, "choices": [{"index": 0, "delta": {"content": "token "}, "finish_reason": None}]}
     last = {**EVENT, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
     chunks = [f"data: {json.dumps(piece)}\n\n".encode()] * EVENTS + [
@@ -47,6 +50,7 @@ async def provide(port: int) -> None:
     framed = [b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks]
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(ANSWER)
     stream = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    burst = b"".join((stream, *framed, b"0\r\n\r\n"))
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -54,12 +58,14 @@ async def provide(port: int) -> None:
                 headers = (await reader.readuntil(b"\r\n\r\n")).lower()
                 length = int(headers.split(b"content-length:")[1].split(b"\r\n")[0])
                 body = await reader.readexactly(length)
-                if b'"stream": true' in body[:200] or b'"stream":true' in body:
+                if ONE_BY_ONE.encode() in body[:400]:
                     writer.write(stream)
                     for chunk in framed:
                         writer.write(chunk)
                         await asyncio.sleep(0)
                     writer.write(b"0\r\n\r\n")
+                elif b'"stream": true' in body[:200] or b'"stream":true' in body:
+                    writer.write(burst)
                 else:
                     writer.write(head + ANSWER)
                 await writer.drain()
@@ -96,11 +102,11 @@ def _cpu(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def request(place: Place, size: int, stream: bool) -> bytes:
+def request(place: Place, size: int, stream: bool, words: str = "hi") -> bytes:
     messages = (
         [{"role": "user", "content": "x" * 1000} for _ in range(max(1, size // 1000))]
         if size
-        else [{"role": "user", "content": "hi"}]
+        else [{"role": "user", "content": words}]
     )
     body = json.dumps({"model": "m", "stream": stream, "messages": messages}).encode()
     head = (
@@ -138,9 +144,9 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reques
 
 
 async def measure(
-    place: Place, *, size: int = 0, stream: bool = False, count: int, parallel: int = 1
+    place: Place, *, size: int = 0, stream: bool = False, words: str = "hi", count: int, parallel: int = 1
 ) -> dict[str, Any]:
-    count, sent = max(parallel, int(count * place.share)), request(place, size, stream)
+    count, sent = max(parallel, int(count * place.share)), request(place, size, stream, words)
     firsts: list[float] = []
     wholes: list[float] = []
 
@@ -176,6 +182,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("200 kB body, 16 connections", {"count": 480, "size": 200_000, "parallel": 16}),
     ("2 MB body, one connection", {"count": 30, "size": 2_000_000}),
     (f"stream of {EVENTS} events", {"count": 200, "stream": True}),
+    (f"{EVENTS} events one by one", {"count": 200, "stream": True, "words": ONE_BY_ONE}),
     ("200 streams at once", {"count": 400, "parallel": 200, "stream": True}),
     ("500 streams at once", {"count": 500, "parallel": 500, "stream": True}),
 )

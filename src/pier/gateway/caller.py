@@ -133,8 +133,8 @@ class Caller:
         """Begin a streamed answer."""
         self.request.start(status, _kept(headers, *_OF_STREAMS))
 
-    async def finish(self) -> None:
-        await self.request.finish()
+    async def finish(self, data: bytes = b"") -> None:
+        await self.request.finish(data)
 
 
 _OF_STREAMS = (

@@ -108,8 +108,9 @@ class Exchange:
             except ConnectionError:
                 raise CallerGone from None
 
-    async def finish(self) -> None:
-        return await self._guarded(self.caller.finish())
+    async def finish(self, data: bytes = b"") -> None:
+        """The end of a streamed answer, with the last of it."""
+        return await self._guarded(self.caller.finish(data))
 
     async def end(self, outcome: Outcome, status: int = 200, error: str | None = None) -> None:
         """The call is over; comes back when that is recorded. Only the first end counts."""

@@ -25,6 +25,7 @@ from pier.gateway.watch import Broken, Framer, Watch
 if TYPE_CHECKING:
     from pier.gateway.upstream import AnyAnswer
 
+_BURST = 2048
 _PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "anthropic": "/v1/messages"}
 
 
@@ -112,7 +113,8 @@ async def _stream(
         x.sign_of_life = b'event: keepalive\ndata: {"type":"keepalive","sequence_number":0}\n\n'
     framer, watch, held = Framer(), Watch(x.caller.route.dialect), b""
     try:
-        while data := await next_chunk(answer, scrub):
+        data, waiting = _after_first(await next_chunk(answer, scrub))
+        while data:
             x.record.chunk("upstream", data)
             if sampler:
                 sampler.see(data)
@@ -122,20 +124,27 @@ async def _stream(
                 if sampler:
                     sampler.close()
                 await x.end("error" if watch.failed else "ok", error=watch.failed)
-            elif watch.finished and x.caller.route.dialect == "gemini":
+            at_end = watch.done and answer.ended and not waiting
+            if at_end or (not watch.done and watch.finished and x.caller.route.dialect == "gemini"):
                 held, ready = ready, b""
             await x.write(ready)
+            data, waiting = waiting or await next_chunk(answer, scrub), b""
         if framer.torn or not watch.finished:
             raise Broken("the provider's stream ended before the turn was over")
     except Broken as broken:
         x.usage = watch.usage
         if x.ended:
-            return await x.finish()
+            return await x.finish(held)
         return await x.fail(502, str(broken), "server")
     x.usage = watch.usage
     await x.end("ok")
-    await x.write(held)
-    return await x.finish()
+    return await x.finish(held)
+
+
+def _after_first(data: bytes) -> tuple[bytes, bytes]:
+    """The first event of a burst, so that the agent has it while the others are looked at, and the others."""
+    end = data.find(b"\n\n") + 2
+    return (data[:end], data[end:]) if 1 < end < len(data) - _BURST else (data, b"")
 
 
 async def _pass_on(x: Exchange, block: bytes, watch: Watch, extras: Extras) -> bytes:
@@ -172,8 +181,7 @@ async def _stream_whole(x: Exchange, answer: AnyAnswer, scrub: Scrubber) -> None
     x.record.chunk("delivered", data)
     await x.start()
     await x.end("ok")
-    await x.write(data)
-    return await x.finish()
+    return await x.finish(data)
 
 
 async def read_answer(answer: AnyAnswer) -> bytes:

@@ -83,7 +83,7 @@ class Watch:
     """What is known of an answer so far."""
 
     def __init__(self, dialect: DialectName) -> None:
-        self._dialect = dialect
+        self._dialect: DialectName = dialect
         self._look = getattr(Watch, f"_see_{dialect}")
         self.done = False
         """The dialect's proper last event was seen."""

@@ -136,6 +136,11 @@ class Answer:
     def content_type(self) -> str:
         return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
+    @property
+    def ended(self) -> bool:
+        """Whether all of the body is here and was read."""
+        return self._connection.ended
+
     async def read(self) -> bytes:
         """More of the body, as soon as there is some; nothing at its end. `Disconnected`, `TimeoutError` or
         `BadCoding` if the rest does not come."""
@@ -225,6 +230,10 @@ class Sent(asyncio.Protocol):
             self.abort()
             raise
 
+    @property
+    def ended(self) -> bool:
+        return self._body is not None and self._body.done and not self._parts
+
     def take(self) -> bytes:
         """What has come of the body since the last time."""
         parts = self._parts
@@ -242,14 +251,18 @@ class Sent(asyncio.Protocol):
     async def more(self) -> bytes:
         """The next bytes of the body; nothing at its end."""
         while not self._parts:
-            if self._body and self._body.done:
+            if self.ended:
                 return b""
             await self._wait()
         return self.take()
 
     def release(self) -> None:
-        whole = self._body is not None and self._body.done and not self._parts and not self._rest
-        reusable = whole and self._head is not None and stays_open(self._head.headers, self._head.minor)
+        reusable = (
+            self.ended
+            and not self._rest
+            and self._head is not None
+            and stays_open(self._head.headers, self._head.minor)
+        )
         if self._lost or not reusable or self.transport.get_write_buffer_size():
             self.abort()
         elif self._busy:

@@ -73,6 +73,9 @@ class ProxiedSent:
 
 
 class ProxiedAnswer:
+    ended = False
+    """Never known before a read says so."""
+
     def __init__(self, response: ClientResponse) -> None:
         self._response = response
         self.status = response.status

@@ -136,22 +136,27 @@ class Request:
 
     async def write(self, data: bytes) -> None:
         """More of a streamed answer; waits while the client reads slower than we write."""
-        if data and self.method != "HEAD":
-            framed = b"%b%x\r\n%b\r\n" % (self._pending, len(data), data) if self.chunked else self._pending + data
-            self._pending = b""
+        if framed := self._framed(data):
             self._connection.transport.write(framed)
         if self._connection.full:
             await self._connection.drain()
         else:
             self._connection.check()
 
-    async def finish(self) -> None:
-        """The end of a streamed answer."""
+    async def finish(self, data: bytes = b"") -> None:
+        """The end of a streamed answer, and what is left of it."""
         self.finished = True
         end = b"0\r\n\r\n" if self.chunked and self.method != "HEAD" else b""
-        self._connection.transport.write(self._pending + end)
+        self._connection.transport.write(self._framed(data) + self._pending + end)
         self._pending = b""
         await self._connection.drain()
+
+    def _framed(self, data: bytes) -> bytes:
+        """A piece of the body as it is sent, behind a head that waits; nothing if there is no such piece."""
+        if not data or self.method == "HEAD":
+            return b""
+        pending, self._pending = self._pending, b""
+        return b"%b%x\r\n%b\r\n" % (pending, len(data), data) if self.chunked else pending + data
 
     def _flush(self) -> None:
         if self._pending:
