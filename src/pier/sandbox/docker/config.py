@@ -9,9 +9,8 @@ from typing import Any
 from pier.network.plumbing import GATEWAY
 from pier.sandbox.contract import Mount, SandboxSpec
 
-_OWN_PROCESSES = 7
-"""The idle program, the attendant, its workers and the keeper of a program that is process 1, which the limit on
-processes does not count."""
+_OWN_PROCESSES = 4
+"""The idle program, the attendant and its workers, which the limit on processes does not count."""
 
 
 @dataclass(frozen=True, slots=True)

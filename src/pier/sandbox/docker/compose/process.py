@@ -17,8 +17,9 @@ from typing import Any
 from pier.errors import SandboxError, TaskError
 from pier.image.model import Image
 from pier.sandbox.compose.model import MAIN, Health, Service
-from pier.sandbox.contract import Process, Result, Stream
+from pier.sandbox.contract import Result, Stream
 from pier.sandbox.docker.sandbox import DockerSandbox
+from pier.sandbox.linux.process import LinuxProcess
 
 _IDLE = re.compile(r"(exec )?(sleep (infinity|inf|\d+[smhd]?)|tail -f /dev/null)")
 _WAIT = ("sh", "-c", "sleep infinity")
@@ -49,22 +50,25 @@ class ServiceProcess:
             self._watching = asyncio.create_task(self._watch(await self._spawn()))
         self.started.set()
 
-    async def _spawn(self) -> Process:
+    async def _spawn(self) -> LinuxProcess:
         service = self.service
         begin = self._sandbox.spawn if service.init else self._sandbox.spawn_first
         try:
-            return await begin(
+            process = await begin(
                 self._argv, user=service.user, tty=service.tty, stdin=service.stdin_open, on_output=self._hear
             )
         except SandboxError as error:
             raise self.failure(f"cannot be started: {error}") from error
+        if not process.has_begun:
+            raise self.failure(f"cannot be started: exit code {(await process.wait()).exit_code}")
+        return process
 
     def _hear(self, _: Stream, data: bytes) -> None:
         self._tail = (self._tail + data)[-_TAIL:]
         if self._on_output is not None:
             self._on_output(self.service.name, data)
 
-    async def _watch(self, process: Process) -> None:
+    async def _watch(self, process: LinuxProcess) -> None:
         """Wait for the end, and start it again as `restart` says. What the agent works in is never started again: what
         it ran would then run beside the tests."""
         pause, code, tries = 0.1, _LOST, self.service.restart_tries
@@ -87,9 +91,7 @@ class ServiceProcess:
     async def ready(self) -> None:
         """Return when it is healthy, or at once if nobody says what that is. `TaskError` if it ended in failure."""
         if self._health is None:
-            await asyncio.sleep(0)
-            if self.ended.done() and self.ended.result():
-                raise self.failure(f"ended with exit code {self.ended.result()}")
+            self.check()
             return
         checking = asyncio.ensure_future(self._check(self._health))
         try:
@@ -100,6 +102,11 @@ class ServiceProcess:
                 raise self.failure(f"ended with exit code {self.ended.result()} before it was healthy")
         finally:
             checking.cancel()
+
+    def check(self) -> None:
+        """`TaskError` if it has ended in failure."""
+        if self.ended.done() and self.ended.result():
+            raise self.failure(f"ended with exit code {self.ended.result()}")
 
     async def becomes_healthy(self) -> None:
         """Return when it is healthy. `TaskError` if it has ended, also if it ended well: it never will be."""
@@ -133,7 +140,12 @@ class ServiceProcess:
 
     def failure(self, what: str) -> TaskError:
         told = self._tail.decode(errors="replace").strip()
-        return TaskError(f"the service {self.service.name!r} {what}" + (f"\n{told}" if told else ""), code="service")
+        own = self.service.name == MAIN and self.service.entrypoint is None
+        return TaskError(
+            f"the service {self.service.name!r} {what}" + (f"\n{told}" if told else ""),
+            hint="entrypoint: [] in the compose file keeps the image's ENTRYPOINT from running" if own else None,
+            code="service",
+        )
 
     async def stop(self) -> None:
         """Stop watching; the sandbox's end ends the program. Idempotent."""

@@ -21,6 +21,8 @@ from pier.sandbox.docker.sandbox import DockerSandbox
 if TYPE_CHECKING:
     from pier.sandbox.docker.backend import DockerBackend
 
+_KEEPERS = 3
+"""Who keeps a program that is process 1, which the limit on processes does not count either."""
 _MOST_PROCESSES = 4096
 """What a sidecar may have of them, if nobody says how many."""
 
@@ -70,6 +72,8 @@ class ServiceGroup:
             image, sandbox = self._wanted.images[service.name], self.sandboxes[service.name]
             self._processes[service.name] = ServiceProcess(service, sandbox, image, self._wanted.on_output)
         await _all(self._bring_up(process) for process in self._processes.values())
+        for process in self._processes.values():
+            process.check()
 
     def _check_conditions(self) -> None:
         """Refuse to wait for the health of a service of which nobody says what that is."""
@@ -150,13 +154,10 @@ class ServiceGroup:
         gets no more than leaves room for others."""
         said = {"cpus": service.cpus, "memory": service.memory, "processes": service.processes}
         limits = replace(self._spec.limits, **{name: value for name, value in said.items() if value is not None})
-        if service.name == MAIN:
-            return limits
-        return replace(
-            limits,
-            memory=limits.memory or self._most_memory,
-            processes=limits.processes or _MOST_PROCESSES,
-        )
+        if service.name != MAIN:
+            memory, processes = limits.memory or self._most_memory, limits.processes or _MOST_PROCESSES
+            limits = replace(limits, memory=memory, processes=processes)
+        return limits if limits.processes is None else replace(limits, processes=limits.processes + _KEEPERS)
 
     def _on_decision(self, service: Service) -> OnDecision | None:
         tell = self._spec.on_decision
