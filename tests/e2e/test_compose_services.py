@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -182,6 +184,33 @@ async def test_main_can_have_a_program_that_is_killed_before_grading(tmp_path: P
         assert await services.main.kill_all() >= 2
         assert "httpd" not in await services.told("main", "ps")
         assert await services.told("main", "cat /proc/1/comm") != "init"
+
+
+ENTRY = '#!/bin/sh\nmkdir /prepared\nexec "$@"\n'
+
+
+async def test_main_runs_the_entrypoint_of_its_image(docker: Engine, tmp_path: Path, image: Image) -> None:
+    layer = tmp_path / "layer"
+    shutil.copytree(image.layers[0], layer, symlinks=True)
+    (layer / "entry").write_text(ENTRY)
+    (layer / "entry").chmod(0o755)
+    config = replace(image.config, entrypoint=("/entry",), cmd=("false",))
+    own = Image("test/entry", f"sha256:{'e' * 64}", (layer,), config)
+    text = "services:\n  main: {image: x, KEYS}\n"
+    async with running_services(tmp_path, text.replace("KEYS", ""), own) as services:
+        async with asyncio.timeout(60):
+            while not (await services.main.exec(["test", "-e", "/prepared"])).ok:
+                await asyncio.sleep(0.1)
+        assert (await services.told("main", "tr '\\0' ' ' < /proc/1/cmdline")).endswith("sleep infinity")
+    async with running_services(tmp_path, text.replace("KEYS", "entrypoint: []"), own) as services:
+        assert not (await services.main.exec(["test", "-e", "/prepared"])).ok
+    (layer / "entry").write_text("#!/bin/sh\nexit 5\n")
+    broken = replace(own, digest=f"sha256:{'f' * 64}")
+    waits = "healthcheck: {test: 'false', interval: 99s}"
+    with pytest.raises(TaskError, match="'main' ended with exit code 5") as caught:
+        async with running_services(tmp_path, text.replace("KEYS", waits), broken):
+            pass
+    assert "entrypoint: []" in str(caught.value.hint)
 
 
 LARGE = """\

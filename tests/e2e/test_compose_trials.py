@@ -237,14 +237,15 @@ async def test_steps_and_a_separate_verifier_have_services(docker: Engine, tmp_p
     [
         ("command: [sh, -c, 'echo broken; exit 3'], healthcheck: {test: 'false', interval: 10s}", "exit code 3"),
         ("command: [sleep, inf], healthcheck: {test: 'echo ill; false', interval: 50ms, retries: 2}", "not healthy"),
-        ("command: [no-such-program]", "exit code 127"),
+        ("command: [no-such-program]", "cannot be started: exit code 127\nno-such-program: not found"),
+        ("command: [sh, -c, 'echo broken; exit 3'], depends_on: [slow]", "exit code 3\nbroken"),
     ],
 )
 async def test_a_service_that_does_not_come_up_is_the_tasks_fault(
     docker: Engine, tmp_path: Path, side: str, told: str
 ) -> None:
-    end = "depends_on: {side: {condition: service_completed_successfully}}" if "no-such" in side else ""
-    text = f'services:\n  main: {{image: "{{image}}", {end}}}\n  side: {{image: "{{image}}", {side}}}\n'
+    slow = '  slow: {image: "{image}", command: [sleep, inf], healthcheck: {test: sleep 2}}\n'
+    text = f'services:\n  main: {{image: "{{image}}"}}\n  side: {{image: "{{image}}", {side}}}\n{slow}'
     async with docker_bench(tmp_path / "trials") as bench:
         result = await bench.run(compose_task(tmp_path / "task", text))
     assert result.exception_info is not None and result.exception_info.exception_type == "TaskError"

@@ -162,6 +162,11 @@ class LinuxProcess(Process):
         self._stdin = os.dup(fd)
         os.set_blocking(self._stdin, False)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the program ran at all, once `started` has returned: one that is missing did not."""
+        return self._started.done() and self._started.result() == 1
+
     async def started(self) -> None:
         """Wait until the command runs; a `SandboxError` if it cannot. A program that is missing has run, and ended."""
         await self._started
