@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import itertools
 import os
 from collections.abc import Iterator
@@ -42,17 +42,15 @@ def _remove_tree(path: str, above: int | None, budget: Iterator[int]) -> None:
 
 
 def _empty(walk: Descent, budget: Iterator[int]) -> None:
+    """Remove all that is in a directory. Each directory is emptied before it is removed, so that no call is in vain."""
     way: list[str] = []
-    todo = [os.listdir(walk.here)]
+    todo = [_look(walk.here, budget)]
     while todo:
         if todo[-1]:
             name = todo[-1].pop()
-            if next(budget, None) is None:
-                raise _Spent
-            if not _is_removed(name, walk.here):
-                walk.enter(name)
-                way.append(name)
-                todo.append(os.listdir(walk.here))
+            walk.enter(name)
+            way.append(name)
+            todo.append(_look(walk.here, budget))
             continue
         todo.pop()
         if todo:
@@ -60,17 +58,16 @@ def _empty(walk: Descent, budget: Iterator[int]) -> None:
             os.rmdir(way.pop(), dir_fd=walk.here)
 
 
-def _is_removed(name: str, above: int) -> bool:
-    """Remove anything but a directory that is not empty."""
-    try:
-        os.unlink(name, dir_fd=above)
-    except FileNotFoundError:
-        return True
-    except (IsADirectoryError, PermissionError):
-        try:
-            os.rmdir(name, dir_fd=above)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                return False
-            raise
-    return True
+def _look(here: int, budget: Iterator[int]) -> list[str]:
+    """Remove what is no directory, and tell which directories there are."""
+    found: list[str] = []
+    with os.scandir(here) as entries:
+        for entry in list(entries):
+            if next(budget, None) is None:
+                raise _Spent
+            if entry.is_dir(follow_symlinks=False):
+                found.append(entry.name)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(entry.name, dir_fd=here)
+    return found
