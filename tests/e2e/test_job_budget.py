@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pier.gateway import recording
-from tests.job_tasks import make_task, pier, rewards_of, trials_of
+from tests.job_tasks import make_task, pier, rewards_of, start_pier, trials_of, wait_for
 
 CALL = """
 import json, os, urllib.error, urllib.request
@@ -77,6 +77,20 @@ def test_no_turn_too_many_with_trials_side_by_side(tmp_path: Path, command: list
     assert generations(job) == 5
     pier(*command, "--job-max-turns", "100", cwd=tmp_path)
     assert rewards_of(job) == [1, 1, 1]
+
+
+@pytest.mark.plain
+def test_a_runner_that_is_killed_forgets_no_turn(tmp_path: Path, command: list[str]) -> None:
+    """Killed right after its first generation, long before anything else of the job is written down. One more that had
+    begun then is spent too, though its answer is in no recording."""
+    job = tmp_path / "jobs" / "j"
+    with start_pier(*command, "-n", "1", "--job-max-turns", "4", cwd=tmp_path) as child:
+        wait_for(lambda: job.exists() and generations(job), child)
+        child.kill()
+        child.communicate()
+    stopped = pier("job", "resume", str(job), cwd=tmp_path, code=1)
+    assert "4 of 4 turns of this job are used" in stopped.stdout
+    assert generations(job) in (3, 4)
 
 
 def test_tokens_of_a_job_are_limited(tmp_path: Path, command: list[str]) -> None:
