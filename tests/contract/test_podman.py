@@ -58,6 +58,10 @@ async def backend(
             assert lease.held() == []
 
 
+async def test_the_engine_sees_this_machine_s_files(backend: Backend) -> None:
+    assert (await backend.capabilities()).bind_mounts
+
+
 async def test_one_helper_serves_processes_that_start_at_once(
     engine: Podman, image: Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:

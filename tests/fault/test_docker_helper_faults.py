@@ -149,24 +149,29 @@ def open_files(docker: Engine) -> int:
 
 
 async def test_a_connection_by_ssh_that_is_cut(
-    docker: Engine, server: Sshd, image: Image, monkeypatch: pytest.MonkeyPatch
+    docker: Engine, server: Sshd, backend: Backend, image: Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sibling = await backend.start(SandboxSpec(image))
     monkeypatch.setenv("DOCKER_HOST", f"ssh://root@127.0.0.1:{server.port}{docker.socket}")
     monkeypatch.setenv("PATH", f"{server.path}:{os.environ['PATH']}")
     with Lease() as lease:
-        async with open_backend("docker", lease) as backend, asyncio.timeout(PATIENCE):
-            sandbox = await backend.start(SandboxSpec(image))
+        async with open_backend("docker", lease) as by_ssh, asyncio.timeout(PATIENCE):
+            sandbox = await by_ssh.start(SandboxSpec(image))
             waiting = asyncio.ensure_future(sandbox.exec(["sleep", "600"]))
             await sandbox.exec(["true"])
+            assert len(docker.helpers()) == 1
             for pid in server.sessions():
                 os.kill(pid, signal.SIGKILL)
             with pytest.raises(SandboxError) as told:
                 await waiting
             assert told.value.blame == "infra"
+            await asyncio.to_thread(wait_for, lambda: not docker.processes(f"pier-{sandbox.id}"))
+            assert (await sibling.exec("echo fine")).text == "fine\n"
             await sandbox.stop()
-            async with await backend.start(SandboxSpec(image)) as next_one:
+            async with await by_ssh.start(SandboxSpec(image)) as next_one:
                 assert (await next_one.exec("echo fine")).text == "fine\n"
         assert lease.held() == []
+    await sibling.stop()
 
 
 def test_what_a_killed_pier_had_is_over_and_the_rest_is_swept(docker: Engine, image: Image, tmp_path: Path) -> None:

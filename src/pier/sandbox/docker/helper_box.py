@@ -104,6 +104,8 @@ class HelperBox:
         except DockerError as error:
             if error.status not in _ENDING:
                 raise
+            # One that has ended and can be neither started nor waited for must not keep the name for ever.
+            await remove_idle(self._docker, self.name)
 
     async def _make_whole(self) -> None:
         """Make it. An engine goes on with what it was asked for, so whoever is cancelled waits until that is done."""
