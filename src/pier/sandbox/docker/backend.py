@@ -162,6 +162,10 @@ class DockerBackend(Backend):
         sandbox = kind(spec, box, self)
         self._sandboxes.add(sandbox)
         await sandbox.open_network()
+        if engine.is_podman:
+            # It says nowhere who resolves names, where it gives no network.
+            names = "".join(f"nameserver {address}\n" for address in config["HostConfig"]["Dns"])
+            await sandbox.write_file("/etc/resolv.conf", names.encode())
         return sandbox
 
     async def volumes(self, image: Image) -> TrialVolumes:

@@ -65,6 +65,11 @@ class Engine:
         docker, version = await connect(address)
         return cls(docker, version, lease)
 
+    @property
+    def is_podman(self) -> bool:
+        """Whether it is podman, which speaks Docker's API but does some things in ways of its own."""
+        return any(part.get("Name") == "Podman Engine" for part in self.version.get("Components") or [])
+
     async def entrance(self) -> Entrance:
         """What enters containers here; a helper that was lost is replaced."""
         if self.through_helper:

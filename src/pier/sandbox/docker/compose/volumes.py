@@ -49,10 +49,13 @@ class TrialVolumes:
         name = await self.get(key)
         host = {"NetworkMode": "none", "Binds": [f"{name}:/{_INSIDE}"]}
         config = {"Image": self._image, "Cmd": ["none"], "HostConfig": host}
-        packed = await asyncio.to_thread(_packed, directory)
+        packed = await asyncio.to_thread(_packed, directory, ".")
+        mode = _packed(directory, _INSIDE, recursive=False)
         try:
             async with passing_container(self._docker, self._lease, config) as container:
-                await container.put_archive("/", packed)
+                await container.put_archive(f"/{_INSIDE}", packed)
+                # The mode of a volume itself is set from above it only.
+                await container.put_archive("/", mode)
         except DockerError as error:
             raise engine_error(error) from error
         return name
@@ -76,7 +79,7 @@ async def remove_volume(docker: aiodocker.Docker, name: str) -> None:
             raise engine_error(error) from error
 
 
-def _packed(directory: Path) -> bytes:
+def _packed(directory: Path, name: str, *, recursive: bool = True) -> bytes:
     def as_roots(info: tarfile.TarInfo) -> tarfile.TarInfo:
         info.uid = info.gid = 0
         info.uname = info.gname = ""
@@ -84,5 +87,5 @@ def _packed(directory: Path) -> bytes:
 
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        archive.add(directory, _INSIDE, filter=as_roots)
+        archive.add(directory, name, recursive=recursive, filter=as_roots)
     return packed.getvalue()
