@@ -24,6 +24,7 @@ from pier.image.stage import arg_pairs
 from pier.image.words import expand, split
 from pier.sandbox.docker.buildkit import Trace
 from pier.sandbox.docker.client import DISK_FULL, SPACE_HINT, is_disk_full
+from pier.sandbox.docker.holding import making
 from pier.sandbox.docker.images import REPOSITORY, EngineImages
 from pier.sandbox.order import BuildOrder
 
@@ -46,7 +47,7 @@ async def build_there(docker: aiodocker.Docker, images: EngineImages, order: Bui
     the end of the output, blames the task."""
     await _refuse_network(docker, order)
     name = built_name(order)
-    async with images.only_one(name):
+    async with making(name):
         found = await images.find(name)
         if found is None:
             await _pull_bases(images, order)

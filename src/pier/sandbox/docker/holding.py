@@ -1,4 +1,5 @@
-"""Who is about to make a container from an image holds a lock on its name, so that no collection takes it away."""
+"""Who is about to make a container from an image holds a lock on its name, so that no collection takes it away; who
+makes something at an engine is alone while that lasts."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ import contextlib
 import fcntl
 import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from pier.home import pier_home
+from pier.image.locks import only_one
 
 _PAUSE = 0.02
 
@@ -28,6 +30,11 @@ async def holding(name: str) -> AsyncIterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def making(name: str) -> AbstractAsyncContextManager[None]:
+    """While something is made at an engine under a name: others of this user wait."""
+    return only_one(pier_home() / "docker" / "locks", name)
 
 
 @contextmanager

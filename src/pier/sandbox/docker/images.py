@@ -7,19 +7,17 @@ import json
 import os
 import re
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiodocker
 from aiodocker.exceptions import DockerError
 
 from pier.errors import ImageError
-from pier.home import pier_home
-from pier.image.locks import only_one
 from pier.image.model import Image, ImageConfig, OnProgress
 from pier.sandbox.docker.client import DISK_FULL, SPACE_HINT, is_disk_full
 from pier.sandbox.docker.flatten import write_flat
-from pier.sandbox.docker.holding import holding
+from pier.sandbox.docker.holding import holding, making
 from pier.sandbox.docker.pulling import pull
 from pier.sandbox.docker.telling import said
 
@@ -84,20 +82,14 @@ class EngineImages:
             )
         name = our_name(image)
         if not await self._has(name):
-            async with self.only_one(name):
+            async with making(name):
                 if not await self._has(name):
                     await self._bring(image, name, on_progress)
         return name
 
-    def only_one(self, name: str) -> AbstractAsyncContextManager[None]:
-        """While something is made at the engine under a name: others of this user wait."""
-        directory = pier_home() / "docker" / "locks"
-        directory.mkdir(parents=True, exist_ok=True)
-        return only_one(directory, name)
-
     async def pull(self, reference: str, on_progress: OnProgress | None = None) -> Image:
         """Have the engine pull an image, as whoever `docker login` says. `ImageError` says why it could not."""
-        async with self.only_one(f"pull {reference}"):
+        async with making(f"pull {reference}"):
             found = await self.find(reference)
             if found is None:
                 await pull(self._docker, reference, on_progress)

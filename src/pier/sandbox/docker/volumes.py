@@ -7,6 +7,7 @@ that use the engine share it. `collect_volumes` removes those that no container 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import re
@@ -20,11 +21,12 @@ from typing import Any
 from aiodocker.containers import DockerContainer
 from aiodocker.exceptions import DockerError
 
+from pier.errors import SandboxError
 from pier.image.model import OnProgress
 from pier.lease import Lease
 from pier.sandbox.docker.box import passing_container
 from pier.sandbox.docker.client import Client, engine_error
-from pier.sandbox.docker.holding import holding, letting_go
+from pier.sandbox.docker.holding import holding, letting_go, making
 from pier.sandbox.docker.telling import said
 
 PREFIX = "pier-pack-"
@@ -59,7 +61,10 @@ class PackVolumes:
         host = {"NetworkMode": "none", "Binds": [f"{name}:{_INSIDE}"]}
         config = {"Image": self._image, "Cmd": ["none"], "HostConfig": host}
         try:
-            async with passing_container(self._docker, self._lease, config) as container:
+            # It stays until the end: nobody takes away what a container uses, not even who prunes an engine, which
+            # would make an empty volume in the place of one that is gone.
+            container = await self._held.enter_async_context(passing_container(self._docker, self._lease, config))
+            async with making(name):
                 if not await self._is_whole(container):
                     await self._copy(directory, container, on_progress)
         except DockerError as error:
@@ -77,8 +82,9 @@ class PackVolumes:
             await answer.read()
 
     async def close(self) -> None:
-        """Let the volumes go, for whoever collects."""
-        await self._held.aclose()
+        """Let the volumes go, for whoever collects; what an engine that is gone still holds ends with the lease."""
+        with contextlib.suppress(SandboxError):
+            await self._held.aclose()
 
     async def _is_whole(self, container: DockerContainer) -> bool:
         try:
