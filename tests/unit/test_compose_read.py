@@ -148,7 +148,7 @@ def test_variables_see_only_what_they_are_given(tmp_path: Path, monkeypatch: pyt
         ("image: [x]", r"image: \['x'\] is not a text"),
         ("user: {a: b}", r"user: \{'a': 'b'\} is not a text"),
         ("working_dir: here", "working_dir: 'here' is not an absolute path"),
-        ("hostname: 'a b'", "hostname: 'a b' is not a name of letters"),
+        ("hostname: 'a b'", "hostname: 'a b' is not a short name of letters"),
         ("container_name: 'a b'", "container_name: 'a b' is not a name"),
         ("command: 'echo ${A.b}'", r"services\.main\.command: '\$\{A.b\}' begins no variable"),
         ("command: ['echo', '${A']", r"services\.main\.command\[1\]: '\$\{A' begins no variable"),

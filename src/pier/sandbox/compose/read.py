@@ -32,7 +32,7 @@ _SERVICE = _QUIET | {
 _BUILD = {"context", "dockerfile", "args", "target", "network", "tags", "labels"}
 _HEALTH = {"test", "interval", "timeout", "retries", "start_period", "start_interval", "disable"}
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]*")
-_HOST = r"[a-zA-Z0-9]([a-zA-Z0-9.-]{0,61}[a-zA-Z0-9])?"
+_HOST = r"[a-zA-Z0-9_.-]{1,63}"
 _CONDITIONS = ("service_started", "service_healthy", "service_completed_successfully")
 
 
@@ -156,7 +156,9 @@ class _Reader:
             tmpfs={**tmpfs, **read_tmpfs(keys.get("tmpfs"), place.at("tmpfs"))},
             workdir=place.at("working_dir").text(keys.get("working_dir"), "/.*", "an absolute path"),
             user=place.at("user").text(keys.get("user")),
-            hostname=place.at("hostname").text(keys.get("hostname"), _HOST, "a name of letters, digits, '.' and '-'"),
+            hostname=place.at("hostname").text(
+                keys.get("hostname"), _HOST, "a short name of letters, digits, '.', '_' and '-'"
+            ),
             networks=_memberships(keys, place),
             extra_hosts=self._hosts(keys.get("extra_hosts"), place.at("extra_hosts")),
             restart=restart,

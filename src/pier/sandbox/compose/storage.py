@@ -19,7 +19,10 @@ _OPTIONS = {
     "tmpfs": {"size", "mode"},
 }
 
-_TMPFS = re.compile(r"size=\d+[kmg]?|mode=[0-7]+|[ug]id=\d+|nr_inodes=\d+[kmg]?|r[ow]|(no)?(exec|suid|dev|atime)", re.I)
+_TMPFS = re.compile(
+    r"size=\d+[kmg%]?|mode=[0-7]+|[ug]id=\d+|nr_inodes=\d+[kmg]?|r[ow]|(no)?(exec|suid|dev|diratime|atime)|relatime",
+    re.I,
+)
 
 
 def read_volumes(rows: Any, place: Place, root: Path) -> tuple[tuple[Volume, ...], dict[str, str]]:
