@@ -24,6 +24,7 @@ class Engine:
 
     directory: Path
     options: tuple[str, ...]
+    before: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -40,7 +41,7 @@ class Engine:
         command = ["dockerd", f"--host={self.url}", *(f"--{key}={self.directory / own[key]}" for key in own)]
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, "--bridge=none", "--iptables=false", "--ip6tables=false", *self.options],
+                [*self.before, *command, "--bridge=none", "--iptables=false", "--ip6tables=false", *self.options],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -133,11 +134,12 @@ def missing() -> str | None:
 
 
 @contextmanager
-def engine(*options: str, disk: str = "", filesystem: str = "tmpfs") -> Iterator[Engine]:
+def engine(*options: str, disk: str = "", filesystem: str = "tmpfs", before: tuple[str, ...] = ()) -> Iterator[Engine]:
     """Start an engine without a bridge and without packet filters; it is killed and its mounts undone at the end. With
-    `disk`, such as 64m, that is all the space for its data, on a file system of that kind."""
+    `disk`, such as 64m, that is all the space for its data, on a file system of that kind. `before`
+    is what runs it."""
     directory = Path(tempfile.mkdtemp(prefix="pier-engine-", dir="/tmp"))
-    running = Engine(directory, options)
+    running = Engine(directory, options, before)
     if any(option.startswith("--userns-remap") for option in options):
         directory.chmod(0o711)
     try:

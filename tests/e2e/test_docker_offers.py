@@ -163,3 +163,21 @@ async def test_a_disk_is_not_limited_by_xfs_without_quotas(tmp_path: Path, monke
         monkeypatch.setenv("DOCKER_HOST", running.url)
         await _check_disk(running, busybox_image(tmp_path), tmp_path, offered=False)
         assert "pier/idle" in running.docker("images", "--format", "{{.Repository}}")
+
+
+WITHOUT_PIDS = ("unshare", "--mount", "sh", "-c", 'umount /sys/fs/cgroup/pids && exec "$@"', "sh")
+
+
+@pytest.mark.skipif(not Path("/sys/fs/cgroup/pids").is_dir(), reason="control groups of version 1 are not mounted here")
+async def test_a_limit_that_the_engine_would_leave_out_is_not_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = busybox_image(tmp_path)
+    with engine(before=WITHOUT_PIDS) as running, Lease() as lease:
+        monkeypatch.setenv("DOCKER_HOST", running.url)
+        async with open_backend("docker", lease) as backend:
+            assert sorted((await backend.capabilities()).limits) == ["cpus", "memory", "open_files"]
+            with pytest.raises(SandboxError, match="cannot limit processes here") as refused:
+                await backend.start(SandboxSpec(image, limits=Limits(processes=10)))
+            assert (refused.value.code, refused.value.blame, refused.value.retryable) == ("no_limit", "user", False)
+        assert lease.held() == [] and running.containers() == []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Literal
 
 import aiodocker
@@ -71,13 +72,10 @@ class DockerBackend(Backend):
 
     async def capabilities(self) -> Capabilities:
         engine = await self._engine()
-        limits = {"cpus": "cgroup", "memory": "cgroup", "processes": "cgroup", "open_files": "rlimit"}
-        if await engine.can_limit_disk():
-            limits["disk"] = "quota"
         return Capabilities(
             networks=await engine.networks(),
             switch_network=True,
-            limits=limits,
+            limits=await engine.limits(),
             snapshot=True,
             compose=True,
             bind_mounts=await engine.shares_disk(),
@@ -115,9 +113,11 @@ class DockerBackend(Backend):
                 hint="install the NVIDIA container toolkit on the engine's host and start the engine again; "
                 "docker run --gpus 1 shows whether it works",
             )
-        if spec.limits.disk is not None and "disk" not in offered.limits:
+        asked = (each.name for each in fields(spec.limits) if getattr(spec.limits, each.name) is not None)
+        for name in (name for name in asked if name not in offered.limits):
+            lacking = "storage driver has no quotas" if name == "disk" else "host has no control group for it"
             raise SandboxError(
-                "the Docker backend cannot limit the disk here: the engine's storage driver has no quotas",
+                f"the Docker backend cannot limit {name} here: the engine's {lacking}",
                 code="no_limit",
                 blame="user",
                 retryable=False,

@@ -99,7 +99,12 @@ class Engine:
                 self._has_gpus = await offers.has_gpus(self.docker, self._lease, self._machine)
             return self._has_gpus
 
-    async def can_limit_disk(self) -> bool:
+    async def limits(self) -> dict[str, str]:
+        """The limits that can be kept there, and by what."""
+        kept = offers.kept_limits(await self._ask_info())
+        return {**kept, "disk": "quota"} if await self._can_limit_disk() else kept
+
+    async def _can_limit_disk(self) -> bool:
         """Whether what a container writes can be limited there."""
         async with self._starting:
             if self._limits_disk is None:

@@ -20,7 +20,16 @@ from pier.sandbox.docker.images import REPOSITORY
 
 OWN_QUOTAS = ("btrfs", "zfs")
 """Storage drivers that can always limit what a container holds, its image included."""
+_TOLD = {"cpus": ("CpuCfsPeriod", "CpuCfsQuota"), "memory": ("MemoryLimit",), "processes": ("PidsLimit",)}
+"""By what an engine says that it cannot keep a limit."""
 _TRIED_SIZE = "1073741824"
+
+
+def kept_limits(info: Mapping[str, Any]) -> dict[str, str]:
+    """The limits that an engine keeps, and by what. Those that its host's control groups lack it would leave out of a
+    container without a word."""
+    kept = {name: "cgroup" for name, keys in _TOLD.items() if all(info.get(key, True) for key in keys)}
+    return {**kept, "open_files": "rlimit"}
 
 
 async def has_gpus(docker: Client, lease: Lease, machine: str) -> bool:
