@@ -41,7 +41,7 @@ ONE_BY_ONE = "one by one"
 
 async def provide(port: int) -> None:
     """The fake provider: answers at once. `EVENTS` events come in one burst, each a chunk of its own; or, if the
-    request says so, in a write for each, which keeps the provider busier than most of those who pass them on."""
+    request says so, in a write for each, which takes the provider itself a millisecond."""
     piece = {**EVENT, "choices": [{"index": 0, "delta": {"content": "token "}, "finish_reason": None}]}
     last = {**EVENT, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
     chunks = [f"data: {json.dumps(piece)}\n\n".encode()] * EVENTS + [
