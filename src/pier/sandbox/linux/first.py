@@ -52,6 +52,8 @@ def _begin(control: socket.socket, config: dict[str, Any]) -> None:
     texts = root.prepare(config["masks"], many_ids=many_ids)
     proof, sockets = last_resort.begin()
     _thread.start_new_thread(init.run, ())
+    if not config["shifted"]:
+        root.guard_init("/b/proc")
     received = wire.receive(control)
     if received is None:
         return

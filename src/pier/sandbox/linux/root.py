@@ -109,7 +109,7 @@ def build(plan: dict[str, Any], texts: dict[str, tuple[int, int]], trees: list[i
     for wanted in plan["mounts"]:
         _mount_wanted(wanted, trees)
     if plan["same_ids"]:
-        _guard_init()
+        guard_init("/m/proc")
     os.chdir("/m")
     kernel.pivot_root(".", ".")
     kernel.set_host_name(plan["hostname"])
@@ -171,9 +171,10 @@ def _mount_wanted(wanted: dict[str, Any], trees: list[int]) -> None:
     _put(trees[wanted["tree"]], target)
 
 
-def _guard_init() -> None:
-    """Keep root inside, who has the machine's own id, from making init the first to go when memory is short."""
-    for place in ("/m/proc/1", *(f"/m/proc/1/task/{thread}" for thread in os.listdir("/m/proc/1/task"))):
+def guard_init(proc: str) -> None:
+    """Keep root inside from making init the first to go when memory is short: unless its ids are others than those of
+    whoever runs pier, init's files in /proc are its own."""
+    for place in (f"{proc}/1", *(f"{proc}/1/task/{thread}" for thread in os.listdir(f"{proc}/1/task"))):
         for name in ("oom_adj", "oom_score_adj"):
             kernel.bind(f"{place}/{name}", f"{place}/{name}", read_only=True, flags=_PLAIN)
 
