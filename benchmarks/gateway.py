@@ -2,6 +2,7 @@
 
 A fake provider, the gateway and each peer run in processes of their own; the load comes from this one over raw
 sockets, so that the client is no part of what is measured. The baseline is the same load sent to the provider directly.
+`pier uv` is the gateway on uvloop's event loop, as `pier gateway serve` runs it where that is installed.
 nginx as a plain reverse proxy joins when it is installed; with `--peers` also the interception server of verifiers and
 LiteLLM's proxy. All take turns, `--rounds` times, and the best round of each counts, since a machine is rarely quiet.
 Prints a table, and JSON with `--json`.
@@ -194,14 +195,14 @@ def places(folder: str, peers: bool) -> Iterator[list[Place]]:
         provider = stack.enter_context(running(sys.executable, __file__, "--provide"))
         assert provider.stdout
         port = int(provider.stdout.readline())
-        gateway = stack.enter_context(running(sys.executable, __file__, "--serve", f"http://127.0.0.1:{port}", folder))
-        assert gateway.stdout
-        own, key, _ = gateway.stdout.readline().split()
-        found = [
-            Place("direct", port, "k", provider.pid),
-            Place("pier", int(own), key, gateway.pid),
-            stack.enter_context(nginx(port, folder)),
-        ]
+        found: list[Place | None] = [Place("direct", port, "k", provider.pid)]
+        for name, more in (("pier", ()), ("pier uv", ("--uvloop",))):
+            serve = (sys.executable, __file__, "--serve", f"http://127.0.0.1:{port}", f"{folder}/{name}", *more)
+            gateway = stack.enter_context(running(*serve))
+            assert gateway.stdout
+            if told := gateway.stdout.readline().split():
+                found.append(Place(name, int(told[0]), told[1], gateway.pid))
+        found.append(stack.enter_context(nginx(port, folder)))
         if peers:
             found += [stack.enter_context(verifiers(port)), stack.enter_context(litellm(port, folder))]
         yield [place for place in found if place]
@@ -260,6 +261,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases with this in their name")
     parser.add_argument("--provide", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--uvloop", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--sessions", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no peer outlives this process
@@ -267,7 +269,11 @@ def main() -> None:
         asyncio.run(provide(0))
     elif args.serve:
         upstream, folder = args.serve
-        asyncio.run(serve_gateway(upstream, folder, args.sessions))
+        if args.uvloop:
+            from uvloop import run as run_loop
+        else:
+            from asyncio import run as run_loop
+        run_loop(serve_gateway(upstream, folder, args.sessions))
     else:
         asyncio.run(run(args.json, args.peers, args.rounds, args.only))
 

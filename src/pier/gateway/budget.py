@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pier.gateway.canonical import Usage
 from pier.gateway.clock import CLOCK, pause, waiting
 
+_TICK = 0.002
+"""By so many seconds a timer may be early."""
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -151,7 +154,7 @@ class Meter:
                 return f"{used} of {limit} {name} of this {self.owner} are used"
         if budget.cost_usd is not None and self.cost_usd >= budget.cost_usd:
             return f"${self.cost_usd:.4f} of ${budget.cost_usd:.4f} of this {self.owner} are spent"
-        if (left := self.seconds_left) is not None and left <= 0:
+        if (left := self.seconds_left) is not None and left <= _TICK:
             return f"the {budget.wall_time:g} seconds of this {self.owner} are over"
         return None
 

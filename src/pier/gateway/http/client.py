@@ -90,10 +90,9 @@ class Client:
         loop = asyncio.get_running_loop()
         key = (place.secure, place.host, place.port)
         tls = {"ssl": self._context(), "server_hostname": place.host} if place.secure else {}
+        race = {"happy_eyeballs_delay": 0.25} if isinstance(loop, asyncio.BaseEventLoop) else {}
         async with asyncio.timeout(self.connecting):
-            _, connection = await loop.create_connection(
-                lambda: Sent(self, key), place.host, place.port, happy_eyeballs_delay=0.25, **tls
-            )
+            _, connection = await loop.create_connection(lambda: Sent(self, key), place.host, place.port, **race, **tls)
         return connection
 
     def _context(self) -> ssl.SSLContext:
