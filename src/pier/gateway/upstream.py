@@ -21,7 +21,8 @@ from pier.gateway.body import Body
 from pier.gateway.canonical import DialectName, ErrorKind
 from pier.gateway.clock import pause
 from pier.gateway.dialect import DIALECTS
-from pier.gateway.http.client import Answer, BadAnswer, Client
+from pier.gateway.http.answer import Answer
+from pier.gateway.http.client import BadAnswer, Client
 from pier.gateway.http.coding import BadCoding
 from pier.gateway.limiter import RETRY_STATUSES, Limiter, Retry, retry_after
 from pier.gateway.providers import Provider

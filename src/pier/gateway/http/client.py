@@ -11,8 +11,10 @@ import ssl
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
-from pier.gateway.http.coding import BadCoding, Inflater, TooLarge
+from pier.gateway.http.answer import Answer
+from pier.gateway.http.coding import BadCoding
 from pier.gateway.http.message import (
     BadMessage,
     Framing,
@@ -29,8 +31,6 @@ from pier.gateway.http.place import Place, place_of
 
 _AHEAD = 256 * 1024
 """So much of an answer is taken in before anybody asks for it."""
-_MAX_PIECE = 64 * 1024 * 1024
-"""What one piece of a compressed answer may grow to."""
 
 
 class Disconnected(ConnectionError):
@@ -39,6 +39,13 @@ class Disconnected(ConnectionError):
 
 class BadAnswer(Disconnected):
     """The provider answered, but not in HTTP that can be trusted."""
+
+
+@lru_cache(256)
+def _begun(place: Place, headers: tuple[tuple[str, str], ...]) -> bytes:
+    """The head of a request but for its end: the same for all calls of an agent. `ValueError` if a header has a line
+    break in it."""
+    return render(f"POST {place.target} HTTP/1.1", [("Host", place.authority), *headers])[:-2]
 
 
 @dataclass
@@ -58,10 +65,7 @@ class Client:
         """Send a POST, with `fresh` on a connection of its own. Its answer is at `answer` of what comes back.
         `OSError`, `TimeoutError` or `ValueError` if there is no connection."""
         place = place_of(address)
-        head = render(
-            f"POST {place.target} HTTP/1.1",
-            [("Host", place.authority), *headers, ("Content-Length", str(len(data)))],
-        )
+        head = b"%bContent-Length: %d\r\n\r\n" % (_begun(place, tuple(headers)), len(data))
         connection = None if fresh else self._reuse(place)
         if connection is None:
             connection = await self._connect(place)
@@ -119,47 +123,6 @@ class Client:
         if oldest is not None:
             loop = asyncio.get_running_loop()
             self._sweeping = loop.call_later(max(oldest + self.idle - loop.time(), 0.01), self._sweep)
-
-
-class Answer:
-    """An answer that has begun."""
-
-    def __init__(self, connection: Sent, head: ResponseHead) -> None:
-        self._connection = connection
-        self.status = head.status
-        self.headers = head.headers
-        coding = head.headers.get("Content-Encoding", "identity").lower()
-        self._inflater = None if coding == "identity" else Inflater(coding)
-
-    @property
-    def content_type(self) -> str:
-        return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-
-    @property
-    def ended(self) -> bool:
-        """Whether all of the body is here and was read."""
-        return self._connection.ended
-
-    async def read(self) -> bytes:
-        """More of the body, as soon as there is some; nothing at its end. `Disconnected`, `TimeoutError` or
-        `BadCoding` if the rest does not come."""
-        while True:
-            data = self._connection.take() or await self._connection.more()
-            if self._inflater is None:
-                return data
-            if not data:
-                self._inflater.end()
-                return data
-            try:
-                plain = self._inflater.feed(data, _MAX_PIECE)
-            except TooLarge:
-                raise BadCoding("the answer grows without end") from None
-            if plain:
-                return plain
-
-    def close(self) -> None:
-        """Done with it. The connection serves again if the answer was read to its end."""
-        self._connection.release()
 
 
 class Sent(asyncio.Protocol):
