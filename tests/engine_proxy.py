@@ -44,6 +44,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, soc
         head = await reader.readuntil(b"\r\n\r\n")
         line, _, rest = head.partition(b"\r\n")
         if b"/build?" in line and b"version=2" in line:
+            await _read_whole(reader, rest)
             writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n")
             writer.write(b"Content-Length: %d\r\n\r\n%s" % (len(REFUSAL), REFUSAL))
             await writer.drain()
@@ -55,6 +56,17 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, soc
             upward.cancel()
             far_writer.close()
     writer.close()
+
+
+async def _read_whole(reader: asyncio.StreamReader, head: bytes) -> None:
+    """Take in a request's body, as engines do before they say no: who closes earlier breaks what is still sent."""
+    fields = head.lower()
+    if b"transfer-encoding: chunked" in fields:
+        while size := int(await reader.readuntil(b"\r\n"), 16):
+            await reader.readexactly(size + 2)
+        await reader.readuntil(b"\r\n")
+    elif b"content-length:" in fields:
+        await reader.readexactly(int(fields.split(b"content-length:")[1].split(b"\r\n")[0]))
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
