@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from pier.image.model import Image
-from pier.sandbox import SandboxSpec
+from pier.sandbox import Limits, SandboxSpec
 from pier.sandbox.contract import Sandbox
 from pier.sandbox.local import LocalBackend
 
@@ -23,6 +23,8 @@ _FORK_AND_EXIT = bytes.fromhex(
     "b8 70 00 00 00  0f 05  eb e3"  # setsid, and again from the start
 )
 _BASE = 0x400000
+_BOUND = Limits(processes=5000)
+"""So that what is not reaped yet never takes all of the machine's process numbers."""
 
 
 def chain() -> bytes:
@@ -41,7 +43,7 @@ async def _running(sandbox: Sandbox) -> int:
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
 async def test_no_chain_of_processes_outruns_a_kill(backend: LocalBackend, image: Image, beside: bool) -> None:
-    async with await backend.start(SandboxSpec(image)) as sandbox:
+    async with await backend.start(SandboxSpec(image, limits=_BOUND)) as sandbox:
         await sandbox.write_file("/bin/chain", chain(), mode=0o755)
         other = await sandbox.spawn("sleep 1000") if beside else None
         for _ in range(100):
@@ -56,7 +58,7 @@ async def test_no_chain_of_processes_outruns_a_kill(backend: LocalBackend, image
 
 async def test_many_chains_keep_nobody_waiting(backend: LocalBackend, image: Image) -> None:
     """What ends as fast as it is reaped must not keep pier's own requests from being heard."""
-    async with await backend.start(SandboxSpec(image)) as sandbox:
+    async with await backend.start(SandboxSpec(image, limits=_BOUND)) as sandbox:
         await sandbox.write_file("/bin/chain", chain(), mode=0o755)
         result = await sandbox.exec("for i in $(seq 40); do chain & done; sleep 1000", timeout=1)
         assert result.timed_out
