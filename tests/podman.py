@@ -63,6 +63,9 @@ def podman() -> Iterator[Podman]:
             time.sleep(0.05)
         yield running
     finally:
-        process.terminate()
-        process.wait(START_SECONDS)
-        shutil.rmtree(running.directory, ignore_errors=True)
+        try:
+            running.run("rm", "--all", "--force", "--time=0")
+        finally:
+            process.terminate()
+            process.wait(START_SECONDS)
+        shutil.rmtree(running.directory)
