@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import ipaddress
 import os
@@ -140,3 +141,33 @@ def _in_a_namespace(work: Callable[[], bytes]) -> bytes:
     os.waitpid(child, 0)
     with os.fdopen(read, "rb") as stream:
         return stream.read()
+
+
+_FLOOD_FOR_EVER = r"""
+import os, socket
+os.fork()
+sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+print("flooding", flush=True)
+while True:
+    try:
+        sock.sendto(b"x", ("192.0.2.7", 9))
+    except PermissionError:
+        pass
+"""
+
+
+async def test_a_flood_that_goes_on_keeps_nobody_waiting(sandbox: Sandbox, told: list[Decision]) -> None:
+    async with await sandbox.spawn(["/usr/bin/python3", "-c", _FLOOD_FOR_EVER]):
+        while not told or told[-1].name != "192.0.2.7":
+            await asyncio.sleep(0.05)
+        await sandbox.set_network(NetworkPolicy("none"))
+        await sandbox.stop()
+    assert [row.name for row in told if row.kind == "probe"] == ["none", "none"]
+
+
+async def test_more_lookups_than_can_be_answered_at_once_are_told(sandbox: Sandbox, told: list[Decision]) -> None:
+    many = _LOOK_UP.replace("sock.sendto(query,", "for _ in range(150): sock.sendto(query,")
+    result = await sandbox.exec(["/usr/bin/python3", "-c", many], timeout=100)
+    assert result.text.strip() == "('192.0.0.1', 53) True 3", result.error_text
+    await sandbox.stop()
+    assert sum(row.count for row in told if not row.allowed) == 150

@@ -9,15 +9,18 @@ import struct
 from collections.abc import Awaitable, Callable, Iterator
 
 from pier.network import last_resort, packets
-from pier.network.attempts import read_attempt
+from pier.network.attempts import Attempt, read_attempt
 from pier.network.decision import Decision
 from pier.network.plumbing import GATEWAY
 
 _HEADER, _PAYLOAD, _SEQUENCE = 1, 9, 12
 _AT_ONCE = 256
+_MOST_HELD = 4096
+"""More than a socket holds at once."""
 _PAUSE = 0.25
 """Seconds without reading after a flood, so that a sandbox costs pier little more than what it may write down."""
 _MOST_LOOKUPS = 64
+"""Lookups that are answered at once; of more only the attempt is noted, and whoever asks will ask again."""
 REASON = "no network"
 _MARK = packets.bare(253, "127.0.0.1", GATEWAY)
 """A packet of pier's own, refused like any other: its number tells how many were lost before it."""
@@ -56,13 +59,17 @@ class Refusals:
 
     def take_all(self) -> None:
         """Note everything that was told so far; lookups may still be answered."""
-        while self._take():
-            pass
+        self._take_held()
         if self._overrun:
             with contextlib.suppress(OSError):
                 self._answers.sendto(_MARK, (GATEWAY, 0))
-            while self._take():
-                pass
+            self._take_held()
+
+    def _take_held(self) -> None:
+        """What the socket holds, and not for ever more of somebody who adds to it without a pause."""
+        for _ in range(_MOST_HELD):
+            if not self._take():
+                return
 
     async def settle(self) -> None:
         """Note everything that was told so far."""
@@ -87,14 +94,14 @@ class Refusals:
 
     def _consider(self, protocol: int, packet: bytes) -> None:
         sent = packets.read(packet, protocol)
-        if sent is not None and sent.kind == "udp" and sent.port == 53 and str(sent.address) == GATEWAY:
-            if len(self._lookups) < _MOST_LOOKUPS:
-                task = self._loop.create_task(self._look_up(sent))
-                self._lookups.add(task)
-                task.add_done_callback(self._lookups.discard)
+        is_lookup = sent is not None and sent.kind == "udp" and sent.port == 53 and str(sent.address) == GATEWAY
+        if sent is not None and is_lookup and len(self._lookups) < _MOST_LOOKUPS:
+            task = self._loop.create_task(self._look_up(sent))
+            self._lookups.add(task)
+            task.add_done_callback(self._lookups.discard)
             return
         attempt = read_attempt(packet, protocol)
-        if attempt is not None and (packet[9], packet[12:20]) != (_MARK[9], _MARK[12:20]):
+        if attempt is not None and not _is_ours(packet, attempt):
             self._note(Decision(attempt.kind, str(attempt.address), False, attempt.port, REASON))
 
     async def _look_up(self, sent: packets.Datagram) -> None:
@@ -113,6 +120,13 @@ class Refusals:
             task.cancel()
         self._telling.close()
         self._answers.close()
+
+
+def _is_ours(packet: bytes, attempt: Attempt) -> bool:
+    """Whether a packet comes of what pier does: a mark, or the kernel's word that nobody waits for an answer."""
+    if str(attempt.address) != GATEWAY:
+        return False
+    return packet[9] == _MARK[9] or (attempt.kind == "icmp" and packet[4 * (packet[0] & 0x0F) :][:1] == b"\x03")
 
 
 def _read(data: bytes) -> Iterator[Told]:
