@@ -11,7 +11,7 @@ from pier.task import Task, load_task
 from pier.trial.model import TrialResult
 from pier.trial.run import run_trial
 from pier.trial.services import open_services
-from pier.trial.spec import AgentChoice, TrialServices, TrialSpec
+from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec
 
 TOML = """\
 schema_version = "1.4"
@@ -20,7 +20,6 @@ timeout_sec = 120
 [verifier]
 timeout_sec = 120
 [environment]
-docker_image = "host"
 workdir = "/app"
 network_mode = "no-network"
 """
@@ -44,17 +43,19 @@ def write_task(root: Path, *, toml: str = TOML, solve: str = "touch /app/done", 
 
 
 class Bench:
-    """Runs trials one after another in directories of their own."""
+    """Runs trials one after another in directories of their own, in `image` unless a trial says otherwise."""
 
-    def __init__(self, services: TrialServices, root: Path) -> None:
+    def __init__(self, services: TrialServices, root: Path, image: str = "host") -> None:
         self.services = services
         self.root = root
+        self.image = image
         self.count = 0
 
     async def run(self, task: Task, agent: str | AgentChoice = "oracle", **spec: Any) -> TrialResult:
         self.count += 1
         directory = self.root / f"trial-{self.count}"
         choice = AgentChoice(agent) if isinstance(agent, str) else agent
+        spec.setdefault("sandbox", SandboxChoice(image=self.image))
         return await run_trial(TrialSpec(directory.name, task, directory, choice, **spec), self.services)
 
     @property

@@ -51,4 +51,4 @@ def bash_engine(directory: Path) -> Iterator[Engine]:
 async def open_place(place: str, root: Path) -> AsyncIterator[Bench]:
     """A bench on a backend. On `docker`, `DOCKER_HOST` must name the engine of `bash_engine`."""
     async with open_services(place, label="test") as services:
-        yield Bench(services, root)
+        yield Bench(services, root, image=IMAGE if place == "docker" else "host")
