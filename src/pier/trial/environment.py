@@ -17,6 +17,7 @@ from pier.network.decision import OnDecision
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.compose import Compose, Composition
 from pier.sandbox.contract import Backend, Capabilities, Limits, Mount, Sandbox, SandboxSpec
+from pier.sandbox.hidden import refuse_hidden
 from pier.sandbox.parcel import deliver
 from pier.task import Task, resolve_env
 from pier.task.config import Environment
@@ -172,18 +173,23 @@ async def start_room(
     environ: Mapping[str, str],
     limits: Limits,
     mounts: Iterable[Mount] = (),
+    hidden: Iterable[Path] = (),
     on_progress: OnProgress | None = None,
     on_decision: OnDecision | None = None,
     services: Composition | None = None,
 ) -> Sandbox:
-    """Start the sandbox. The environment's variables are filled in here and live in the sandbox only."""
+    """Start the sandbox. The environment's variables are filled in here and live in the sandbox only. `hidden` are
+    directories of this machine that it must not see, not even by a mount."""
+    mounts, hidden = tuple(mounts), tuple(hidden)
+    refuse_hidden(mounts, hidden)
     env = resolve_env(room.table.env, where="environment.env", environ=environ)
     extra = resolve_env(choice.env, where="the run's environment variables", environ=environ)
     spec = SandboxSpec(
         image=image,
         network=network,
         limits=limits,
-        mounts=tuple(mounts),
+        mounts=mounts,
+        hidden=(*hidden, *choice.hidden),
         env={**env, **extra},
         gpus=wanted_gpus(room.table, choice),
         name=name,
