@@ -65,7 +65,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 
 async def look(bench: Bench, tmp_path: Path, root: Path, number: int = 0) -> list[str]:
     task = write_task(tmp_path / f"task-{number}")
-    choice = SandboxChoice(mounts=(Mount("/app", root, read_only=False),))
+    choice = SandboxChoice(image="host", mounts=(Mount("/app", root, read_only=False),))
     found = await find_history(task, bench.services, tmp_path / f"look-{number}", choice)
     return [f"{problem.where.removeprefix(str(task.path) + ': ')} {problem.message}" for problem in found]
 

@@ -54,7 +54,16 @@ def run(tmp_path: Path, kind: str, *extra: str, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "script.json").write_text(json.dumps([{"text": "All is well."}]))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     command = ["run", "-p", str(task), "-a", f"install_agents:{kind}", "-m", f"script:{tmp_path / 'script.json'}"]
-    command += ["--jobs-dir", str(tmp_path / "jobs"), "--job-name", "j", "--install-in-sandbox", *extra]
+    command += [
+        "--image",
+        "host",
+        "--jobs-dir",
+        str(tmp_path / "jobs"),
+        "--job-name",
+        "j",
+        "--install-in-sandbox",
+        *extra,
+    ]
     done = in_world(RUN, tmp_path, *command, servers="tests.agent_servers:registries")
     results = list(tmp_path.glob("jobs/j/*/result.json"))
     assert results, done.stdout + done.stderr

@@ -181,16 +181,19 @@ async def _spec(options: dict[str, Any]) -> SandboxSpec:
     from pier.image.host import host_image
     from pier.network.policy import NetworkPolicy
     from pier.sandbox.contract import Limits, SandboxSpec
+    from pier.sandbox.hidden import refuse_hidden
 
     if options["allow"] and options["network"] == "public":
         raise click.UsageError("--allow says what may be reached; with --network public that is everything")
     policy = NetworkPolicy("allowlist", tuple(options["allow"])) if options["allow"] else None
+    mounts = tuple(_mount(text) for text in options["volume"])
+    refuse_hidden(mounts)
     limits = {name: options[name] for name in ("cpus", "memory", "processes", "disk", "open_files")}
     return SandboxSpec(
         image=host_image() if options["image"] == "host" else await _resolve(options["image"]),
         network=policy or NetworkPolicy(options["network"]),
         limits=Limits(**limits),
-        mounts=tuple(_mount(text) for text in options["volume"]),
+        mounts=mounts,
         env=_env(options["env"]),
         user=options["user"],
         workdir=options["workdir"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class Specs:
         self._agents = [_agent(agent, env) for agent in config.agents]
         for choice in self._agents:
             _check_agent(choice, job_budget=bool(config.budget.model_dump(exclude_none=True)))
-        self._sandbox = _sandbox(config, env)
+        self._sandbox = replace(_sandbox(config, env), hidden=_hidden(config, plan))
         self._verifier = VerifierChoice(
             enabled=not config.verifier.disable,
             env=config.verifier.env,
@@ -189,6 +190,16 @@ def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
         gpus=environment.override_gpus,
         mounts=_mounts(environment),
     )
+
+
+def _hidden(config: JobConfig, plan: Plan) -> tuple[Path, ...]:
+    """What no agent may see of this machine: the results of all jobs, and all tasks. Those of a dataset are hidden with
+    its directory, unless something is mounted, which may lie in it."""
+    datasets = [Path(each.path).resolve() for each in config.datasets if each.path]
+    tasks = [Path(task.path) for task in plan.tasks]
+    if not config.environment.mounts and not any("mount" in agent.kwargs for agent in config.agents):
+        tasks = [path for path in tasks if not any(path.is_relative_to(dataset) for dataset in datasets)]
+    return (Path(config.jobs_dir), *datasets, *tasks)
 
 
 def _mounts(environment: EnvironmentConfig) -> tuple[Mount, ...]:

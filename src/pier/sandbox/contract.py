@@ -73,6 +73,8 @@ class SandboxSpec:
     """Told what has to be done before the sandbox can start, while that takes long."""
     on_decision: OnDecision | None = field(default=None, compare=False, repr=False)
     """Told each decision of the network policy; these are the lines of a trial's `network.jsonl`."""
+    hidden: tuple[Path, ...] = ()
+    """Directories of this machine that the sandbox must not see, whatever is mounted; pier's own always are."""
     compose: Composition | None = None
     """The services that run beside this sandbox, which is the service `main` of them. Only for backends that can."""
 

@@ -1,9 +1,8 @@
-"""The `host` image: this machine's own root, copy-on-write, without what is nobody's business inside a sandbox.
+"""The `host` image: this machine's own software, copy-on-write, and nothing else of it.
 
-As root it is the whole root file system under a layer that empties homes, temporary directories, sockets, keys, other
-engines' state and pier's own. A plain user cannot have that (files of other ids cannot be copied up), so there it is
-put together: a small writable root with a copy of the readable part of `/etc`, and the system's directories bound
-read-only into it.
+What is shown is listed here, alike for root and plain users: directories of software, and a copy of those files of /etc
+that programs need and everybody may read. Homes, state of applications, keys, `/srv`, `/run` and whatever else this
+machine has are not in it.
 """
 
 from __future__ import annotations
@@ -13,170 +12,174 @@ import os
 import pwd
 import shutil
 import stat
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from pier.home import pier_home
 from pier.image.host import host_image
 
-_EMPTIED = (
-    "root", "home", "tmp", "var/tmp", "run", "mnt", "media", "lost+found", "old_root", "var/log", "var/mail",
-    "var/spool/mail", "var/spool/cron", "var/backups", "var/lib/docker", "var/lib/containerd", "var/lib/containers",
-    "var/lib/kubelet", "var/lib/rancher", "var/lib/cloud", "var/lib/pier", "var/lib/lxd", "var/lib/private",
-    "etc/ssl/private", "etc/docker", "etc/kubernetes", "etc/letsencrypt", "etc/wireguard", "etc/openvpn",
-    "etc/NetworkManager/system-connections", "etc/wpa_supplicant", "etc/ppp",
-)  # fmt: skip
-_GONE = ("etc/shadow-", "etc/gshadow-", "etc/krb5.keytab", "etc/.pwd.lock", ".dockerenv")
-_HOST_KEYS = "etc/ssh/ssh_host_*_key"
-_OPEN = {"tmp": 0o1777, "var/tmp": 0o1777, "root": 0o700, "run/lock": 0o1777}
-_WRITABLE = ("root", "home", "tmp", "var/tmp", "run", "run/lock", "mnt", "media", "srv", "opt", "app", "logs", "tests",
-             "workspace", "solution", "var/log", "var/cache", "var/lib", "var/spool")  # fmt: skip
-_MADE = ("proc", "sys", "dev")
-_NOT_BOUND = {*_MADE, "etc", "var", "boot", "lost+found", "old_root", *(name for name in _WRITABLE if "/" not in name)}
-_SHADOWS = ("etc/shadow", "etc/gshadow")
+_SOFTWARE = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "nix/store", "gnu/store")
+_PACKAGES = ("var/lib/dpkg", "var/lib/rpm")
+"""Where package managers note what is installed."""
+_PARTS = frozenset({"bin", "sbin", "lib", "lib64", "libexec", "share"})
+"""A directory of /opt that has one of these, or that has such a directory, is software."""
+_MADE = ("proc", "sys", "dev", "root", "home", "tmp", "run", "run/lock", "mnt", "media", "srv", "opt", "app", "logs",
+         "tests", "workspace", "solution", "etc", "var", "var/tmp", "var/log", "var/cache", "var/cache/debconf",
+         "var/cache/apt/archives/partial", "var/lib", "var/lib/apt/lists/partial", "var/spool")  # fmt: skip
+_MODES = {"tmp": 0o1777, "var/tmp": 0o1777, "root": 0o700, "run/lock": 0o1777}
+_ETC_NAMES = """
+    ImageMagick-6 ImageMagick-7 OpenCL R X11 adduser.conf alternatives apt/apt.conf apt/apt.conf.d apt/keyrings
+    apt/preferences.d apt/sources.list apt/sources.list.d apt/trusted.gpg apt/trusted.gpg.d bash.bashrc
+    bash_completion.d bashrc bindresvport.blacklist ca-certificates ca-certificates.conf crypto-policies debconf.conf
+    debian_version debuginfod default/locale default/nss default/useradd deluser.conf dnf dpkg emacs ethertypes fish
+    fonts gai.conf gdb glvnd groff group gtk-2.0 gtk-3.0 host.conf inputrc issue issue.net ld-musl-aarch64.path
+    ld-musl-x86_64.path ld-musl-x86_64.d ld.so.cache ld.so.conf ld.so.conf.d libaudit.conf locale.alias locale.conf
+    locale.gen localtime login.defs lsb-release magic magic.mime mailcap manpath.config maven mime.types mke2fs.conf
+    nanorc netconfig networks nsswitch.conf os-release pam.conf pam.d passwd perl php pki/ca-trust pki/java pki/rpm-gpg
+    pki/tls/cert.pem pki/tls/certs pki/tls/openssl.cnf profile profile.d protocols python python3 redhat-release rpc rpm
+    ruby security services sgml shells skel ssl/cert.pem ssl/certs ssl/openssl.cnf terminfo texmf timezone tmux.conf
+    ucf.conf vim vulkan wgetrc xattr.conf xdg xml yum.repos.d zsh
+"""
+_ETC = frozenset(_ETC_NAMES.split())
+_ETC_PARENTS = {name.rpartition("/")[0] for name in _ETC} | {"pki"}
+_ETC_BY_START = ("java-", "openmpi", "python3.", "postgresql-common")
 _ETC_LARGEST = 1 << 20
-
+_DEPTHS = {"usr": 1, "usr/local": 3, "opt": 3}
+"""How far below these root's view is searched for what others may not read."""
+_DEEP = 16
 
 __all__ = ["HostRoot", "host_image", "prepare"]
 
 
 @dataclass(frozen=True, slots=True)
 class HostRoot:
-    """What to make a root from: layers, lowest first, and (source, target) pairs to bind read-only."""
+    """What to make a root from: a layer, directories of this machine that it is completed with, and directories in
+    those that are hidden."""
 
     layers: tuple[Path, ...]
-    binds: tuple[tuple[str, str], ...] = field(default=())
+    trees: tuple[str, ...] = ()
+    hidden: tuple[Path, ...] = ()
 
 
-def prepare(directory: Path, *, whole: bool) -> HostRoot:
-    """Make the layer in `directory`, which is empty. `whole`: this process is root and may take all of `/`."""
-    if whole:
-        _mask(directory)
-        return HostRoot((Path("/"), directory))
-    return HostRoot((directory,), _compose(directory))
-
-
-def _mask(layer: Path) -> None:
-    for name in (*_EMPTIED, *_private_directories()):
-        if (Path("/") / name).is_dir() or name in _OPEN:
-            _make(layer, name)
-            os.setxattr(layer / name, b"user.overlay.opaque", b"y")
-    for name, mode in _OPEN.items():
+def prepare(layer: Path) -> HostRoot:
+    """Make the layer in the directory `layer`, which is empty."""
+    for name in _MADE:
         _make(layer, name)
+    for name, mode in _MODES.items():
         (layer / name).chmod(mode)
-    keys = [str(path.relative_to("/")) for path in Path("/").glob(_HOST_KEYS)]
-    for name in (*_GONE, *keys):
-        if (Path("/") / name).exists():
-            _make(layer, str(Path(name).parent))
-            os.mknod(layer / name, stat.S_IFCHR, 0)
-    for name in _SHADOWS:
-        _write_shadow(layer, name)
+    (layer / "var/run").symlink_to("/run")
+    (layer / "var/lock").symlink_to("/run/lock")
+    as_root = os.geteuid() == 0
+    of_etc = [path for path in _listed() if path.is_dir() and not path.is_symlink()] if as_root else []
+    _copy_etc(layer / "etc", without={str(path) for path in of_etc})
+    trees: list[str] = []
+    for path in (*_shown(), *of_etc):
+        if path.is_symlink():
+            (layer / path.relative_to("/")).symlink_to(path.readlink())
+        elif path.is_dir() and _is_public(path.stat()) and os.access(path, os.R_OK | os.X_OK):
+            _make(layer, str(path.relative_to("/")))
+            trees.append(str(path))
+    if as_root:
+        _hide_from_root(layer, of_etc)
+    return HostRoot((layer,), tuple(trees), tuple(_homes()))
 
 
-def _private_directories() -> list[str]:
-    """Homes of people that are not under /home, and pier's own state."""
-    found = [Path(entry.pw_dir) for entry in pwd.getpwall() if 1000 <= entry.pw_uid < 60000]
-    found.append(pier_home().resolve())
-    names = [str(path.relative_to("/")) for path in found if path.is_absolute() and len(path.parts) > 2]
-    return [name for name in names if not any(name.startswith(f"{emptied}/") for emptied in _EMPTIED)]
+def _shown() -> Iterator[Path]:
+    for name in (*_SOFTWARE, *_PACKAGES):
+        yield Path("/") / name
+    with contextlib.suppress(OSError):
+        yield from (path for path in sorted(Path("/opt").iterdir()) if path.name != "pier" and _is_software(path))
+
+
+def _is_software(path: Path) -> bool:
+    try:
+        names = {entry.name for entry in os.scandir(path)}
+        return bool(names & _PARTS) or any((path / name / part).is_dir() for name in names for part in _PARTS)
+    except OSError:
+        return False
+
+
+def _homes() -> Iterator[Path]:
+    """Homes of people, wherever they are."""
+    for entry in pwd.getpwall():
+        if 1000 <= entry.pw_uid < 60000 and len(Path(entry.pw_dir).parts) > 2:
+            yield Path(entry.pw_dir)
+
+
+def _is_public(status: os.stat_result) -> bool:
+    """Whether everybody may read it."""
+    wanted = 0o5 if stat.S_ISDIR(status.st_mode) else 0o4
+    return status.st_mode & wanted == wanted
 
 
 def _make(layer: Path, name: str) -> None:
-    """Make a directory with the modes that the machine's own have, so that merging changes nothing."""
     path = layer
-    real = Path("/")
     for part in Path(name).parts:
-        path, real = path / part, real / part
-        if path.is_dir():
-            continue
-        path.mkdir()
-        with contextlib.suppress(OSError):
-            found = real.stat()
-            path.chmod(stat.S_IMODE(found.st_mode))
-            if os.geteuid() == 0:
-                os.chown(path, found.st_uid, found.st_gid)
+        path = path / part
+        if not path.is_dir():
+            path.mkdir()
+            path.chmod(0o755)
 
 
-def _write_shadow(layer: Path, name: str) -> None:
-    """The accounts without their passwords."""
-    real = Path("/") / name
-    try:
-        rows = [row.split(":") for row in real.read_text().splitlines()]
-        found = real.stat()
-    except OSError:
-        return
-    _make(layer, str(Path(name).parent))
-    path = layer / name
-    path.write_text("".join(":".join([row[0], "*", *row[2:]]) + "\n" for row in rows if len(row) > 1))
-    path.chmod(stat.S_IMODE(found.st_mode))
-    if os.geteuid() == 0:
-        os.chown(path, found.st_uid, found.st_gid)
+def _hide_from_root(layer: Path, of_etc: list[Path]) -> None:
+    """Root could read what is shown to nobody else."""
+    for directory, depth in (*_DEPTHS.items(), *((path, _DEEP) for path in of_etc)):
+        for path in _not_public(Path("/") / directory, depth):
+            inside = path.relative_to("/")
+            _make(layer, str(inside.parent))
+            os.mknod(layer / inside, stat.S_IFCHR, 0)
 
 
-def _compose(layer: Path) -> tuple[tuple[str, str], ...]:
-    for name in (*_WRITABLE, *_MADE):
-        (layer / name).mkdir(parents=True, exist_ok=True)
-    for name, mode in _OPEN.items():
-        (layer / name).chmod(mode)
-    _copy_etc(layer / "etc")
-    (layer / "var/run").symlink_to("/run")
-    (layer / "var/lock").symlink_to("/run/lock")
-    binds: list[tuple[str, str]] = []
-    private = {str(pier_home().resolve())}
-    for path in _bindable():
-        place = layer / path.relative_to("/")
-        if str(path) in private:
-            continue
-        if path.is_symlink():
-            place.symlink_to(path.readlink())
-        elif path.is_dir() and os.access(path, os.R_OK | os.X_OK) and not _holds(path, private):
-            place.mkdir(exist_ok=True)
-            binds.append((str(path), str(path)))
-    if os.access("/var/lib/dpkg", os.R_OK | os.X_OK):
-        (layer / "var/lib/dpkg").mkdir()
-        binds.append(("/var/lib/dpkg", "/var/lib/dpkg"))
-    return tuple(binds)
+def _not_public(directory: Path, depth: int) -> Iterator[Path]:
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                continue
+            status = entry.stat(follow_symlinks=False)
+            if not _is_public(status):
+                yield Path(entry.path)
+            elif stat.S_ISDIR(status.st_mode) and depth > 1:
+                yield from _not_public(Path(entry.path), depth - 1)
 
 
-def _bindable() -> list[Path]:
-    """The system's directories; those in /opt one by one, so that agents' packs can be mounted beside them."""
-    top = [path for path in sorted(Path("/").iterdir()) if path.name not in _NOT_BOUND]
-    opt = Path("/opt")
-    readable = opt.is_dir() and not opt.is_symlink() and os.access(opt, os.R_OK | os.X_OK)
-    return [*top, *(path for path in sorted(opt.iterdir()) if path.name != "pier")] if readable else top
+def _listed() -> Iterator[Path]:
+    etc = Path("/etc")
+    yield from (etc / name for name in sorted(_ETC))
+    yield from (path for path in sorted(etc.iterdir()) if path.name.startswith(_ETC_BY_START))
 
 
-def _holds(path: Path, private: set[str]) -> bool:
-    return any(name.startswith(f"{path}/") for name in private)
-
-
-def _copy_etc(target: Path) -> None:
-    """What of /etc this user may read; passwords, keys and very large files stay out."""
-
+def _copy_etc(target: Path, without: set[str]) -> None:
     def left_out(directory: str, names: list[str]) -> set[str]:
-        return {name for name in names if not _is_wanted(Path(directory) / name)}
+        return {name for name in names if f"{directory}/{name}" in without or not _is_wanted(f"{directory}/{name}")}
 
     with contextlib.suppress(shutil.Error, OSError):
         shutil.copytree("/etc", target, symlinks=True, ignore=left_out, dirs_exist_ok=True)
-    for path in target.rglob("*"):
+    for path in [target, *target.rglob("*")]:
         if path.is_dir() and not path.is_symlink():
             path.chmod(0o755)
-    for name in _SHADOWS:
-        users = [row.split(":")[0] for row in (target / "passwd").read_text().splitlines() if row]
-        tail = ":*:19000:0:99999:7:::" if name == "etc/shadow" else ":*::"
-        (target.parent / name).write_text("".join(f"{user}{tail}\n" for user in users))
+    _write_shadows(target)
 
 
-def _is_wanted(path: Path) -> bool:
-    name = str(path.relative_to("/"))
-    if name in _EMPTIED or name in _GONE or path.match(f"/{_HOST_KEYS}"):
+def _is_wanted(name: str) -> bool:
+    """Whether an entry of /etc is copied: it is listed, or leads to something listed, and everybody may read it."""
+    parts = name.split("/")[2:]
+    listed = parts[0].startswith(_ETC_BY_START) or any("/".join(parts[:n]) in _ETC for n in range(1, len(parts) + 1))
+    if not listed and "/".join(parts) not in _ETC_PARENTS:
         return False
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    if stat.S_ISLNK(found.st_mode):
-        return True
-    kind_is_fine = stat.S_ISDIR(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_size <= _ETC_LARGEST)
-    needed = os.R_OK | (os.X_OK if stat.S_ISDIR(found.st_mode) else 0)
-    return kind_is_fine and os.access(path, needed)
+    with contextlib.suppress(OSError):
+        status = os.lstat(name)
+        if stat.S_ISDIR(status.st_mode):
+            return _is_public(status)
+        if stat.S_ISREG(status.st_mode):
+            return listed and _is_public(status) and status.st_size <= _ETC_LARGEST
+        return listed and stat.S_ISLNK(status.st_mode)
+    return False
+
+
+def _write_shadows(etc: Path) -> None:
+    """The accounts without passwords."""
+    for name, listed, tail in (("shadow", "passwd", ":*:19000:0:99999:7:::"), ("gshadow", "group", ":*::")):
+        with contextlib.suppress(FileNotFoundError):
+            rows = (etc / listed).read_text().splitlines()
+            (etc / name).write_text("".join(f"{row.split(':')[0]}{tail}\n" for row in rows if row))
+            (etc / name).chmod(0o600)

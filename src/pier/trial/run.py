@@ -237,6 +237,7 @@ class _Trial:
             environ=self.environ,
             limits=limits,
             mounts=mounts,
+            hidden=(self.spec.task.path, self.spec.directory),
             on_progress=self._tell,
             on_decision=self.record.note_network,
             services=await self._within_build_time(self._get_services(room, name)),

@@ -57,7 +57,8 @@ class VerifierChoice:
 @dataclass(frozen=True, slots=True)
 class SandboxChoice:
     """Where the trial runs. `image` replaces the task's own image; `limits` and `gpus` replace those of the task that
-    they name; `network` replaces the baseline policy; `hosts` are added to it."""
+    they name; `network` replaces the baseline policy; `hosts` are added to it. `hidden` are directories of this machine
+    that no sandbox may see, in addition to the trial's and its task's own."""
 
     backend: str = "local"
     image: str | None = None
@@ -68,6 +69,7 @@ class SandboxChoice:
     limits: Limits = field(default_factory=Limits)
     gpus: int | None = None
     mounts: tuple[Mount, ...] = ()
+    hidden: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

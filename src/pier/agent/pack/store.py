@@ -24,7 +24,7 @@ from pier.agent.contract import PackSpec
 from pier.agent.pack import npm, pypi, runtime
 from pier.errors import AgentError
 from pier.files import locked, write_json
-from pier.home import pier_home
+from pier.home import packs_home
 
 RECIPE = 2
 """Raised when packs are built differently, so that older ones are built again."""
@@ -41,11 +41,6 @@ class Pack:
     version: str
     package: str
     bytes: int = 0
-
-
-def packs_home() -> Path:
-    """Where packs are kept."""
-    return Path(os.environ.get("PIER_PACKS") or pier_home() / "packs").absolute()
 
 
 class PackStore:

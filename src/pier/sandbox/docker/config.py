@@ -8,6 +8,7 @@ from typing import Any
 
 from pier.network.plumbing import GATEWAY
 from pier.sandbox.contract import Mount, SandboxSpec
+from pier.sandbox.hidden import masks
 
 _OWN_PROCESSES = 4
 """The idle program, the attendant and its workers, which the limit on processes does not count."""
@@ -34,7 +35,11 @@ def container_config(
         "Dns": [GATEWAY],
         "ExtraHosts": [f"{spec.hostname}:127.0.1.1"],
         "Binds": list(placing.binds),
-        "Tmpfs": {mount.target: _tmpfs(mount) for mount in spec.mounts if mount.source is None},
+        "Tmpfs": {
+            mount.target: _tmpfs(mount)
+            for mount in (*spec.mounts, *masks(spec.mounts, spec.hidden))
+            if mount.source is None
+        },
         "ReadonlyPaths": ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"],
     }
     if placing.has_six:
@@ -86,4 +91,6 @@ def attendant_plan(spec: SandboxSpec) -> dict[str, Any]:
 
 
 def _tmpfs(mount: Mount) -> str:
-    return f"size={mount.size},mode=1777" if mount.size else "mode=1777"
+    words = ["ro"] if mount.read_only else []
+    words += [f"size={mount.size}"] if mount.size else []
+    return ",".join([*words, "mode=1777"])

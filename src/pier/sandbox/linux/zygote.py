@@ -24,6 +24,7 @@ from pier.sandbox import tree
 from pier.sandbox.linux import attendant, changes, kernel, wire
 from pier.sandbox.linux.root import HOST, POINTS, find_masks, make_skeleton
 from pier.sandbox.linux.spares import Spare, Spares, write_maps
+from pier.sandbox.linux.view import make_view
 from pier.sandbox.tree.remove import remove, remove_some
 
 _SAME_IDS = {"uid_map": "0 0 65536\n", "gid_map": "0 0 65536\n"}
@@ -52,6 +53,7 @@ class Zygote:
         self.shift = -1
         self.spares = Spares(sock, config)
         self.shiftable: dict[int, bool] = {}
+        self.viewable = True
 
     def prepare(self) -> None:
         """Take a root of its own; with shifted ids, make the namespace that layers are shifted by."""
@@ -60,7 +62,7 @@ class Zygote:
         kernel.unshare(kernel.CLONE_NEWNS)
         kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         kernel.mount("tmpfs", "/tmp", "tmpfs", 0, "mode=755")
-        for name in ("host", "skeleton", "lowers", *POINTS):
+        for name in ("host", "skeleton", "lowers", "views", *POINTS):
             os.mkdir(f"/tmp/{name}", 0o755)
         make_skeleton("/tmp/skeleton", self.config["root_outside"])
         kernel.pivot_root("/tmp", "/tmp/host")
@@ -128,8 +130,11 @@ class Zygote:
         plan = message["plan"]
         directory = HOST + message["directory"]
         _make_directories(directory, HOST + message["layers"][-1])
-        shifted = self._can_shift([message["directory"], *message["layers"]])
-        lowers = [(self._skeleton(shifted), 0), *(self._lower(path, shifted) for path in message["layers"])]
+        trees = plan["trees"]
+        shifted = self._can_shift([message["directory"], *message["layers"], *(["/"] if trees else [])])
+        view = self._view(trees, shifted)
+        plan["binds"] = [] if view else [{"source": tree, "to": tree, "read_only": True} for tree in trees]
+        lowers = [(self._skeleton(shifted), 0), *view, *(self._lower(path, shifted) for path in message["layers"])]
         held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fds.append(held)
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -239,17 +244,23 @@ class Zygote:
             kernel.attach(fd, target)
         finally:
             os.close(fd)
-        if path == "/":
-            target = self._stack(target)
         self.spares.layers += 1
         self.lowers[key] = target, self.spares.layers
         return self.lowers[key]
 
-    def _stack(self, lower: str) -> str:
-        """`lower` as a file system of its own: directories on it could not be layers beside it otherwise."""
-        empty, target = self._mount_point(), self._mount_point()
-        kernel.mount("overlay", target, "overlay", kernel.MS_RDONLY, f"lowerdir={empty}:{lower},userxattr")
-        return target
+    def _view(self, trees: list[str], shifted: bool) -> list[tuple[str, int]]:
+        """The layer that is those `trees` of the machine's root, at their places, and nothing else. None where the
+        kernel cannot make it: for a plain user, on a root that is an overlay itself, or with trees on other disks."""
+        key = ("", 0, 0, shifted)
+        if trees and key not in self.lowers and self.shift >= 0 and self.viewable:
+            try:
+                owner = self.config["root_outside"] if shifted else 0
+                target = make_view(self._mount_point, trees, self.shift if shifted else None, owner)
+                self.spares.layers += 1
+                self.lowers[key] = target, self.spares.layers
+            except OSError:
+                self.viewable = False
+        return [self.lowers[key]] if trees and key in self.lowers else []
 
     def _forget(self, path: str) -> None:
         for key in [key for key in self.lowers if key[0] == path]:
@@ -283,13 +294,16 @@ class Zygote:
         return fd
 
     def _look(self, message: dict[str, Any]) -> None:
+        lowers: list[str] = []
         if message["op"] == "changes":
+            view = self._view(message.get("trees") or [], self._can_shift(["/"]))
+            lowers = [*(place for place, _ in view), *(HOST + path for path in message["layers"])]
             with contextlib.suppress(changes.TooMany):
-                wire.send(self.sock, {"id": message["id"]} | look(message, _LOOKED_AT_AT_ONCE))
+                wire.send(self.sock, {"id": message["id"]} | look(message, lowers, _LOOKED_AT_AT_ONCE))
                 return
         if os.fork() == 0:
             try:
-                wire.send(self.sock, {"id": message["id"]} | look(message))
+                wire.send(self.sock, {"id": message["id"]} | look(message, lowers))
             except OSError as error:
                 wire.send(self.sock, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
             finally:
@@ -309,11 +323,10 @@ class Zygote:
                 os._exit(0)
 
 
-def look(message: dict[str, Any], most: int | None = None) -> dict[str, Any]:
+def look(message: dict[str, Any], lowers: list[str], most: int | None = None) -> dict[str, Any]:
     """The answer to a question about a tree; `TooMany` if it is one about changes in more than `most` entries."""
     if message["op"] == "measure":
         return {"bytes": changes.measure(HOST + message["path"])}
-    lowers = [HOST + path for path in message["layers"]]
     return {"changes": changes.compare(HOST + message["path"], lowers, most)}
 
 

@@ -120,7 +120,7 @@ class LocalBackend(Backend):
                 self._lease.write(KIND, id, {"directory": str(directory), "groups": []})
                 make_private(directory)
                 try:
-                    self._host = await asyncio.to_thread(prepare, directory, whole=self._ids.mode == "root")
+                    self._host = await asyncio.to_thread(prepare, directory)
                 except OSError as error:
                     await self._zygotes.remove(directory)
                     self._lease.strike(KIND, id)
@@ -152,10 +152,12 @@ class LocalBackend(Backend):
 
     async def changes(self, sandbox: LinuxSandbox[Box]) -> list[Change]:
         """What a sandbox wrote since it began, in all its layers."""
-        layers = layers_of(sandbox.spec, self._host if sandbox.spec.image.is_host else None)
+        host = self._host if sandbox.spec.image.is_host else None
+        layers, trees = layers_of(sandbox.spec, host), list(host.trees) if host else []
         looks: list[list[list[str]]] = []
         for upper in (*sandbox.frozen, sandbox.box.directory / "u"):
-            message, _ = await self._zygotes.ask_any({"op": "changes", "path": str(upper), "layers": layers})
+            asked = {"op": "changes", "path": str(upper), "layers": layers, "trees": trees}
+            message, _ = await self._zygotes.ask_any(asked)
             looks.append(message["changes"])
             layers = [*layers, str(upper)]
         own = {"/etc/hosts", "/etc/hostname", "/etc/resolv.conf", APT_OF_ONE_ID.removeprefix("/m")}

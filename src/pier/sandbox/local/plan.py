@@ -10,6 +10,7 @@ from pier.errors import SandboxError
 from pier.network.plumbing import RESOLV_CONF
 from pier.sandbox.cgroup import Hierarchies
 from pier.sandbox.contract import Mount, SandboxSpec
+from pier.sandbox.hidden import masks
 from pier.sandbox.host import HostRoot
 
 _HOSTS = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t{name}\n"
@@ -29,10 +30,8 @@ def make_plan(
     if spec.limits.processes is not None and enforced_by.get("processes") == "rlimit":
         rlimits["RLIMIT_NPROC"] = spec.limits.processes + _SLACK
     return {
-        "binds": [
-            {"source": source, "to": target, "read_only": True} for source, target in (host.binds if host else ())
-        ],
-        "mounts": [_mount(mount) for mount in spec.mounts],
+        "trees": list(host.trees) if host else [],
+        "mounts": [_mount(mount) for mount in (*spec.mounts, *_masks(spec, host))],
         "etc": {
             "resolv.conf": RESOLV_CONF,
             "hosts": _HOSTS.format(name=spec.hostname),
@@ -70,6 +69,12 @@ def layers_of(spec: SandboxSpec, host: HostRoot | None) -> list[str]:
     if not layers:
         raise SandboxError(f"the image {spec.image.reference} has no layers", code="image_gone", retryable=False)
     return [str(path) for path in layers]
+
+
+def _masks(spec: SandboxSpec, host: HostRoot | None) -> tuple[Mount, ...]:
+    if host is None:
+        return masks(spec.mounts, spec.hidden)
+    return masks(spec.mounts, (*spec.hidden, *host.hidden), host.trees)
 
 
 def _mount(mount: Mount) -> dict[str, Any]:
