@@ -7,7 +7,7 @@ them from loading the files. Reading is lenient in the same way: a file of their
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -76,12 +76,25 @@ class IntegrityNote(_Part):
     stopped: bool = False
 
 
+class GradingRun(_Part):
+    """One run of the tests, in what the agent left (`agent`) or without it (`pristine`). `logs` is relative to the
+    directory of the trial or step."""
+
+    state: Literal["agent", "pristine"]
+    logs: str
+    rewards: dict[str, float | int] | None = None
+    code: str | None = None
+    message: str | None = None
+
+
 class Integrity(_Part):
-    """How far the verdict can be trusted. `compared`: the sandbox could say which files the agent changed."""
+    """How far the verdict can be trusted. `compared`: the sandbox could say which files the agent changed. `runs`: the
+    runs of the tests, if the first of them gave no reward."""
 
     mode: str
     compared: bool = False
     notes: list[IntegrityNote] = Field(default_factory=list)
+    runs: list[GradingRun] = Field(default_factory=list)
 
 
 class StepResult(_Part):

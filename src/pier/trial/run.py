@@ -20,6 +20,7 @@ from pier.agent.contract import Agent
 from pier.agent.install import install
 from pier.errors import AgentError, SandboxError
 from pier.image.model import Image, OnProgress
+from pier.network.decision import Decision, OnDecision
 from pier.network.policy import PUBLIC, NetworkPolicy
 from pier.sandbox.compose import Composition
 from pier.sandbox.contract import Mount, Sandbox
@@ -145,7 +146,7 @@ class _Trial:
                 sandbox,
                 furnished.workdir,
                 plan.baseline,
-                GradingPlace(self.spec, self.record, self.environ, self._start_another),
+                GradingPlace(self.spec, self.record, self.environ, self._start),
             )
             if self.spec.agent.install:
                 await self._install(stage)
@@ -223,7 +224,19 @@ class _Trial:
         async with limit(seconds, lambda: _start_too_long(seconds)):
             return await work
 
-    async def _start(self, room: Room, network: NetworkPolicy, name: str, mounts: Iterable[Mount] = ()) -> Sandbox:
+    async def _start(
+        self,
+        room: Room,
+        network: NetworkPolicy,
+        name: str,
+        mounts: Iterable[Mount] = (),
+        watch: OnDecision | None = None,
+    ) -> Sandbox:
+        def note(decision: Decision) -> None:
+            self.record.note_network(decision)
+            if watch is not None:
+                watch(decision)
+
         backend = self.services.backend
         image = await self._get_image(room)
         limits = sandbox_limits(room.table, self.spec.sandbox, await backend.capabilities(), self.record)
@@ -238,13 +251,10 @@ class _Trial:
             limits=limits,
             mounts=mounts,
             on_progress=self._tell,
-            on_decision=self.record.note_network,
+            on_decision=note,
             services=await self._within_build_time(self._get_services(room, name)),
         )
         return await self._within_build_time(starting)
-
-    async def _start_another(self, room: Room, network: NetworkPolicy, name: str) -> Sandbox:
-        return await self._start(room, network, name)
 
     async def _run_steps(self, stage: Stage, plan: NetworkPlan) -> None:
         task = self.spec.task
