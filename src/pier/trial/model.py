@@ -116,6 +116,9 @@ class PierInfo(_Part):
     image: str | None = None
     image_digest: str | None = None
     task_digest: str = ""
+    n_steps: int | None = None
+    """How many steps the task has, and how many of them have a verdict; None for a task without steps."""
+    graded_steps: int | None = None
     phases: dict[str, float] = Field(default_factory=dict)
     """Seconds that each phase took."""
     warnings: list[str] = Field(default_factory=list)

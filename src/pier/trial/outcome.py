@@ -107,10 +107,10 @@ def stops_after(step: Step, outcome: StepOutcome, verify: bool) -> str | None:
 
 
 def combined_rewards(outcomes: Iterable[StepOutcome], strategy: str) -> dict[str, float | int] | None:
-    """The trial's rewards from its steps'. A step that an infrastructure fault left without a verdict leaves the whole
-    trial without one."""
+    """The trial's rewards from those of its steps. Steps that never began do not count. A step that began and has no
+    verdict, which is not the agent's fault, leaves the whole trial without one: the other steps are not the task."""
     outcomes = list(outcomes)
-    if any(each.rewards is None and each.error and each.error.blame in ("infra", "provider") for each in outcomes):
+    if any(each.rewards is None and each.error and each.error.blame != "agent" for each in outcomes):
         return None
     if strategy == "final":
         last = outcomes[-1].rewards if outcomes else None

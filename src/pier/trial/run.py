@@ -303,6 +303,8 @@ class _Trial:
             image=self.image.reference if self.image else None,
             image_digest=self.image.digest if self.image else None,
             task_digest=spec.task.digest,
+            n_steps=len(spec.task.steps) if spec.task.is_multi_step else None,
+            graded_steps=sum(o.rewards is not None for o in self.outcomes) if spec.task.is_multi_step else None,
             phases=dict(self.clock.seconds),
             warnings=list(self.record.warnings),
             network_refused=dict(self.record.refused.most_common(100)),
