@@ -21,7 +21,7 @@ system:
 	@.ci/bootstrap system
 
 demo: venv
-	@.venv/bin/pier run -p examples/tasks -a oracle -n 4 --job-name "demo-$$(date +%Y%m%d-%H%M%S)"
+	@.venv/bin/pier run -p examples/tasks -a oracle -n 4 --image host --job-name "demo-$$(date +%Y%m%d-%H%M%S)"
 
 clients: venv
 	@.ci/clients || echo "the official model clients could not be installed, so their tests are skipped" >&2

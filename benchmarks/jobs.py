@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests import harbor_compose
 
 TASK = {
-    "task.toml": 'schema_version = "1.1"\n[environment]\ndocker_image = "{image}"\nnetwork_mode = "no-network"\n',
+    "task.toml": 'schema_version = "1.1"\n[environment]\n{image}network_mode = "no-network"\n',
     "instruction.md": "Write hi to /tmp/answer.\n",
     "environment/.gitkeep": "",
     "solution/solve.sh": "#!/bin/sh\necho hi > /tmp/answer\n",
@@ -108,11 +108,12 @@ def measure(what: str, trials: int, concurrency: int, command: list[str], cwd: P
     return Row(what, trials, concurrency, seconds, rate, cpu, memory.end(), child.returncode == 0)
 
 
-def make_task(directory: Path, image: str) -> Path:
+def make_task(directory: Path, image: str | None = None) -> Path:
+    key = f'docker_image = "{image}"\n' if image else ""
     for name, text in TASK.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text.replace("{image}", image))
+        path.write_text(text.replace("{image}", key))
     return directory
 
 
@@ -143,8 +144,8 @@ async def bare_loop(trials: int, concurrency: int) -> None:
 def run_all(arguments: argparse.Namespace, place: Path) -> list[Row]:
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     env |= {"PIER_HOME": str(place / "home"), "PYTHONPYCACHEPREFIX": str(place / "compiled")}
-    make_task(place / "tasks" / "hello", "host")
-    pier = [sys.executable, "-m", "pier", "run", "-p", "tasks", "-a", "oracle", "-q"]
+    make_task(place / "tasks" / "hello")
+    pier = [sys.executable, "-m", "pier", "run", "-p", "tasks", "--image", "host", "-a", "oracle", "-q"]
     rows: list[Row] = []
     bare = [sys.executable, __file__, "--bare"]
     warm_up = [[*pier, "--job-name", "warm-up"], [*bare, "1", "1"]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,14 @@ def busybox_image(directory: Path) -> Image:
     (layer / "etc" / "group").write_text("root:x:0:\nuser:x:1000:\n")
     (layer / "etc" / "hostname").write_text("busybox\n")
     return Image("test/busybox", f"sha256:{'b' * 64}", (layer,), ImageConfig(env={"PATH": PATH}))
+
+
+def import_busybox(directory: Path, name: str = "test/busybox") -> None:
+    """Put `busybox_image` into pier's own store under a name that Dockerfiles can use."""
+    packed = directory / "busybox.tar"
+    with tarfile.open(packed, "w") as archive:
+        archive.add(busybox_image(directory / "busybox").layers[0], ".")
+    subprocess.run([sys.executable, "-m", "pier", "image", "import", str(packed), name], check=True)
 
 
 def add_program(layer: Path, program: str) -> None:

@@ -16,10 +16,10 @@ PATIENCE = 300.0
 
 
 def make_task(directory: Path, *, solve: str = "echo hi > /tmp/answer", test: str | None = None) -> Path:
-    """A task on the image `host` that the oracle passes and nop does not."""
+    """A task without an image that the oracle passes and nop does not."""
     check = test or "grep -q hi /tmp/answer; echo $((! $?)) > /logs/verifier/reward.txt"
     files = {
-        "task.toml": 'schema_version = "1.1"\n[environment]\ndocker_image = "host"\nnetwork_mode = "no-network"\n',
+        "task.toml": 'schema_version = "1.1"\n[environment]\nnetwork_mode = "no-network"\n',
         "instruction.md": "Write hi to /tmp/answer.\n",
         "environment/.gitkeep": "",
         "solution/solve.sh": f"#!/bin/sh\n{solve}\n",
@@ -57,10 +57,12 @@ def gate_mount(gate: Path) -> list[str]:
     return ["--mounts", json.dumps([{"type": "bind", "source": str(gate), "target": "/gate", "read_only": False}])]
 
 
-def start_pier(*args: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
-    """`pier ARGS` in a session of its own, so that signals for it reach nothing else."""
+def start_pier(*args: str, cwd: Path, image: str | None = "host", **env: str) -> subprocess.Popen[str]:
+    """`pier ARGS` in a session of its own, so that signals for it reach nothing else. A `pier run` on the local backend
+    uses `image` unless it names one; None leaves the tasks' own."""
+    chosen = ("--image", image) if image and args[0] == "run" and not {"--image", "--env"} & set(args) else ()
     return subprocess.Popen(
-        [*PIER, *args],
+        [*PIER, *args, *chosen],
         cwd=cwd,
         env={**os.environ, **env},
         stdin=subprocess.DEVNULL,
@@ -71,9 +73,11 @@ def start_pier(*args: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def pier(*args: str, cwd: Path, code: int | None = 0, **env: str) -> subprocess.CompletedProcess[str]:
+def pier(
+    *args: str, cwd: Path, code: int | None = 0, image: str | None = "host", **env: str
+) -> subprocess.CompletedProcess[str]:
     """Run `pier ARGS` to its end and check its exit code."""
-    with start_pier(*args, cwd=cwd, **env) as child:
+    with start_pier(*args, cwd=cwd, image=image, **env) as child:
         out, err = child.communicate(timeout=PATIENCE)
     assert code is None or child.returncode == code, f"exit {child.returncode}\n{out}\n{err}"
     return subprocess.CompletedProcess(child.args, child.returncode, out, err)

@@ -24,6 +24,9 @@ workdir = "/app"
 network_mode = "no-network"
 """
 
+ON_HOST = SandboxChoice(image="host")
+"""For trials that are not run by a `Bench`."""
+
 PASS = "#!/bin/bash\ntest -e /app/done; echo $((! $?)) > /logs/verifier/reward.txt\n"
 """Tests that want the file /app/done."""
 

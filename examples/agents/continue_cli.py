@@ -1,6 +1,6 @@
 """Continue's command line as an agent of pier's: a whole agent in one file.
 
-    PYTHONPATH=examples/agents pier run -p examples/tasks/bug-fix -a continue_cli:Continue \
+    PYTHONPATH=examples/agents pier run -p examples/tasks/bug-fix --image host -a continue_cli:Continue \
         -m script:examples/scripts/bug-fix.yaml
 """
 

@@ -38,5 +38,5 @@ def test_help_loads_next_to_nothing(option: str) -> None:
 
 def test_a_run_loads_what_it_needs(tmp_path: Path) -> None:
     task = make_task(tmp_path / "hello")
-    found = loaded("run", "-p", str(task), "-a", "oracle", "--jobs-dir", str(tmp_path / "jobs"))
+    found = loaded("run", "-p", str(task), "--image", "host", "-a", "oracle", "--jobs-dir", str(tmp_path / "jobs"))
     assert "pier.job.runner" in found and found & NOT_FOR_A_RUN == set()

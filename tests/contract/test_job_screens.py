@@ -19,7 +19,7 @@ def job(tmp_path: Path) -> Path:
     make_task(tasks / "failing", solve="true")
     make_task(tasks / "crashing-verifier", test="echo boom; exit 3")
     table = make_task(tasks / "no-image") / "task.toml"
-    table.write_text(table.read_text().replace('"host"', '"127.0.0.1:1/none:1"'))
+    table.write_text(table.read_text() + '[verifier.environment]\ndocker_image = "127.0.0.1:1/none:1"\n')
     pier("run", "-p", str(tasks), "-a", "oracle", "-k", "2", "--job-name", "mixed", cwd=tmp_path, code=1)
     return tmp_path / "jobs" / "mixed"
 

@@ -21,7 +21,7 @@ from pier.trial.model import TrialResult
 from pier.trial.read import read_result
 from pier.trial.run import run_trial
 from pier.trial.spec import AgentChoice, Multipliers, SandboxChoice, TrialSpec, VerifierChoice
-from tests.trial_runs import PASS, TOML, Bench, kinds, open_bench, write_task
+from tests.trial_runs import ON_HOST, PASS, TOML, Bench, kinds, open_bench, write_task
 
 pytestmark = [pytest.mark.plain, pytest.mark.skipif(not os.path.exists("/proc/self/ns/user"), reason="no namespaces")]
 
@@ -42,7 +42,7 @@ def rewards(result: TrialResult) -> float | int | None:
 
 async def test_the_examples_are_solved_by_the_oracle_only(bench: Bench, tmp_path: Path) -> None:
     tasks = [load_task(path) for path in sorted(EXAMPLES.iterdir())]
-    proofs = await prove(tasks, bench.services, tmp_path / "proofs", concurrency=2)
+    proofs = await prove(tasks, bench.services, tmp_path / "proofs", sandbox=ON_HOST, concurrency=2)
     assert [proof for proof in proofs if not proof.ok] == []
     assert len(proofs) == 2 * len(tasks)
     step = read_result(next((tmp_path / "proofs").glob("*-multi-step/oracle-1")))
@@ -62,9 +62,8 @@ async def test_the_examples_are_solved_by_the_oracle_only(bench: Bench, tmp_path
 async def test_the_files_of_a_trial(bench: Bench, tmp_path: Path) -> None:
     phases: list[str] = []
     task = write_task(tmp_path / "t", solve="echo solved; touch /app/done")
-    spec = TrialSpec(
-        "one", task, tmp_path / "one", AgentChoice("oracle"), job_id="00000000-0000-4000-8000-000000000000"
-    )
+    job_id = "00000000-0000-4000-8000-000000000000"
+    spec = TrialSpec("one", task, tmp_path / "one", AgentChoice("oracle"), sandbox=ON_HOST, job_id=job_id)
     result = await run_trial(spec, bench.services, phases.append)
     assert phases == ["prepare", "start", "health", "setup", "agent", "collect", "verify", "seal"]
     assert rewards(result) == 1
@@ -120,8 +119,8 @@ async def test_the_command_agent(bench: Bench, tmp_path: Path) -> None:
 
 
 async def test_a_failed_infrastructure_has_no_reward(bench: Bench, tmp_path: Path) -> None:
-    task = write_task(tmp_path / "t", toml=TOML.replace('"host"', '"no-such-image.invalid/x:1"'))
-    result = await bench.run(task)
+    task = write_task(tmp_path / "t", toml=TOML + 'docker_image = "no-such-image.invalid/x:1"\n')
+    result = await bench.run(task, sandbox=SandboxChoice())
     assert result.verifier_result is None and not result.has_verdict
     assert result.exception_info is not None and result.exception_info.phase == "prepare"
     assert result.exception_info.blame in ("infra", "user")
@@ -347,7 +346,7 @@ async def test_a_cancelled_trial_leaves_no_result_and_no_sandbox(bench: Bench, t
     await bench.run(write_task(tmp_path / "first"))
     before = bench.services.backend.lease.held()
     task = write_task(tmp_path / "t", solve="sleep 600")
-    spec = TrialSpec("x", task, tmp_path / "x")
+    spec = TrialSpec("x", task, tmp_path / "x", sandbox=ON_HOST)
     running = asyncio.create_task(
         run_trial(spec, bench.services, lambda phase: started.set() if phase == "agent" else None)
     )
@@ -386,7 +385,7 @@ async def test_each_phase_has_its_network(bench: Bench, tmp_path: Path, monkeypa
     assert rewards(await bench.run(task)) == 1
     assert switched == [NetworkPolicy("allowlist", ("allowed.example",)), NONE]
     switched.clear()
-    assert rewards(await bench.run(task, sandbox=SandboxChoice(network=NONE))) == 1
+    assert rewards(await bench.run(task, sandbox=SandboxChoice(image="host", network=NONE))) == 1
     assert switched == []
 
 

@@ -72,6 +72,7 @@ def run_trial(name: str, jobs: Path, script: Path, *extra: str, task: Path = TAS
     """Run one trial and give its result."""
     python = str(HARBOR) if name == TERMINUS else sys.executable
     command = [python, "-m", "pier", "run", "-p", str(task), "-a", name]
+    command += [] if "--env" in extra else ["--image", "host"]
     command += ["-m", f"script:{script}", "--jobs-dir", str(jobs), "--job-name", "job", *extra]
     path = ROOT / ("src" if name == TERMINUS else "examples/agents")
     environ = {**os.environ, "PIER_PACKS": str(PACKS), "PYTHONPATH": str(path)}
@@ -162,8 +163,6 @@ def test_an_agent_fixes_the_bug_in_a_container_without_a_network(
     monkeypatch.setenv("DOCKER_HOST", docker.url)
     task = tmp_path / "bug-fix"
     shutil.copytree(TASK, task)
-    settings = (task / "task.toml").read_text().replace('docker_image = "host"\n', "")
-    (task / "task.toml").write_text(settings)
     (task / "environment" / "Dockerfile").write_text("FROM test/python\nWORKDIR /app\nCOPY . /app/\n")
     script, turns = script_for(name, tmp_path)
     check(name, run_trial(name, tmp_path / "jobs", script, "--env", "docker", task=task), turns)

@@ -64,7 +64,16 @@ def run(agent: str, script: dict[str, Any], folder: Path) -> Trajectory:
         pytest.skip(f"the pack of {agent} is not built: .ci/packs {agent}")
     (folder / "script.json").write_text(json.dumps(script))
     command = [sys.executable, "-m", "pier", "run", "-p", str(ROOT / "examples/tasks/hello"), "-a", agent]
-    command += ["-m", f"script:{folder / 'script.json'}", "--jobs-dir", str(folder / "jobs"), "--job-name", "job"]
+    command += [
+        "--image",
+        "host",
+        "-m",
+        f"script:{folder / 'script.json'}",
+        "--jobs-dir",
+        str(folder / "jobs"),
+        "--job-name",
+        "job",
+    ]
     environ = {**os.environ, "PIER_PACKS": str(PACKS)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
     results = list(folder.glob("jobs/job/*/result.json"))

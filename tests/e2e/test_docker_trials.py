@@ -73,8 +73,6 @@ def test_a_dockerfile_is_built_once_and_brought_to_the_engine(job: Path, docker:
     task = job / "tasks" / "one"
     (task / "environment").mkdir(exist_ok=True)
     (task / "environment" / "Dockerfile").write_text(f"FROM {IMAGE}\nENV COLOUR=blue\nRUN echo made > /made\n")
-    text = (task / "task.toml").read_text().replace('docker_image = "host"\n', "")
-    (task / "task.toml").write_text(text)
     pier("run", "-p", "tasks", "-a", "oracle", "-k", "2", "--env", "docker", "--job-name", "b", cwd=job)
     assert rewards_of(job / "jobs" / "b") == [1, 1]
     assert any(row.startswith("pier/") for row in docker.docker("images", "--format", "{{.Repository}}").split())

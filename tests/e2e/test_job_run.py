@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pier.cli.main import main
+from tests.busybox import import_busybox
 from tests.job_tasks import make_task, pier, rewards_of, snapshot, trials_of
 
 
@@ -198,8 +199,11 @@ def test_equal_environments_are_built_once(tmp_path: Path) -> None:
     for name in ("one", "two"):
         task = make_task(tmp_path / "tasks" / name, test="cat /built && echo 1 > /logs/verifier/reward.txt")
         (task / "task.toml").write_text('[environment]\nnetwork_mode = "no-network"\n')
-        (task / "environment" / "Dockerfile").write_text("FROM host\nRUN date +%s.%N > /built\n")
-    pier("run", "-p", "tasks", "-k", "3", "-n", "6", "--job-name", "j", cwd=tmp_path)
+        (task / "environment" / "Dockerfile").write_text(
+            "FROM test/busybox\nRUN cat /proc/sys/kernel/random/uuid > /built\n"
+        )
+    import_busybox(tmp_path)
+    pier("run", "-p", "tasks", "-k", "3", "-n", "6", "--job-name", "j", cwd=tmp_path, image=None)
     stamps = {(t / "verifier" / "test-stdout.txt").read_text() for t in trials_of(tmp_path / "jobs" / "j")}
     assert len(trials_of(tmp_path / "jobs" / "j")) == 6 and len(stamps) == 1
 

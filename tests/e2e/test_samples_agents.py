@@ -81,7 +81,7 @@ async def test_a_trial_becomes_samples_whatever_the_dialect_of_its_agent(agent: 
         (tmp_path / "home").mkdir()
         (tmp_path / "home/providers.toml").write_text(f'[lab]\nurl = "{fake.url}/v1"\ntokens = true\n')
         jobs = ("--jobs-dir", str(tmp_path / "jobs"), "--job-name", "job")
-        await pier(tmp_path / "home", "run", "-p", task, "-a", agent, "-m", "lab/served", *jobs)
+        await pier(tmp_path / "home", "run", "-p", task, "--image", "host", "-a", agent, "-m", "lab/served", *jobs)
     out = tmp_path / "samples.jsonl"
     given = (
         "gateway",

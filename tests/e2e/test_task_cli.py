@@ -31,8 +31,8 @@ def pier(*args: object, code: int = 0, cwd: Path | None = None) -> str:
 
 def test_a_new_task_is_proved(tmp_path: Path) -> None:
     said = pier("task", "init", "mine", cwd=tmp_path)
-    assert "pier task check --run mine" in said
-    said = pier("task", "check", "--run", "-k", "2", "-o", tmp_path / "runs", "mine", cwd=tmp_path)
+    assert "pier task check --run --image host mine" in said
+    said = pier("task", "check", "--run", "--image", "host", "-k", "2", "-o", tmp_path / "runs", "mine", cwd=tmp_path)
     assert 'ok      local/mine oracle: {"reward": 1.0}, {"reward": 1.0}' in said
     assert "ok      local/mine nop" in said
     shown = pier("trial", "show", tmp_path / "runs/1-mine/oracle-2")
@@ -44,10 +44,11 @@ def test_a_new_task_is_proved(tmp_path: Path) -> None:
 
 def test_tasks_that_prove_nothing_fail(tmp_path: Path) -> None:
     flaky = "#!/bin/bash\necho $((RANDOM % 1000000)).$RANDOM > /logs/verifier/reward.txt\n"
-    write_task(tmp_path / "set/flaky", test=flaky)
-    write_task(tmp_path / "set/free", test="#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n")
-    write_task(tmp_path / "set/hard", solve="true")
-    said = pier("task", "check", "--run", "-k", "3", "--json", tmp_path / "set", code=1)
+    write_task(tmp_path / "set/flaky", test=flaky, environment__Dockerfile="FROM x")
+    free = "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"
+    write_task(tmp_path / "set/free", test=free, environment__Dockerfile="FROM x")
+    write_task(tmp_path / "set/hard", solve="true", environment__Dockerfile="FROM x")
+    said = pier("task", "check", "--run", "--image", "host", "-k", "3", "--json", tmp_path / "set", code=1)
     runs = {(row["task"], row["agent"]): row for row in json.loads(said)["runs"]}
     assert runs["flaky", "oracle"]["flaky"] and not runs["flaky", "oracle"]["ok"]
     assert runs["free", "oracle"]["ok"] and not runs["free", "nop"]["ok"]
@@ -55,13 +56,18 @@ def test_tasks_that_prove_nothing_fail(tmp_path: Path) -> None:
 
 
 def test_check_without_running(tmp_path: Path) -> None:
-    write_task(tmp_path / "good")
+    write_task(tmp_path / "good", environment__Dockerfile="FROM x")
     assert "errors: 0, warnings: 0" in pier("task", "check", tmp_path / "good")
-    write_task(tmp_path / "typo", toml=TOML + "memmory_mb = 5\n")
+    write_task(tmp_path / "typo", toml=TOML + "memmory_mb = 5\n", environment__Dockerfile="FROM x")
     assert "did you mean environment.memory_mb?" in pier("task", "check", tmp_path / "typo")
     pier("task", "check", "--strict", tmp_path / "typo", code=1)
     write_task(tmp_path / "bad", test=PASS.replace("reward.txt", "rewards.txt"))
     assert "rewards.txt" in pier("task", "check", tmp_path / "bad", code=1)
+    write_task(tmp_path / "a", toml=TOML + 'docker_image = "host"\n')
+    write_task(tmp_path / "b", environment__Dockerfile="FROM x\nFROM --platform=linux/amd64 host AS h\n")
+    write_task(tmp_path / "c", environment__Dockerfile="FROM x\n", tests__Dockerfile="FROM host\n")
+    for name in "abc":
+        assert "run it with --image host" in pier("task", "check", tmp_path / name, code=1)
     assert "no such task" in pier("task", "check", tmp_path / "none", code=2)
 
 
@@ -75,17 +81,26 @@ RUN git init -q && git config user.name a && git config user.email a@b && echo b
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_later_commits_of_a_tasks_repository_are_told(tmp_path: Path) -> None:
-    toml = TOML.replace('docker_image = "host"\n', "")
-    write_task(tmp_path / "leaky", toml=toml, environment__Dockerfile=CLONE)
-    said = pier("task", "check", "--run", tmp_path / "leaky")
+    write_task(tmp_path / "leaky", environment__Dockerfile="FROM x")
+    build(tmp_path / "images", "leaky", CLONE)
+    said = pier("task", "check", "--run", "--image", "leaky", tmp_path / "leaky")
     assert "/app/.git: holds commits that are no ancestors of HEAD (0 in branches and tags, 1 in" in said
     assert "Fix the bug" in said
-    strict = json.loads(pier("task", "check", "--run", "--strict", "--json", tmp_path / "leaky", code=1))
+    strict = json.loads(
+        pier("task", "check", "--run", "--image", "leaky", "--strict", "--json", tmp_path / "leaky", code=1)
+    )
     assert not strict["ok"] and all(row["ok"] for row in strict["runs"])
     assert [row["level"] for row in strict["problems"]] == ["warning"]
     anew = " && rm -rf .git && git init -q && git add -A && git -c user.name=a -c user.email=a@b commit -qm base\n"
-    write_task(tmp_path / "sound", toml=toml, environment__Dockerfile=CLONE.rstrip() + anew)
-    assert "ancestors" not in pier("task", "check", "--run", "--strict", tmp_path / "sound")
+    build(tmp_path / "images", "sound", CLONE.rstrip() + anew)
+    assert "ancestors" not in pier("task", "check", "--run", "--image", "sound", "--strict", tmp_path / "leaky")
+
+
+def build(context: Path, name: str, dockerfile: str) -> None:
+    """Build an image into pier's own store, as a user does."""
+    context.mkdir(exist_ok=True)
+    (context / "Dockerfile").write_text(dockerfile)
+    pier("image", "build", context, "-t", name)
 
 
 SERVICES = """\

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.busybox import import_busybox
 from tests.job_tasks import (
     gate_mount,
     gated_task,
@@ -70,7 +71,13 @@ def test_a_runner_killed_in_a_phase(tmp_path: Path, pier_home: Path, phase: str)
 
 
 def _assert_it_goes_on(
-    tmp_path: Path, pier_home: Path, command: list[str], gates: list[Path], *, in_time: bool = True
+    tmp_path: Path,
+    pier_home: Path,
+    command: list[str],
+    gates: list[Path],
+    *,
+    in_time: bool = True,
+    image: str | None = "host",
 ) -> None:
     """After a kill: what was finished stays as it is, the rest is done, and nothing is left. `in_time`: the trial that
     was under way cannot have come further."""
@@ -83,7 +90,7 @@ def _assert_it_goes_on(
     assert "interrupted" in pier("job", "list", cwd=tmp_path).stdout
     for gate in gates:
         (gate / "go").touch()
-    pier(*command, cwd=tmp_path)
+    pier(*command, cwd=tmp_path, image=image)
     assert rewards_of(job) == [1, 1, 1]
     assert snapshot(quick) == before
     kept = list((job / ".retries").iterdir()) if (job / ".retries").is_dir() else []
@@ -94,20 +101,21 @@ def _assert_it_goes_on(
 @pytest.mark.plain
 def test_a_runner_killed_while_it_builds(tmp_path: Path, pier_home: Path) -> None:
     """The phase `prepare`, in the middle of a RUN."""
+    import_busybox(tmp_path)
     for name in ("a-quick", "gated", "later"):
-        make_task(tmp_path / "tasks" / name)
+        task = make_task(tmp_path / "tasks" / name)
+        (task / "environment" / "Dockerfile").write_text("FROM test/busybox\n")
     task = tmp_path / "tasks" / "gated"
-    (task / "task.toml").write_text('schema_version = "1.1"\n[environment]\nnetwork_mode = "no-network"\n')
     wait = "touch /gate/prepare && while [ ! -e /gate/go ]; do sleep 0.05; done"
-    (task / "environment" / "Dockerfile").write_text(f"FROM host\nRUN --mount=type=cache,target=/gate {wait}\n")
+    (task / "environment" / "Dockerfile").write_text(f"FROM test/busybox\nRUN --mount=type=cache,target=/gate {wait}\n")
     command = ["run", "-p", "tasks", "-a", "oracle", "-n", "1", "--job-name", "j"]
     job = tmp_path / "jobs" / "j"
-    with start_pier(*command, cwd=tmp_path) as child:
+    with start_pier(*command, cwd=tmp_path, image=None) as child:
         gates = wait_for(lambda: [path.parent for path in pier_home.rglob("caches/*/prepare")], child)
         wait_for(lambda: _reached(job, "gated", "prepare"), child)
         _kill(child)
     assert not _reached(job, "gated", "start")
-    _assert_it_goes_on(tmp_path, pier_home, command, gates)
+    _assert_it_goes_on(tmp_path, pier_home, command, gates, image=None)
 
 
 INSTALLED = """

@@ -16,7 +16,7 @@ from pier.sandbox.contract import OnOutput, Result, Sandbox
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.trial.run import run_trial
 from pier.trial.spec import AgentChoice, TrialSpec
-from tests.trial_runs import PASS, TOML, Bench, open_bench, write_task
+from tests.trial_runs import ON_HOST, PASS, TOML, Bench, open_bench, write_task
 
 pytestmark = pytest.mark.plain
 
@@ -109,7 +109,9 @@ async def test_cancelling_in_every_phase_leaves_nothing(bench: Bench, tmp_path: 
                 event.set()
 
         directory = tmp_path / f"cancelled-{phase}"
-        running = asyncio.create_task(run_trial(TrialSpec(phase, task, directory), bench.services, note))
+        running = asyncio.create_task(
+            run_trial(TrialSpec(phase, task, directory, sandbox=ON_HOST), bench.services, note)
+        )
         await asyncio.wait_for(reached.wait(), 120)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):

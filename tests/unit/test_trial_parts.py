@@ -138,9 +138,7 @@ def test_deadlines() -> None:
     ],
 )
 def test_the_network_of_builds(tmp_path: Path, said: str, expected: NetworkPolicy | None) -> None:
-    task = write_task(
-        tmp_path / "t", toml=TOML.replace('docker_image = "host"\n', "") + said, environment__Dockerfile=""
-    )
+    task = write_task(tmp_path / "t", toml=TOML + said, environment__Dockerfile="")
     assert agent_room(task, SandboxChoice()).wish.network == expected
     assert verifier_room(task, 0, SandboxChoice()).wish.network == expected
 
@@ -148,7 +146,7 @@ def test_the_network_of_builds(tmp_path: Path, said: str, expected: NetworkPolic
 def test_a_network_of_builds_that_is_none(tmp_path: Path) -> None:
     task = write_task(tmp_path / "t", toml=TOML + "[metadata.pier]\nbuild_network = 7\n")
     with pytest.raises(TaskError, match=r"task\.toml: metadata\.pier\.build_network: 7 is not public"):
-        agent_room(task, SandboxChoice())
+        agent_room(task, SandboxChoice(image="host"))
 
 
 def test_networks_of_phases(tmp_path: Path) -> None:
@@ -169,16 +167,14 @@ def test_networks_of_phases(tmp_path: Path) -> None:
 
 
 def test_where_trials_run(tmp_path: Path) -> None:
-    plain = write_task(
-        tmp_path / "a", toml=TOML.replace('docker_image = "host"\n', ""), environment__Dockerfile="FROM x"
-    )
+    plain = write_task(tmp_path / "a", environment__Dockerfile="FROM x")
     assert agent_room(plain, SandboxChoice()).wish.context == plain.environment_dir
     override = agent_room(plain, SandboxChoice(image="host"))
     assert (override.wish.reference, override.content) == ("host", plain.environment_dir)
-    both = write_task(tmp_path / "b", environment__Dockerfile="FROM x")
-    assert agent_room(both, SandboxChoice()).wish.reference == "host"
+    both = write_task(tmp_path / "b", toml=TOML + 'docker_image = "y"\n', environment__Dockerfile="FROM x")
+    assert agent_room(both, SandboxChoice()).wish.reference == "y"
     assert agent_room(both, SandboxChoice(force_build=True)).wish.is_build
-    neither = write_task(tmp_path / "c", toml=TOML.replace('docker_image = "host"\n', ""))
+    neither = write_task(tmp_path / "c")
     with pytest.raises(TaskError, match="what to run in"):
         agent_room(neither, SandboxChoice())
     bundled = write_task(tmp_path / "d", toml=TOML + "[verifier.environment]\n", tests__Dockerfile="FROM y")

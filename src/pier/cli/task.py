@@ -31,7 +31,7 @@ def init(directory: Path, org: str) -> None:
 
     for path in create_task(directory, org):
         click.echo(path)
-    click.echo(f"\nnext: pier task check --run {directory}")
+    click.echo(f"\nnext: pier task check --run --image host {directory}")
 
 
 @task.command()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pier.errors import ImageError, PierError
 from pier.image.dockerfile import Dockerfile, Instruction, read
+from pier.image.host import host_refusal
 from pier.image.ignore import Ignore, read_ignore
 from pier.image.model import HOST, SCRATCH, Image, OnProgress
 from pier.image.platforms import architecture
@@ -40,6 +41,7 @@ class Build:
     runner: StepRunner | None
     network: NetworkPolicy
     on_progress: OnProgress
+    host: bool
     globals: dict[str, str] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
     done: dict[int, Stage] = field(default_factory=dict)
@@ -68,11 +70,13 @@ async def build_image(
     on_progress: OnProgress | None = None,
     tag: str | None = None,
     target: str | None = None,
+    host: bool = True,
 ) -> Image:
     """Build the image that `dockerfile` (`context/Dockerfile`) says, and keep it as `tag` or under its digest.
 
     RUN goes through `runner`; a build that needs none, or finds all in the cache, needs no runner. Errors are
-    `ImageError`s with file and line; code `build` with the end of the output if a command failed.
+    `ImageError`s with file and line; code `build` with the end of the output if a command failed. Without `host` a
+    FROM that leads to this machine's root is a `TaskError` with code `host_image`.
     """
     if not context.is_dir():
         raise ImageError(f"the build context {context} is not a directory", code="build", blame="user")
@@ -88,6 +92,7 @@ async def build_image(
         runner,
         network,
         on_progress or (lambda _: None),
+        host,
     )
     _split(build)
     wanted = _find_target(build, target)
@@ -221,6 +226,8 @@ async def _start(build: Build, part: Part) -> Stage:
         image = await build.store.resolve(part.base, on_progress=build.on_progress)
     except ImageError as error:
         raise located(error, part.start, build.file) from error
+    if image.is_host and not build.host:
+        raise host_refusal(f"{build.file.path}:{part.start.line}: FROM {part.base}")
     _refuse_triggers(build, part, image)
     if image.reference == HOST:
         return Stage.start(image, key_of("host", image.digest, _host_packages()))

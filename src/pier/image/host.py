@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+from pier.errors import TaskError
 from pier.image.model import HOST, Image, ImageConfig
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -22,3 +23,9 @@ def host_image() -> Image:
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     config = ImageConfig(env={"PATH": _PATH, "LANG": "C.UTF-8"})
     return Image(HOST, f"sha256:{digest}", config=config, on_host=True)
+
+
+def host_refusal(where: str) -> TaskError:
+    """The error for a task that asks for this machine's root: only the user gives that away."""
+    message = f"{where}: a task cannot choose the image {HOST!r}, which shows this machine's software"
+    return TaskError(message, hint=f"run it with --image {HOST}", code="host_image")

@@ -17,6 +17,7 @@ from pier.task.template import wanted_variables
 Level = Literal["error", "warning"]
 
 _REWARD = re.compile(rb"reward\.(txt|json)")
+_FROM_HOST = re.compile(r"(?im)^\s*FROM\s+(?:--\S+\s+)*host(?:\s+AS\s+\S+)?\s*$")
 _WRONG_REWARD = re.compile(rb"/logs/verifier/(rewards\.(txt|json)|reward(?![\w.]))")
 
 
@@ -40,7 +41,7 @@ def lint(path: Path) -> list[Problem]:
     except TaskError as error:
         where, _, message = str(error).partition(": ")
         return [Problem("error", where, message)]
-    return [*_lint_config(path / "task.toml", config, task), *_lint_image(task), *_lint_steps(task)]
+    return [*_lint_config(path / "task.toml", config, task), *_lint_image(task), *_lint_host(task), *_lint_steps(task)]
 
 
 def _lint_config(file: Path, config: TaskConfig, task: Task) -> Iterator[Problem]:
@@ -82,6 +83,17 @@ def _lint_image(task: Task) -> Iterator[Problem]:
         yield Problem("error", where, "neither a Dockerfile here nor environment.docker_image says what to run in")
     elif task.dockerfile and re.search(r"(?im)^\s*(COPY|ADD)\s.*\b(tests|solution)/", _text(task.dockerfile)):
         yield Problem("warning", str(task.dockerfile), "copies tests or the solution to where the agent sees them")
+
+
+def _lint_host(task: Task) -> Iterator[Problem]:
+    message = "a task cannot choose the image 'host'; run it with --image host"
+    tables = [task.config.environment, *(step.verifier_environment.table for step in task.steps)]
+    if any(table.docker_image == "host" for table in tables):
+        yield Problem("error", f"{task.path / 'task.toml'}: docker_image", message)
+    directories = [task.environment_dir, *(tests for step in task.steps for tests in step.tests)]
+    for file in dict.fromkeys(directory / "Dockerfile" for directory in directories):
+        if _FROM_HOST.search(_text(file)):
+            yield Problem("error", str(file), message)
 
 
 def _lint_steps(task: Task) -> Iterator[Problem]:

@@ -25,8 +25,6 @@ timeout_sec = 900
 timeout_sec = 120
 
 [environment]
-# "host" is this machine's own root, copy-on-write: nothing is pulled. Remove the line to build environment/Dockerfile.
-docker_image = "host"
 workdir = "/app"
 network_mode = "no-network"
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pier.agent.contract import AGENT_LOGS
 from pier.errors import SandboxError, TaskError
-from pier.image.model import Image, OnProgress
+from pier.image.model import HOST, Image, OnProgress
 from pier.network.decision import OnDecision
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.compose import Compose, Composition
@@ -85,11 +85,13 @@ def agent_room(task: Task, choice: SandboxChoice, environ: Mapping[str, str] | N
         room = _services_room(task, task.config.environment, task.compose, choice, environ)
     else:
         room = _room(task, task.config.environment, context, choice)
-    return _with_build_network(task, room)
+    return _finished(task, room, choice)
 
 
-def _with_build_network(task: Task, room: Room) -> Room:
-    return replace(room, wish=replace(room.wish, network=build_network(task)))
+def _finished(task: Task, room: Room, choice: SandboxChoice) -> Room:
+    """`room` with what its image may reach while it is built, and whether the user let it be this machine's root."""
+    chosen = choice.image is not None and choice.image in (room.wish.reference, HOST)
+    return replace(room, wish=replace(room.wish, network=build_network(task), host=chosen))
 
 
 def _services_room(
@@ -112,8 +114,7 @@ def _room(task: Task, table: Environment, context: Path | None, choice: SandboxC
     if choice.image:
         return Room(table, ImageWish(choice.image), task.environment_dir)
     if table.docker_image and not (choice.force_build and context):
-        content = task.environment_dir if table.docker_image == "host" or not task.dockerfile else None
-        return Room(table, ImageWish(table.docker_image), content)
+        return Room(table, ImageWish(table.docker_image), None if task.dockerfile else task.environment_dir)
     if context is None:
         raise TaskError(
             f"{task.path}: neither environment.docker_image nor a Dockerfile says what to run in",
@@ -125,7 +126,7 @@ def _room(task: Task, table: Environment, context: Path | None, choice: SandboxC
 
 def verifier_room(task: Task, step_index: int, choice: SandboxChoice, environ: Mapping[str, str] | None = None) -> Room:
     """What a separate verifier works in: its own image, or a fresh copy of what the agent began with."""
-    return _with_build_network(task, _verifier_room(task, step_index, choice, environ))
+    return _finished(task, _verifier_room(task, step_index, choice, environ), choice)
 
 
 def _verifier_room(task: Task, step_index: int, choice: SandboxChoice, environ: Mapping[str, str] | None) -> Room:

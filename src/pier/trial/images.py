@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pier.errors import ImageError, PolicyError
+from pier.image.host import host_refusal
 from pier.image.model import HOST, Image, OnProgress
 from pier.network.policy import NONE, PUBLIC, NetworkPolicy
 from pier.sandbox import open_backend
@@ -33,6 +34,8 @@ class ImageWish:
     target: str | None = None
     network: NetworkPolicy | None = None
     """What its RUN steps may reach; None is everything that the machine can offer."""
+    host: bool = False
+    """Whether the user chose this machine's root, which a task cannot."""
 
     @property
     def is_build(self) -> bool:
@@ -77,6 +80,14 @@ class TrialImages:
 
     async def get(self, wish: ImageWish, on_progress: OnProgress | None = None) -> Image:
         """The image that `wish` asks for. `on_progress` is told how it is made, also if somebody else began that."""
+        if wish.reference == HOST and not wish.host:
+            raise host_refusal(f"docker_image = {wish.reference!r}")
+        image = await self._get(wish, on_progress)
+        if image.is_host and not wish.host:
+            raise host_refusal(f"docker_image = {wish.reference!r}")
+        return image
+
+    async def _get(self, wish: ImageWish, on_progress: OnProgress | None) -> Image:
         key = wish.reference or await asyncio.to_thread(_build_key, wish)
         making = self._waiting.get(key)
         if making is None or making.task is None or making.failed:
@@ -120,7 +131,14 @@ def _build_key(wish: ImageWish) -> str:
     if wish.context is None:
         return ""
     return repr(
-        (tree_digest(wish.context), _file_key(wish.context, wish.dockerfile), wish.target, wish.args, wish.network)
+        (
+            tree_digest(wish.context),
+            _file_key(wish.context, wish.dockerfile),
+            wish.target,
+            wish.args,
+            wish.network,
+            wish.host,
+        )
     )
 
 
@@ -190,6 +208,7 @@ def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
             network=network,
             on_progress=tell,
             target=wish.target,
+            host=wish.host,
         )
 
     async def close() -> None:

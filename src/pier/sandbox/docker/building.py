@@ -18,8 +18,9 @@ from aiodocker.exceptions import DockerError
 
 from pier.errors import ImageError, PolicyError
 from pier.image.dockerfile import read
+from pier.image.host import host_refusal
 from pier.image.ignore import Ignore, read_ignore
-from pier.image.model import SCRATCH, Image
+from pier.image.model import HOST, SCRATCH, Image
 from pier.image.stage import arg_pairs
 from pier.image.words import expand, split
 from pier.sandbox.docker.buildkit import Trace
@@ -75,6 +76,8 @@ async def _refuse_network(docker: aiodocker.Docker, order: BuildOrder) -> None:
 async def _pull_bases(images: EngineImages, order: BuildOrder) -> None:
     """Have the engine pull what the file begins with, as whoever `docker login` says: its builder knows nobody."""
     for base in _bases(order):
+        if base == HOST:
+            raise host_refusal(f"{order.file}: FROM {base}")
         if await images.find(base) is None:
             await images.pull(base, order.on_progress)
 
