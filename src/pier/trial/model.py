@@ -140,6 +140,12 @@ class TrialResult(_Part):
     verifier_result: VerifierResult | None = None
     verifier_environment_mode: str | None = None
     exception_info: ExceptionInfo | None = None
+    failure_cause: str | None = None
+    """What ended the trial, in the words of Harbor's `FailureCause`; ours is `exception_info.blame`."""
+    reward_valid: bool | None = None
+    """Whether Harbor takes the reward for a valid measurement of the agent."""
+    environment_type: str | None = None
+    """The backend that the trial ran on."""
     started_at: datetime | None = None
     finished_at: datetime | None = None
     environment_setup: TimingInfo | None = None

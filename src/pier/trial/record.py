@@ -56,6 +56,9 @@ class TrialRecord:
     def write_config(self, config: dict[str, Any]) -> None:
         self._write("config.json", config, durable=False)
 
+    def write_lock(self, lock: dict[str, Any]) -> None:
+        self._write("lock.json", lock, durable=False)
+
     def write_exception(self, text: str) -> None:
         files.write(self.directory / "exception.txt", self.redactor.text(text), durable=False)
 

@@ -28,14 +28,14 @@ from pier.task import resolve_env
 from pier.trial.agents import Brought, bring_agent, make_agent
 from pier.trial.clock import Clock, limit, now
 from pier.trial.compose import SERVICES, ServiceLogs, service_images
-from pier.trial.configfile import task_reference, trial_config
+from pier.trial.configfile import task_reference, trial_config, trial_lock
 from pier.trial.environment import Room, agent_room, check_support, furnish, sandbox_limits, start_room
 from pier.trial.grading import GradingPlace
 from pier.trial.health import wait_until_healthy
 from pier.trial.images import ImageWish
 from pier.trial.model import AgentInfo, ModelInfo, PierInfo, TimingInfo, TrialResult, VerifierResult
 from pier.trial.network import NetworkPlan, check_network, plan_network
-from pier.trial.outcome import StepOutcome, captured, combined_rewards, exception_info, stops_after
+from pier.trial.outcome import StepOutcome, captured, combined_rewards, exception_info, judge_as_harbor, stops_after
 from pier.trial.record import TrialRecord
 from pier.trial.redact import Redactor, looks_secret, secret_values
 from pier.trial.spec import OnPhase, TrialServices, TrialSpec
@@ -84,6 +84,7 @@ class _Trial:
             task_checksum=spec.task.digest.removeprefix("sha256:"),
             config=self.config,
             agent_info=AgentInfo(name=spec.agent.name, model_info=_model_info(spec.agent.model)),
+            environment_type=services.backend.name,
             started_at=now(),
         )
 
@@ -99,6 +100,7 @@ class _Trial:
         self.record.open()
         try:
             self.record.write_config(self.config)
+            self.record.write_lock(trial_lock(self.spec, self.config))
             with captured() as failure:
                 await self._run()
             if failure.error is not None:
@@ -295,6 +297,7 @@ class _Trial:
             result.verifier_environment_mode = spec.task.steps[0].verifier_mode if spec.verifier.enabled else None
         if result.exception_info is not None:
             self.record.write_exception(result.exception_info.exception_traceback)
+        judge_as_harbor(result)
         result.finished_at = now()
         result.pier = PierInfo(
             version=__version__,
