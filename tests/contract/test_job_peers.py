@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,7 @@ lock = read(model("job.lock", "JobLock"), job / "lock.json")
 trials = []
 for path in sorted(p.parent for p in job.glob("*/result.json")):
     read(model("trial.config", "TrialConfig"), path / "config.json")
+    read(model("job.lock", "TrialLock"), path / "lock.json")
     trial = read(model("trial.result", "TrialResult"), path / "result.json")
     rewards = trial.verifier_result.rewards if trial.verifier_result else None
     failure = trial.exception_info.exception_type if trial.exception_info else None
@@ -58,18 +60,68 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base / "jobs" / "j"
 
 
-@pytest.mark.parametrize("peer", PACKAGES)
-def test_a_job_is_read_by_the_models_and_the_viewer_of(peer: str, job: Path) -> None:
+HARBOR_ONLY = """
+import json, sys
+from pathlib import Path
+from harbor.job_diff import load_source_trials
+from harbor.models.job.config import SourceJobConfig
+from harbor.upload import uploader
+job, archive = Path(sys.argv[1]), Path(sys.argv[2])
+source = SourceJobConfig(action="regrade", type="local", path=job)
+rows = []
+for trial in load_source_trials([(source, job)]):
+    lock = uploader._read_trial_lock_for_upload(trial.trial_dir)
+    uploader._create_trial_archive_file(trial.trial_dir, archive)
+    ours = json.loads((trial.trial_dir / "result.json").read_text())
+    assert lock == trial.lock
+    rows.append({
+        "digest": lock.task.digest,
+        "mode": lock.verifier.environment_mode,
+        "theirs": [trial.result.failure_cause, trial.result.reward_valid],
+        "ours": [ours["failure_cause"], ours["reward_valid"]],
+    })
+print(json.dumps(rows))
+"""
+
+
+def python_of(peer: str) -> Path:
+    """The interpreter of a peer's environment."""
     try:
         subprocess.run([ROOT / ".ci" / "peers", peer], capture_output=True, text=True, timeout=900, check=True)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         pytest.skip(f"{peer} cannot be installed here: {(str(error.stderr or error)).strip()[-200:]}")
-    python = ROOT / ".cache" / "peers" / peer / "bin" / "python"
+    return ROOT / ".cache" / "peers" / peer / "bin" / "python"
+
+
+def run_peer(python: Path, script: str, *arguments: str) -> Any:
+    """What a script prints as JSON in a peer's environment."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [python, "-c", READ, PACKAGES[peer], str(job)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    done = subprocess.run([python, "-c", script, *arguments], capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
-    read = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_harbor_takes_trials_as_sources_and_for_upload(job: Path, tmp_path: Path) -> None:
+    read = run_peer(python_of("harbor"), HARBOR_ONLY, str(job), str(tmp_path / "archive.tar.gz"))
+    assert [row["theirs"] for row in read] == [row["ours"] for row in read]
+    assert [row["ours"] for row in read] == [[None, True]] * 2 + [["verifier_failed", False]] * 2
+    assert [row["mode"] for row in read] == ["shared"] * 4
+    locked = json.loads((job / "lock.json").read_text())["trials"]
+    assert sorted(row["digest"] for row in read) == sorted(row["task"]["digest"] for row in locked)
+
+
+def test_harbors_lint_accepts_what_we_ship(tmp_path: Path) -> None:
+    harbor = python_of("harbor").with_name("harbor")
+    pier("task", "init", "new", cwd=tmp_path)
+    tasks = [*sorted((ROOT / "examples" / "tasks").iterdir()), tmp_path / "new"]
+    done = subprocess.run([harbor, "lint", "--json", *tasks], capture_output=True, text=True, timeout=300)
+    found = {(row["rule"], Path(row["path"]).parent.name) for row in json.loads(done.stdout)}
+    assert found == {("shared-verifier", "health-check")}, "one example shows the shared mode"
+
+
+@pytest.mark.parametrize("peer", PACKAGES)
+def test_a_job_is_read_by_the_models_and_the_viewer_of(peer: str, job: Path) -> None:
+    read = run_peer(python_of(peer), READ, PACKAGES[peer], str(job))
     names = [trial.name for trial in trials_of(job)]
     assert read["agents"] == ["oracle"] and read["completed"] == 4 and len(read["locked"]) == 4
     assert [(row["name"], row["n_completed_trials"]) for row in read["jobs"]] == [("j", 4)]

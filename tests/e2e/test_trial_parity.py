@@ -30,7 +30,8 @@ Rewards = dict[tuple[str, str], dict[str, float] | None]
 
 @pytest.fixture(scope="module")
 def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """An engine that has one image: busybox, and this machine's bash and Python with their libraries."""
+    """An engine that has one image: busybox, and this machine's bash, tar and Python with their libraries. Harbor needs
+    the options of GNU tar to leave files out of an artifact."""
     layer = busybox_image(tmp_path_factory.mktemp("image")).layers[0]
     python = Path("/usr/bin/python3").resolve()
     library = Path(f"/usr/lib/{python.name}")
@@ -39,7 +40,8 @@ def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     packed = BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         archive.add(layer, ".")
-        for path in sorted({"/bin/bash", "/usr/bin/python3", *_libraries("/bin/bash"), *_libraries(str(python))}):
+        programs = ("/bin/bash", "/bin/tar", "/usr/bin/python3")
+        for path in sorted({*programs, *(each for program in programs for each in _libraries(program))}):
             archive.add(Path(path).resolve(), path.lstrip("/"))
         archive.add(library, str(library).lstrip("/"), filter=_needed)
     with engine() as running:

@@ -71,6 +71,30 @@ async def test_their_models_load_our_results(peer: str, tmp_path: Path) -> None:
     for trial in trials:
         theirs = TrialResult.model_validate_json(Path(trial, "theirs.json").read_bytes())
         assert theirs.rewards == read_result(Path(trial)).rewards
+    if peer == "harbor":
+        assert_harbor_agrees(interpreter, trials)
+
+
+CAUSES = """
+import json, sys
+from harbor.models.trial.error_policy import FailureCause
+from harbor.models.trial.result import TrialResult
+for directory in sys.argv[1:]:
+    text = open(directory + "/result.json").read()
+    read, ours = TrialResult.model_validate_json(text), json.loads(text)
+    FailureCause(ours["failure_cause"] or "unclassified")
+    print(json.dumps([read.failure_cause, read.reward_valid, ours["failure_cause"], ours["reward_valid"]]))
+"""
+
+
+def assert_harbor_agrees(interpreter: str, trials: list[str]) -> None:
+    """What Harbor derives from our results is what they say."""
+    done = subprocess.run([interpreter, "-c", CAUSES, *trials], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row[:2] for row in rows] == [row[2:] for row in rows]
+    causes = [None, None, "unclassified", None, "verifier_failed"]
+    assert rows == [[cause, cause is None] * 2 for cause in causes]
 
 
 def test_digests_are_harbors(tmp_path: Path) -> None:

@@ -101,7 +101,8 @@ def test_rewards_of_steps() -> None:
     assert combined_rewards([*two, outcome(None, "agent")], "final") is None
     assert combined_rewards([], "mean") is None
     for strategy in ("mean", "final"):
-        assert combined_rewards([outcome({"reward": 1}), outcome(None, "infra")], strategy) is None
+        for blame in ("infra", "provider", "task"):
+            assert combined_rewards([outcome({"reward": 1}), outcome(None, blame)], strategy) is None
 
 
 def test_steps_stop_when_there_is_no_way_on(tmp_path: Path) -> None:

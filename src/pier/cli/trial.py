@@ -39,6 +39,8 @@ def _lines(result: TrialResult, directory: Path) -> list[str]:
     agent = result.agent_info.name + (f" on {model.name}" if model else "")
     lines = [f"trial    {result.trial_name}", f"task     {result.task_name}", f"agent    {agent}"]
     lines.append(f"reward   {_rewards(result.rewards) if result.has_verdict else 'none: there is no verdict'}")
+    if result.pier is not None and result.pier.n_steps is not None:
+        lines.append(f"steps    {result.pier.graded_steps or 0} of {result.pier.n_steps} graded")
     for step in result.step_results or ():
         rewards = step.verifier_result.rewards if step.verifier_result else None
         lines.append(f"  step   {step.step_name}: {_rewards(rewards) if rewards is not None else 'no verdict'}")
@@ -80,4 +82,7 @@ def _integrity_lines(integrity: Integrity | None) -> list[str]:
     for note in integrity.notes:
         undone = " (undone before grading)" if note.stopped else ""
         lines.append(f"note     {note.kind}: {note.path + ': ' if note.path else ''}{note.detail}{undone}")
+    for run in integrity.runs:
+        found = f"{run.code}: {run.message}" if run.rewards is None else _rewards(run.rewards)
+        lines.append(f"  run    {run.state} state ({run.logs}): {found}")
     return lines

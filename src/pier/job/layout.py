@@ -172,6 +172,12 @@ class Group:
         model = self.model.partition("/")[2] or self.model if self.model else None
         return "__".join(part for part in (self.agent, model, self.dataset) if part)
 
+    @property
+    def steps(self) -> tuple[int, int] | None:
+        """How many steps of the trials that have ended were graded, and how many there are; None without steps."""
+        found = [outcome.steps for _, _, outcome in self.trials if outcome is not None and outcome.steps is not None]
+        return (sum(graded for graded, _ in found), sum(total for _, total in found)) if found else None
+
     def summary(self) -> Summary:
         return summarise(Graded(task, outcome.rewards if outcome else None) for _, task, outcome in self.trials)
 
@@ -206,8 +212,12 @@ def _eval_stats(group: Group, config: JobConfig) -> dict[str, Any]:
         "pass_at_k": summary.pass_at_k,
         "reward_stats": rewards,
         "exception_stats": faults,
-        "pier": describe(summary),
+        "pier": {**describe(summary), "steps": _steps(group)},
     }
+
+
+def _steps(group: Group) -> dict[str, int] | None:
+    return {"graded": group.steps[0], "total": group.steps[1]} if group.steps else None
 
 
 _METRICS = {"mean": "mean", "sum": "total", "min": "low", "max": "high"}

@@ -52,6 +52,8 @@ class Outcome:
     tokens: tuple[int | None, int | None, int | None] = (None, None, None)
     cost: float | None = None
     seconds: float = 0.0
+    steps: tuple[int, int] | None = None
+    """Of a task with steps: how many were graded, and how many there are."""
     size: int = 0
     """The size of the result file, by which a torn one is told without reading it."""
 
@@ -66,12 +68,15 @@ class Outcome:
             line["tokens"] = list(self.tokens)
         if self.cost is not None:
             line["cost"] = self.cost
+        if self.steps is not None:
+            line["steps"] = list(self.steps)
         return line
 
     @classmethod
     def from_line(cls, line: dict[str, Any]) -> Outcome:
         fault = line.get("fault")
         tokens = line.get("tokens")
+        steps = line.get("steps")
         return cls(
             rewards=line["rewards"],
             fault=Fault(*fault) if fault else None,
@@ -79,6 +84,7 @@ class Outcome:
             tokens=(tokens[0], tokens[1], tokens[2]) if tokens else (None, None, None),
             cost=line.get("cost"),
             seconds=line.get("seconds", 0.0),
+            steps=(steps[0], steps[1]) if steps else None,
             size=line.get("size", 0),
         )
 

@@ -44,8 +44,15 @@ def outcome_of(result: TrialResult, directory: Path) -> Outcome:
         tokens=(_sum(used, "n_input_tokens"), _sum(used, "n_cache_tokens"), _sum(used, "n_output_tokens")),
         cost=_sum(used, "cost_usd"),
         seconds=(ended - began).total_seconds() if began and ended else 0.0,
+        steps=_steps(result),
         size=size_of(directory),
     )
+
+
+def _steps(result: TrialResult) -> tuple[int, int] | None:
+    if result.pier is None or result.pier.n_steps is None:
+        return None
+    return result.pier.graded_steps or 0, result.pier.n_steps
 
 
 def _sum(used: Sequence[AgentResult | None], name: str) -> Any:

@@ -157,6 +157,8 @@ def tell(outcome: Outcome) -> str:
     words: list[str] = []
     if outcome.rewards is not None:
         words.append(", ".join(f"{key} {value:g}" for key, value in outcome.rewards.items()) or "no rewards")
+    if outcome.steps is not None:
+        words.append(f"{outcome.steps[0]} of {outcome.steps[1]} steps graded")
     if outcome.fault is not None:
         words.append(f"{outcome.fault.type} ({outcome.fault.blame}): {in_short(outcome.fault.message)}")
     return "; ".join(words) or ("cancelled" if outcome.cancelled else "no verdict")

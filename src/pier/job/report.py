@@ -15,6 +15,7 @@ from pier.job.numbers import calls_of, in_words
 from pier.job.progress import in_short
 
 _HEADINGS = ("agent", "model", "dataset", "verdicts", "mean reward (95%)", "pass@k")
+_STEPS = "steps graded"
 
 
 def print_report(
@@ -46,11 +47,15 @@ def print_report(
 
 def _print_table(ledger: Ledger) -> None:
     rows: list[tuple[str, ...]] = []
-    for group in groups_of(ledger):
+    groups = groups_of(ledger)
+    has_steps = any(group.steps for group in groups)
+    for group in groups:
         summary = group.summary()
         verdicts = f"{summary.n_verdicts}/{summary.n_trials}"
-        rows.append((group.agent, group.model or "-", group.dataset, verdicts, _means(summary), _passes(summary)))
-    print_columns(rows, _HEADINGS)
+        row = (group.agent, group.model or "-", group.dataset, verdicts, _means(summary), _passes(summary))
+        steps = "/".join(map(str, group.steps)) if group.steps else "-"
+        rows.append((*row, steps) if has_steps else row)
+    print_columns(rows, (*_HEADINGS, _STEPS) if has_steps else _HEADINGS)
 
 
 def print_columns(rows: list[tuple[str, ...]], headings: tuple[str, ...] = ()) -> None:

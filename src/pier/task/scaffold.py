@@ -10,6 +10,7 @@ from pier.errors import TaskError
 
 _TASK = """\
 schema_version = "1.4"
+artifacts = ["/app/sum.txt"]
 
 [task]
 name = "{org}/{name}"
@@ -23,6 +24,7 @@ timeout_sec = 900
 
 [verifier]
 timeout_sec = 120
+environment_mode = "separate"
 
 [environment]
 workdir = "/app"
@@ -46,7 +48,8 @@ awk '{ sum += $1 } END { print sum }' /app/numbers.txt > /app/sum.txt
 
 _TESTS = """\
 #!/bin/bash
-# Runs after the agent has ended, as root, in the agent's sandbox. Only the reward file counts, not the exit code.
+# Runs after the agent has ended, as root, in a sandbox that the agent never saw and that has its artifacts.
+# Only the reward file counts, not the exit code.
 reward=0
 if [ "$(cat /app/sum.txt 2>/dev/null)" = "42" ]; then
     reward=1

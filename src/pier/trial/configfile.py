@@ -1,7 +1,8 @@
-"""A trial's `config.json`, in Harbor's words and with every secret left out."""
+"""A trial's `config.json` and `lock.json`, in Harbor's words and with every secret left out."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,42 @@ def trial_config(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:
         "extra_instructions": list(spec.extra_instructions),
         "job_id": spec.job_id,
     }
+
+
+_LOCKED = (
+    "timeout_multiplier",
+    "agent_timeout_multiplier",
+    "verifier_timeout_multiplier",
+    "agent_setup_timeout_multiplier",
+    "environment_build_timeout_multiplier",
+    "agent",
+    "environment",
+    "verifier",
+)
+"""What a lock takes over from a trial's `config.json` as it is."""
+
+
+def trial_lock(spec: TrialSpec, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What `lock.json` says: all that decides what the trial does, with digests of files and texts. `config` is the
+    trial's own `config.json`."""
+    task, origin = spec.task, spec.task.origin
+    mode = None if task.is_multi_step else task.steps[0].verifier_mode
+    texts = [hashlib.sha256(text.encode()).hexdigest() for text in spec.extra_instructions]
+    lock = {
+        "schema_version": 2,
+        "task": {
+            "name": task.name,
+            "version": task.config.task.version if task.config.task else None,
+            "type": "git" if origin.git_url else "local",
+            "digest": task.digest,
+            "source": origin.source,
+            **task_reference(origin),
+        },
+        **{key: config[key] for key in _LOCKED},
+        "extra_instructions": [{"path": None, "digest": f"sha256:{digest}"} for digest in texts] or None,
+    }
+    lock["verifier"] = {**lock["verifier"], "environment_mode": mode}
+    return lock
 
 
 def _agent(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from pier.errors import VerifierError
+from pier.network.decision import OnDecision
 from pier.network.policy import NONE, NetworkPolicy
-from pier.sandbox.contract import Change, Sandbox
+from pier.sandbox.contract import Change, Mount, Sandbox
 from pier.task import Step, resolve_env
 from pier.trial.agents import Deadline, user_text
 from pier.trial.clock import limit
 from pier.trial.collect import Collected, hand_over, take_logs
 from pier.trial.environment import Room, agent_room, furnish, verifier_room
-from pier.trial.model import Integrity, IntegrityNote
+from pier.trial.health import prepare_step, wait_until_healthy
+from pier.trial.model import GradingRun, Integrity, IntegrityNote
+from pier.trial.network import StepNetwork
 from pier.trial.record import TrialRecord
 from pier.trial.redact import Redactor
 from pier.trial.spec import TrialSpec
@@ -26,7 +30,18 @@ STDOUT = "test-stdout.txt"
 _GRACE = 120.0
 """Seconds beyond the verifier's own limit for bringing tests in and logs out."""
 
-StartRoom = Callable[[Room, NetworkPolicy, str], Awaitable[Sandbox]]
+
+class StartRoom(Protocol):
+    """Starts another sandbox of the trial. `watch` sees the decisions of its network policy."""
+
+    def __call__(
+        self,
+        room: Room,
+        network: NetworkPolicy,
+        name: str,
+        mounts: Iterable[Mount] = (),
+        watch: OnDecision | None = None,
+    ) -> Awaitable[Sandbox]: ...
 
 
 @dataclass(slots=True)
@@ -37,6 +52,9 @@ class Graded:
     rewards: Rewards | None = None
     compared: bool = False
     notes: list[Note] = field(default_factory=list)
+    runs: list[GradingRun] = field(default_factory=list)
+    starting: bool = False
+    """A sandbox is being started, which holds nothing of the agent's yet: a failure now is not its doing."""
 
     def integrity(self, redactor: Redactor) -> Integrity:
         notes = [
@@ -45,7 +63,7 @@ class Graded:
             )
             for n in self.notes
         ]
-        return Integrity(mode=self.mode, compared=self.compared, notes=notes)
+        return Integrity(mode=self.mode, compared=self.compared, notes=notes, runs=self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,54 +76,97 @@ class GradingPlace:
     start: StartRoom
 
 
-async def grade_shared(
-    place: GradingPlace,
-    graded: Graded,
-    index: int,
-    sandbox: Sandbox,
-    before: list[Change] | None,
-    workdir: str,
-    directory: Path,
-) -> None:
-    """Grade in the sandbox that the agent worked in."""
-    spec = place.spec
+@dataclass(frozen=True, slots=True)
+class SharedTests:
+    """Tests that run in the sandbox that the agent worked in."""
 
-    @asynccontextmanager
-    async def pristine() -> AsyncIterator[Sandbox]:
-        room = replace(agent_room(spec.task, spec.sandbox, place.environ), compose=None)
-        async with await place.start(room, NONE, f"{spec.name}-clean") as clean:
-            yield clean
+    place: GradingPlace
+    index: int
+    sandbox: Sandbox
+    before: list[Change] | None
+    workdir: str
+    network: StepNetwork
+    baseline: NetworkPolicy
+    switch: Callable[[NetworkPolicy], Awaitable[None]]
+    """Gives the agent's sandbox another network."""
 
-    secured = await secure(
-        sandbox,
-        before=before,
-        workdir=workdir,
-        pristine=pristine,
-        keep_processes=_keeps_processes(spec),
-    )
-    graded.compared = secured.compared
-    graded.notes += secured.notes
-    await _grade(place, graded, spec.task.steps[index], sandbox, workdir, directory, bundled=False)
+    async def in_agents_state(self, graded: Graded, logs: Path) -> None:
+        """Grade what the agent left. It can be called again: the verifier's directories are emptied first."""
+        await self.switch(self.network.verifier)
+        await self._grade(graded, self.sandbox, self.before, self.workdir, logs)
+
+    async def in_pristine_state(self, graded: Graded, logs: Path, watch: OnDecision) -> None:
+        """Grade a sandbox of the same image, prepared for the step, in which no agent worked."""
+        spec, place = self.place.spec, self.place
+        room = agent_room(spec.task, spec.sandbox, place.environ)
+        name = f"{spec.name}-pristine"
+        async with await place.start(room, self.baseline, name, spec.sandbox.mounts, watch) as clean:
+            workdir = (await furnish(clean, room)).workdir
+            if room.table.healthcheck is not None:
+                await wait_until_healthy(clean, room.table.healthcheck, cwd=workdir)
+            for step in spec.task.steps[: self.index + 1]:
+                await prepare_step(spec, step, clean, workdir)
+            if self.network.verifier != self.baseline:
+                await clean.set_network(self.network.verifier)
+            await self._grade(graded, clean, await clean.changes(), workdir, logs)
+
+    async def _grade(
+        self, graded: Graded, sandbox: Sandbox, before: list[Change] | None, workdir: str, logs: Path
+    ) -> None:
+        place, spec = self.place, self.place.spec
+
+        @asynccontextmanager
+        async def pristine() -> AsyncIterator[Sandbox]:
+            room = replace(agent_room(spec.task, spec.sandbox, place.environ), compose=None)
+            graded.starting = True
+            async with await place.start(room, NONE, f"{spec.name}-clean") as clean:
+                graded.starting = False
+                yield clean
+
+        secured = await secure(
+            sandbox,
+            before=before,
+            workdir=workdir,
+            pristine=pristine,
+            keep_processes=_keeps_processes(spec),
+        )
+        graded.compared = secured.compared
+        graded.notes += secured.notes
+        await _grade(place, graded, spec.task.steps[self.index], sandbox, workdir, logs, bundled=False)
 
 
-async def grade_separately(
-    place: GradingPlace,
-    graded: Graded,
-    index: int,
-    policy: NetworkPolicy,
-    collected: list[Collected],
-    directory: Path,
-) -> None:
-    """Grade in a sandbox that the agent never saw. Artifacts come to the paths where the agent left them."""
-    spec = place.spec
-    step = spec.task.steps[index]
-    room = verifier_room(spec.task, index, spec.sandbox, place.environ)
-    async with await place.start(room, policy, f"{spec.name}-verifier") as sandbox:
-        furnished = await furnish(sandbox, room)
-        await hand_over(sandbox, collected, directory / "artifacts", place.record)
-        graded.compared = True
-        bundled = step.verifier_environment.bundled
-        await _grade(place, graded, step, sandbox, furnished.workdir, directory, bundled=bundled)
+@dataclass(frozen=True, slots=True)
+class SeparateTests:
+    """Tests that run in a sandbox that the agent never saw. Artifacts come to the paths where the agent left them."""
+
+    place: GradingPlace
+    index: int
+    policy: NetworkPolicy
+    collected: list[Collected]
+    artifacts: Path
+
+    async def in_agents_state(self, graded: Graded, logs: Path) -> None:
+        """Grade the artifacts, in another sandbox each time."""
+        await self._grade(graded, self.collected, "verifier", logs)
+
+    async def in_pristine_state(self, graded: Graded, logs: Path, watch: OnDecision) -> None:
+        """Grade without any artifact."""
+        await self._grade(graded, [], "pristine", logs, watch)
+
+    async def _grade(
+        self, graded: Graded, collected: list[Collected], name: str, logs: Path, watch: OnDecision | None = None
+    ) -> None:
+        place, spec = self.place, self.place.spec
+        step = spec.task.steps[self.index]
+        room = verifier_room(spec.task, self.index, spec.sandbox, place.environ)
+        graded.starting = True
+        async with await place.start(room, self.policy, f"{spec.name}-{name}", watch=watch) as sandbox:
+            furnished = await furnish(sandbox, room)
+            graded.starting = False
+            await hand_over(sandbox, collected, self.artifacts, place.record)
+            graded.compared = True
+            bundled = step.verifier_environment.bundled
+            await _grade(place, graded, step, sandbox, furnished.workdir, logs, bundled=bundled)
 
 
 async def _grade(
@@ -114,7 +175,7 @@ async def _grade(
     step: Step,
     sandbox: Sandbox,
     workdir: str,
-    directory: Path,
+    target: Path,
     *,
     bundled: bool,
 ) -> None:
@@ -132,7 +193,7 @@ async def _grade(
         user=user_text(table.user),
         seconds=seconds,
     )
-    logs = _Logs(sandbox, directory / "verifier", record)
+    logs = _Logs(sandbox, target, record)
     try:
         async with limit(None if seconds is None else seconds + _GRACE, lambda: _too_long(seconds)):
             with record.output(logs.target / STDOUT) as output:

@@ -7,7 +7,7 @@ them from loading the files. Reading is lenient in the same way: a file of their
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -76,12 +76,25 @@ class IntegrityNote(_Part):
     stopped: bool = False
 
 
+class GradingRun(_Part):
+    """One run of the tests, in what the agent left (`agent`) or without it (`pristine`). `logs` is relative to the
+    directory of the trial or step."""
+
+    state: Literal["agent", "pristine"]
+    logs: str
+    rewards: dict[str, float | int] | None = None
+    code: str | None = None
+    message: str | None = None
+
+
 class Integrity(_Part):
-    """How far the verdict can be trusted. `compared`: the sandbox could say which files the agent changed."""
+    """How far the verdict can be trusted. `compared`: the sandbox could say which files the agent changed. `runs`: the
+    runs of the tests, if the first of them gave no reward."""
 
     mode: str
     compared: bool = False
     notes: list[IntegrityNote] = Field(default_factory=list)
+    runs: list[GradingRun] = Field(default_factory=list)
 
 
 class StepResult(_Part):
@@ -103,6 +116,9 @@ class PierInfo(_Part):
     image: str | None = None
     image_digest: str | None = None
     task_digest: str = ""
+    n_steps: int | None = None
+    """How many steps the task has, and how many of them have a verdict; None for a task without steps."""
+    graded_steps: int | None = None
     phases: dict[str, float] = Field(default_factory=dict)
     """Seconds that each phase took."""
     warnings: list[str] = Field(default_factory=list)
@@ -124,6 +140,12 @@ class TrialResult(_Part):
     verifier_result: VerifierResult | None = None
     verifier_environment_mode: str | None = None
     exception_info: ExceptionInfo | None = None
+    failure_cause: str | None = None
+    """What ended the trial, in the words of Harbor's `FailureCause`; ours is `exception_info.blame`."""
+    reward_valid: bool | None = None
+    """Whether Harbor takes the reward for a valid measurement of the agent."""
+    environment_type: str | None = None
+    """The backend that the trial ran on."""
     started_at: datetime | None = None
     finished_at: datetime | None = None
     environment_setup: TimingInfo | None = None

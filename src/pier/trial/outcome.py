@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from pier.errors import PierError
 from pier.task import Step
-from pier.trial.model import AgentResult, ExceptionInfo, Integrity, StepResult, TimingInfo, VerifierResult
+from pier.trial.model import AgentResult, ExceptionInfo, Integrity, StepResult, TimingInfo, TrialResult, VerifierResult
 from pier.trial.redact import Redactor
 
 _HARBOR_NAMES = {
@@ -25,6 +25,30 @@ _HARBOR_NAMES = {
     "reward_invalid": "VerifierOutputParseError",
 }
 """The class names that Harbor's statistics and filters know, by our codes."""
+
+_HARBOR_CAUSES = {
+    "AgentTimeoutError": "agent_exhausted_budget",
+    "NonZeroAgentExitCodeError": "unclassified",
+    "AgentSetupTimeoutError": "sandbox_failed",
+    "EnvironmentStartTimeoutError": "sandbox_failed",
+    "HealthcheckError": "sandbox_failed",
+    "VerifierTimeoutError": "verifier_failed",
+    "RewardFileNotFoundError": "verifier_failed",
+    "RewardFileEmptyError": "verifier_failed",
+    "VerifierOutputParseError": "verifier_failed",
+    "VerifierError": "verifier_failed",
+    "CancelledError": "cancelled",
+}
+"""What Harbor says ended a trial, by the type of its error."""
+
+_CAUSE_BY_BLAME = {
+    "infra": "sandbox_failed",
+    "provider": "model_provider_failed",
+    "task": "harbor_failed",
+    "user": "harbor_failed",
+}
+_MEASURED = ("agent_exhausted_budget",)
+"""Causes with which Harbor takes a reward for a valid measurement of the agent."""
 
 _MESSAGE_LIMIT = 20_000
 
@@ -92,6 +116,19 @@ def exception_info(error: Exception, phase: str, redactor: Redactor) -> Exceptio
     )
 
 
+def failure_cause(error: ExceptionInfo) -> str:
+    """Harbor's word for what ended a trial; errors that Harbor has no name for go by their blame."""
+    return _HARBOR_CAUSES.get(error.exception_type) or _CAUSE_BY_BLAME.get(error.blame or "", "unclassified")
+
+
+def judge_as_harbor(result: TrialResult) -> None:
+    """Fill in what Harbor derives from a result: what ended the trial, and whether its reward measures the agent."""
+    errors = [result.exception_info, *(step.exception_info for step in result.step_results or ())]
+    causes = [failure_cause(error) for error in errors if error is not None]
+    result.failure_cause = causes[0] if causes else None
+    result.reward_valid = bool(result.rewards) and all(cause in _MEASURED for cause in causes)
+
+
 def stops_after(step: Step, outcome: StepOutcome, verify: bool) -> str | None:
     """Why no further step is run after this one; None to go on."""
     if outcome.error is not None and outcome.rewards is None:
@@ -107,10 +144,10 @@ def stops_after(step: Step, outcome: StepOutcome, verify: bool) -> str | None:
 
 
 def combined_rewards(outcomes: Iterable[StepOutcome], strategy: str) -> dict[str, float | int] | None:
-    """The trial's rewards from its steps'. A step that an infrastructure fault left without a verdict leaves the whole
-    trial without one."""
+    """The trial's rewards from those of its steps. Steps that never began do not count. A step that began and has no
+    verdict, which is not the agent's fault, leaves the whole trial without one: the other steps are not the task."""
     outcomes = list(outcomes)
-    if any(each.rewards is None and each.error and each.error.blame in ("infra", "provider") for each in outcomes):
+    if any(each.rewards is None and each.error and each.error.blame != "agent" for each in outcomes):
         return None
     if strategy == "final":
         last = outcomes[-1].rewards if outcomes else None

@@ -12,7 +12,7 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from pier import files
 from pier.errors import UsageError
-from pier.network.decision import Decision
+from pier.network.decision import Decision, OnDecision
 from pier.sandbox.contract import Stream
 from pier.trial.model import TrialResult
 from pier.trial.redact import Redactor
@@ -29,6 +29,8 @@ class TrialRecord:
         self.redactor = redactor
         self.warnings: list[str] = []
         self.refused: Counter[str] = Counter()
+        self.watch: OnDecision | None = None
+        """Sees each decision of the network policy that is noted."""
         self._log: int | None = None
         self._network = files.Journal(directory / "network.jsonl")
 
@@ -54,6 +56,9 @@ class TrialRecord:
     def write_config(self, config: dict[str, Any]) -> None:
         self._write("config.json", config, durable=False)
 
+    def write_lock(self, lock: dict[str, Any]) -> None:
+        self._write("lock.json", lock, durable=False)
+
     def write_exception(self, text: str) -> None:
         files.write(self.directory / "exception.txt", self.redactor.text(text), durable=False)
 
@@ -75,6 +80,8 @@ class TrialRecord:
         """Add a decision of the network policy to `network.jsonl`, and count what was refused."""
         if self._log is None:
             return
+        if self.watch is not None:
+            self.watch(decision)
         if not decision.allowed:
             port = f":{decision.port}" if decision.port else ""
             self.refused[f"{decision.kind} {decision.name}{port}"] += decision.count

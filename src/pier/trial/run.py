@@ -20,6 +20,7 @@ from pier.agent.contract import Agent
 from pier.agent.install import install
 from pier.errors import AgentError, SandboxError
 from pier.image.model import Image, OnProgress
+from pier.network.decision import Decision, OnDecision
 from pier.network.policy import PUBLIC, NetworkPolicy
 from pier.sandbox.compose import Composition
 from pier.sandbox.contract import Mount, Sandbox
@@ -27,14 +28,14 @@ from pier.task import resolve_env
 from pier.trial.agents import Brought, bring_agent, make_agent
 from pier.trial.clock import Clock, limit, now
 from pier.trial.compose import SERVICES, ServiceLogs, service_images
-from pier.trial.configfile import task_reference, trial_config
+from pier.trial.configfile import task_reference, trial_config, trial_lock
 from pier.trial.environment import Room, agent_room, check_support, furnish, sandbox_limits, start_room
 from pier.trial.grading import GradingPlace
 from pier.trial.health import wait_until_healthy
 from pier.trial.images import ImageWish
 from pier.trial.model import AgentInfo, ModelInfo, PierInfo, TimingInfo, TrialResult, VerifierResult
 from pier.trial.network import NetworkPlan, check_network, plan_network
-from pier.trial.outcome import StepOutcome, captured, combined_rewards, exception_info, stops_after
+from pier.trial.outcome import StepOutcome, captured, combined_rewards, exception_info, judge_as_harbor, stops_after
 from pier.trial.record import TrialRecord
 from pier.trial.redact import Redactor, looks_secret, secret_values
 from pier.trial.spec import OnPhase, TrialServices, TrialSpec
@@ -83,6 +84,7 @@ class _Trial:
             task_checksum=spec.task.digest.removeprefix("sha256:"),
             config=self.config,
             agent_info=AgentInfo(name=spec.agent.name, model_info=_model_info(spec.agent.model)),
+            environment_type=services.backend.name,
             started_at=now(),
         )
 
@@ -98,6 +100,7 @@ class _Trial:
         self.record.open()
         try:
             self.record.write_config(self.config)
+            self.record.write_lock(trial_lock(self.spec, self.config))
             with captured() as failure:
                 await self._run()
             if failure.error is not None:
@@ -145,7 +148,7 @@ class _Trial:
                 sandbox,
                 furnished.workdir,
                 plan.baseline,
-                GradingPlace(self.spec, self.record, self.environ, self._start_another),
+                GradingPlace(self.spec, self.record, self.environ, self._start),
             )
             if self.spec.agent.install:
                 await self._install(stage)
@@ -223,7 +226,19 @@ class _Trial:
         async with limit(seconds, lambda: _start_too_long(seconds)):
             return await work
 
-    async def _start(self, room: Room, network: NetworkPolicy, name: str, mounts: Iterable[Mount] = ()) -> Sandbox:
+    async def _start(
+        self,
+        room: Room,
+        network: NetworkPolicy,
+        name: str,
+        mounts: Iterable[Mount] = (),
+        watch: OnDecision | None = None,
+    ) -> Sandbox:
+        def note(decision: Decision) -> None:
+            self.record.note_network(decision)
+            if watch is not None:
+                watch(decision)
+
         backend = self.services.backend
         image = await self._get_image(room)
         limits = sandbox_limits(room.table, self.spec.sandbox, await backend.capabilities(), self.record)
@@ -239,13 +254,10 @@ class _Trial:
             mounts=mounts,
             hidden=(self.spec.task.path, self.spec.directory),
             on_progress=self._tell,
-            on_decision=self.record.note_network,
+            on_decision=note,
             services=await self._within_build_time(self._get_services(room, name)),
         )
         return await self._within_build_time(starting)
-
-    async def _start_another(self, room: Room, network: NetworkPolicy, name: str) -> Sandbox:
-        return await self._start(room, network, name)
 
     async def _run_steps(self, stage: Stage, plan: NetworkPlan) -> None:
         task = self.spec.task
@@ -286,6 +298,7 @@ class _Trial:
             result.verifier_environment_mode = spec.task.steps[0].verifier_mode if spec.verifier.enabled else None
         if result.exception_info is not None:
             self.record.write_exception(result.exception_info.exception_traceback)
+        judge_as_harbor(result)
         result.finished_at = now()
         result.pier = PierInfo(
             version=__version__,
@@ -294,6 +307,8 @@ class _Trial:
             image=self.image.reference if self.image else None,
             image_digest=self.image.digest if self.image else None,
             task_digest=spec.task.digest,
+            n_steps=len(spec.task.steps) if spec.task.is_multi_step else None,
+            graded_steps=sum(o.rewards is not None for o in self.outcomes) if spec.task.is_multi_step else None,
             phases=dict(self.clock.seconds),
             warnings=list(self.record.warnings),
             network_refused=dict(self.record.refused.most_common(100)),

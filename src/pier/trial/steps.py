@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pier.agent.contract import AGENT_LOGS, Agent
-from pier.errors import SandboxError, TaskError
+from pier.errors import SandboxError
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.compose import MAIN
 from pier.sandbox.contract import Change, Sandbox
@@ -27,14 +27,15 @@ from pier.trial.agents import (
 from pier.trial.clock import Clock
 from pier.trial.collect import Collected, collect_artifacts, take_logs
 from pier.trial.follow import followed
-from pier.trial.grading import Graded, GradingPlace, grade_separately, grade_shared
-from pier.trial.health import wait_until_healthy
+from pier.trial.grading import Graded, GradingPlace, SeparateTests, SharedTests
+from pier.trial.health import prepare_step
 from pier.trial.network import StepNetwork
 from pier.trial.outcome import StepOutcome, captured, exception_info
 from pier.trial.record import TrialRecord
 from pier.trial.spec import TrialServices, TrialSpec
 from pier.trial.state import STATE, keep_state
 from pier.trial.trajectory import Told, add_native_trajectory, add_trajectory
+from pier.trial.verdict import reach_verdict
 from pier.verifier.folders import ARTIFACTS, TESTS, VERIFIER_LOGS, make_folders
 
 SHELL = ("/bin/sh", "-c", 'command -v bash >/dev/null 2>&1 && exec bash -c "$0"; exec sh -c "$0"')
@@ -81,7 +82,7 @@ async def run_step(stage: Stage, index: int, network: StepNetwork, directory: Pa
             if stage.spec.keep_state:
                 await _keep_state(stage, directory / STATE)
         if stage.spec.verifier.enabled:
-            await _verify(stage, index, outcome, before, collected, network.verifier, directory)
+            await _verify(stage, index, outcome, before, collected, network, baseline, directory)
             await stage.switch_network(baseline)
     if failure.error is not None:
         outcome.error = exception_info(failure.error, stage.clock.current, stage.record.redactor)
@@ -90,7 +91,7 @@ async def run_step(stage: Stage, index: int, network: StepNetwork, directory: Pa
 
 
 async def _prepare(stage: Stage, step: Step, index: int) -> None:
-    sandbox, user = stage.sandbox, user_text(step.agent.user)
+    sandbox = stage.sandbox
     if not (index or step.workdir or step.healthcheck):
         return
     with stage.clock.phase("health"):
@@ -98,21 +99,7 @@ async def _prepare(stage: Stage, step: Step, index: int) -> None:
             for path in (TESTS, VERIFIER_LOGS, AGENT_LOGS, ARTIFACTS):
                 await sandbox.remove(path)
             await make_folders(sandbox, {VERIFIER_LOGS: 0o777, AGENT_LOGS: 0o777, ARTIFACTS: 0o777})
-        if step.workdir is not None:
-            await sandbox.upload(step.workdir, stage.workdir)
-            if (step.workdir / "setup.sh").is_file():
-                await _run_setup(stage, step, user)
-        if step.healthcheck is not None:
-            await wait_until_healthy(sandbox, step.healthcheck, cwd=stage.workdir, user=user)
-
-
-async def _run_setup(stage: Stage, step: Step, user: str | None) -> None:
-    limit = stage.spec.task.config.environment.build_timeout_sec * stage.spec.multipliers.of("environment_build")
-    script = f"{stage.workdir.rstrip('/')}/setup.sh"
-    result = await stage.sandbox.exec(["bash", script], cwd=stage.workdir, user=user, timeout=limit)
-    if not result.ok:
-        how = "took too long" if result.timed_out else f"ended with exit code {result.exit_code}"
-        raise TaskError(f"step {step.name!r}: setup.sh {how}: {result.error_text[-500:]}", code="step_setup")
+        await prepare_step(stage.spec, step, sandbox, stage.workdir)
 
 
 async def _run_agent(
@@ -207,18 +194,22 @@ async def _verify(
     outcome: StepOutcome,
     before: list[Change] | None,
     collected: list[Collected],
-    policy: NetworkPolicy,
+    network: StepNetwork,
+    baseline: NetworkPolicy,
     directory: Path,
 ) -> None:
-    separate = stage.spec.task.steps[index].verifier_mode == "separate"
+    place = stage.grading
     with stage.clock.phase("verify") as outcome.verifier:
-        graded = Graded(mode="separate" if separate else "shared")
+        if stage.spec.task.steps[index].verifier_mode == "separate":
+            graded = Graded(mode="separate")
+            tests = SeparateTests(place, index, network.verifier, collected, directory / "artifacts")
+        else:
+            graded = Graded(mode="shared")
+            tests = SharedTests(
+                place, index, stage.sandbox, before, stage.workdir, network, baseline, stage.switch_network
+            )
         try:
-            if separate:
-                await grade_separately(stage.grading, graded, index, policy, collected, directory)
-            else:
-                await stage.switch_network(policy)
-                await grade_shared(stage.grading, graded, index, stage.sandbox, before, stage.workdir, directory)
+            await reach_verdict(tests, graded, directory, stage.record)
             outcome.rewards = graded.rewards
         finally:
             outcome.integrity = graded.integrity(stage.record.redactor)
