@@ -100,15 +100,19 @@ class Session:
         for meter in self._meters:
             meter.wake()
 
+    async def drain(self) -> None:
+        """Cut off the calls under way; comes back when their ends are recorded."""
+        for task in self._calls:
+            task.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=10)
+
     async def close(self, reason: str = "done") -> None:
         """The key is dead, calls under way are cut off, the recording is complete. Idempotent."""
         if not self._gateway.forget(self):
             return
         self.stop(reason)
-        for task in self._calls:
-            task.cancel()
-        if self._calls:
-            await asyncio.wait(self._calls, timeout=10)
+        await self.drain()
         try:
             self.recorder.close(self.ended or reason)
         except OSError as error:
@@ -125,6 +129,7 @@ class Session:
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
+        self.tally.most = max(self.tally.most, len(self._calls))
         try:
             with Measured(self._gateway.metrics, self.tally):
                 return await self._serve(caller)
@@ -214,7 +219,8 @@ class Session:
                 return await x.fail(400, error.explain(), "invalid_request")
             except Exception as error:  # whatever broke, the agent gets an error of its own dialect
                 log.exception("a call of session %s failed", self.id)
-                return await x.fail(500, f"the gateway failed: {type(error).__name__}: {error}", "server")
+                message = f"the gateway failed: {type(error).__name__}: {error}"
+                return await x.fail(500, message, "server", fault="gateway")
             finally:
                 if x.outcome:
                     self.tally.add(*x.outcome)
