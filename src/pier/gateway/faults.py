@@ -137,9 +137,7 @@ def progress_of(dialect: DialectName, value: object) -> Literal["error", "prelud
     return "prelude" if value.get("type") in _PRELUDES else "content"
 
 
-_PRELUDES = frozenset(
-    {"message_start", "ping", "response.created", "response.queued", "response.in_progress", "keepalive"}
-)
+_PRELUDES = ("message_start", "ping", "response.created", "response.queued", "response.in_progress", "keepalive")
 
 
 def error_instead(dialect: DialectName, value: object) -> Mapping[str, Any] | None:

@@ -163,7 +163,7 @@ async def _pass_on(x: Exchange, block: bytes, watch: Watch, extras: Extras) -> b
         raise
     x.usage = watch.usage
     if watch.done and watch.empty and not watch.failure:
-        raise Broken("the provider's answer has no choices")
+        raise Broken("the provider's stream ended without an answer")
     if touched:
         block = extras.strip_events(block, values)
     if extras:

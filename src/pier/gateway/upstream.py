@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 MAX_ANSWER = 64 * 1024 * 1024
 _MAX_ERROR = 1024 * 1024
 """No larger answer is an error."""
+_BEGINNING = 512
+"""An answer that is an error says so in its first bytes."""
 
 
 class UpstreamFailed(Exception):
@@ -238,11 +240,23 @@ async def _look_ahead(answer: AnyAnswer, out: Outgoing, record: CallRecord) -> N
     if _is_stream(answer):
         raw, error = await _read_prelude(answer, out.dialect)
     else:
-        raw = await read_answer(answer)
-        error = error_instead(out.dialect, _decoded(raw)) if len(raw) <= _MAX_ERROR else None
+        raw, error = await _read_error(answer, out.dialect)
     if error is not None:
         raise _fault(answer, raw, {"error": error}, out, record)
     answer.unread(raw)
+
+
+async def _read_error(answer: AnyAnswer, dialect: DialectName) -> tuple[bytes, Mapping[str, Any] | None]:
+    """The first bytes of an answer that is not streamed, and the error that it is. All of it is read only if it begins
+    like an error."""
+    raw = b""
+    with contextlib.suppress(OSError, BadCoding):  # the next read fails in the same way
+        raw = await answer.read()
+        while b'"error"' in raw[:_BEGINNING] and len(raw) <= _MAX_ERROR and (part := await answer.read()):
+            raw += part
+        if b'"error"' in raw[:_BEGINNING] and len(raw) <= _MAX_ERROR:
+            return raw, error_instead(dialect, _decoded(raw))
+    return raw, None
 
 
 async def _read_prelude(answer: AnyAnswer, dialect: DialectName) -> tuple[bytes, Mapping[str, Any] | None]:

@@ -94,7 +94,7 @@ class Watch:
         self.failure: Failure | None = None
         """What the error means that `failed` is the message of."""
         self.empty = dialect == "chat"
-        """Whether the stream had no choice so far, which Chat Completions can end without."""
+        """Whether nothing of an answer was seen before OpenAI's word for the end, which any server may send."""
         self._alike: Alike | None = None
         self.usage: Usage | None = None
 
@@ -144,6 +144,7 @@ class Watch:
             if isinstance(value, dict):
                 look(self, value)
             elif value is DONE:
+                self.empty |= not self.finished and self._dialect != "chat"
                 self.done = self.finished = True
                 values[index] = None
         return values
