@@ -66,10 +66,11 @@ def close_book(dialect: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], l
     `BadRequest` if its tools have an unknown shape."""
     edits: list[Edit] = []
     closed = dict(body)
-    for name in [name for name in body if name not in _FIELDS[dialect]]:
-        # An object without members asks for a search too.
-        if closed.pop(name) not in (None, [], "", False):
-            edits.append(Edit("removed", name, _WHY))
+    # An object without members asks for a search too.
+    unknown = [name for name in body if name not in _FIELDS[dialect] and body[name] not in (None, [], "", False)]
+    for name in unknown:
+        del closed[name]
+    edits.extend(Edit("removed", name, _WHY) for name in unknown)
     if "model" in closed:
         closed["model"] = _offline(closed["model"], edits)
     if isinstance(closed.get("models"), list):

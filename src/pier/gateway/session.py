@@ -24,6 +24,7 @@ from pier.gateway.caller import Caller
 from pier.gateway.canonical import ErrorKind
 from pier.gateway.closed_book import close_book, is_closed
 from pier.gateway.dialect import BadRequest
+from pier.gateway.dialect.shared import check_recordable
 from pier.gateway.exchange import CallerGone, Exchange
 from pier.gateway.http.coding import BadCoding, TooLarge
 from pier.gateway.http.message import BadMessage
@@ -245,6 +246,7 @@ class Session:
                 refusal = await self._wait_for_turn(x.turn)
         if refusal:
             return await x.fail(400, refusal, "budget", outcome="refused")
+        check_recordable(x.caller.route.dialect, x.body.value)
         if self.terms.closed_book:
             asked = asked.removesuffix(":online")
             closed, edits = close_book(x.caller.route.dialect, x.body.value)
