@@ -84,13 +84,16 @@ async def test_counting_tokens_reaches_nowhere_either(path: str) -> None:
             "generateContentRequest": {"contents": [{"parts": [{"fileData": {"fileUri": "http://elsewhere.test"}}]}]}
         },
     }
-    near = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "contents": [{"parts": [{"text": "hi"}]}]}
+    near: dict[str, Any] = {
+        "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+        "/v1beta/models/m:countTokens": {"contents": [{"parts": [{"text": "hi"}]}]},
+    }
     async with fake_provider() as fake, Gateway() as gateway:
         url = await gateway.serve()
         session = gateway.session("m", upstream=fake.provider("anthropic", "gemini"), closed_book=True)
         status, _, raw = await post(url, path, session.key, away[path])
         assert status == 200 and json.loads(raw) and not fake.asked
-        status, _, raw = await post(url, path, session.key, near)
+        status, _, raw = await post(url, path, session.key, near[path])
         assert status == 200 and b"4321" in raw and len(fake.asked) == 1
 
 
@@ -101,4 +104,4 @@ async def test_a_body_that_says_something_twice_is_refused() -> None:
         url = await gateway.serve()
         session = gateway.session("m", upstream=fake.provider(), closed_book=True)
         status, _, raw = await post(url, PATHS["chat"], session.key, body)
-        assert status == 400 and b"twice" in raw and not fake.asked
+        assert status == 400 and b"duplicate key" in raw and not fake.asked

@@ -279,3 +279,22 @@ async def test_who_leaves_while_it_waits_asks_nobody_any_more(stage: str, stream
             return ended - left
 
     await best_of(once, tmp_path)
+
+
+async def test_no_sign_of_life_follows_the_end_of_a_stream(tmp_path: Path) -> None:
+    """The agent reads late, so the end of its answer waits for longer than the interval of signs of life."""
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"%b"},"finish_reason":"stop"}]}\n\n' % (b"x" * 20_000_000)
+    says = event + b"data: [DONE]\n\n"
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n" % len(says)
+    async with watched(says=head + says) as provider, Gateway(keep_alive=0.01) as gateway:
+        path = tmp_path / "calls.jsonl"
+        session = gateway.session("m", upstream=Provider("p", provider.url, ("chat",)), recording=path)
+        agent = await Agent.asks(await gateway.serve(), session, "chat", True)
+        await until(lambda: path.stat().st_size > len(says) and recording.read(path).generations()[0].outcome == "ok")
+        await asyncio.sleep(0.2)
+        received = b""
+        while not received.endswith(b"\r\n0\r\n\r\n"):
+            received += await asyncio.wait_for(agent.reader.read(2**20), 60)
+        await until(lambda: session.tally.calls == 1)
+        agent.writer.write_eof()
+        assert await asyncio.wait_for(agent.reader.read(), 60) == b""

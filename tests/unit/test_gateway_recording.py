@@ -191,7 +191,7 @@ def test_a_running_session_can_be_followed(tmp_path: Path) -> None:
 
 def test_a_name_that_comes_twice_is_no_request_and_stored_as_it_came(tmp_path: Path) -> None:
     path, raw = tmp_path / "calls.jsonl", b'{"messages":[{"a":1},{"b":2}],"tools":[{"c":3}],"messages":"x","z":1}'
-    with pytest.raises(BadRequest, match="twice"):
+    with pytest.raises(BadRequest, match="duplicate key 'messages'"):
         parse(raw)
     recorder = make(path)
     recorder.call(FACTS, raw).end("error", 400)

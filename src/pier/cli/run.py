@@ -145,6 +145,8 @@ OPTIONS: list[Decorator] = [
     _option("-r", "--max-retries", type=click.IntRange(0), help="How often a trial is tried again after a fault."),
     _many("--retry-include", metavar="ERROR", help="Retry only these (class name or code)."),
     _many("--retry-exclude", metavar="ERROR", help="Never retry these."),
+    _option("--provider-attempts", type=click.IntRange(1), help="Attempts per model call at a failing provider."),
+    _option("--provider-wait", type=click.FloatRange(0), metavar="SECONDS", help="Longest wait for such a provider."),
     _option("--timeout-multiplier", type=float, help="A factor for all time limits."),
     _option("--agent-timeout-multiplier", type=float, help="A factor for the agent's time limit."),
     _option("--verifier-timeout-multiplier", type=float, help="A factor for the verifier's time limit."),

@@ -15,8 +15,8 @@ from pier.gateway.exchange import Exchange
 from pier.gateway.providers import Directory, Provider, Target
 from pier.gateway.recorder import CallRecord
 from pier.gateway.redact import Scrubber
-from pier.gateway.relay import counting_path, read_answer, relay
-from pier.gateway.upstream import Outgoing, UpstreamFailed, Upstreams
+from pier.gateway.relay import counting_path, relay
+from pier.gateway.upstream import Outgoing, UpstreamFailed, Upstreams, read_answer
 
 Policy = Callable[[Request], Awaitable[Turn | str] | AsyncIterator[Delta]]
 """A model as a Python callable: given a request, an awaitable turn (or just its text), or a stream of deltas."""

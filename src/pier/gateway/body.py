@@ -19,7 +19,18 @@ ARRAYS = frozenset({"messages", "input", "contents", "tools", "system"})
 """The top-level arrays whose elements come again in the next call."""
 
 Span = tuple[int, int]
-_scan = JSONDecoder().scan_once  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; `ValueError` if a key stands in it twice, since the gateway and a provider may each read another."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for index, (key, _) in enumerate(pairs) if any(key == other for other, _ in pairs[:index]))
+        raise ValueError(f"duplicate key {twice!r}")
+    return found
+
+
+_scan = JSONDecoder(object_pairs_hook=_unique).scan_once  # pyright: ignore[reportAttributeAccessIssue]
 _NAME = 256
 _AFTER = frozenset(",] \t\r\n")
 
@@ -106,7 +117,7 @@ def _parse(raw: bytes, earlier: Earlier) -> Body:
             raise ValueError(f"a name was expected at {at}")
         name, at = scanstring(text, at + 1, True)
         if name in fields:
-            raise ValueError(f"{name!r} is there twice, and nobody knows which of them others read")
+            raise ValueError(f"duplicate key {name!r}")
         start = _skip(text, _expect(text, _skip(text, at), ":"))
         if name in ARRAYS and text[start] == "[":
             first = _skip(text, start + 1)

@@ -27,10 +27,10 @@ from pier.gateway.dialect import BadResponse
 from pier.gateway.exchange import Exchange
 from pier.gateway.providers import Target
 from pier.gateway.redact import Scrubber
-from pier.gateway.relay import next_chunk, read_answer
+from pier.gateway.relay import next_chunk
 from pier.gateway.translate import Translation, translate
 from pier.gateway.turns import TurnBuilder, stream_turn
-from pier.gateway.upstream import Outgoing, UpstreamFailed
+from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
 from pier.gateway.watch import Broken
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ async def translated(x: Exchange, target: Target) -> None:
                 ) from None
             return await _deliver(x, translation.turn(turn))
     except UpstreamFailed as failed:
-        return await x.fail(failed.status, failed.message, failed.kind)
+        return await x.fail(failed.status, failed.message, failed.kind, fault=failed.fault)
 
 
 def _outgoing(translation: Translation, target: Target) -> Outgoing:

@@ -40,7 +40,11 @@ _NOT_UPSTREAM = HOP_BY_HOP | {
     *("host", "content-length", "content-encoding", "accept-encoding", "expect", "cookie"),
     *("authorization", "x-api-key", "x-goog-api-key", "api-key"),
     *("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"),
+    *("openai-organization", "openai-project", "x-goog-user-project"),
+    *("x-http-method-override", "x-http-method", "x-method-override", "cf-connecting-ip"),
 }
+"""Headers of the connection and of identity. With another account's name, or another method, an agent could make a
+provider refuse its calls as if the key were wrong."""
 _NOT_DOWNSTREAM = HOP_BY_HOP | {"content-length", "content-encoding", "set-cookie", "server", "date", "alt-svc"}
 
 

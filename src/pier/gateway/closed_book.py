@@ -1,8 +1,9 @@
 """Closed book: when a trial has no internet, its model gets none either.
 
 Providers offer tools that run on their side: web search, fetching of URLs, code containers, remote MCP servers, stored
-files. `close_book` takes them out of a request, in each dialect, and says what it took. Tools are kept by an allow
-list, so that a new kind of hosted tool is out until somebody has looked at it.
+files. `close_book` takes them out of a request, in each dialect, and says what it took. Fields, tools and sources are
+kept by allow lists, so that a new kind of hosted tool is out until it is added here. A request whose tools have a shape
+that the dialect does not know is refused, since a provider may read more in it than pier does.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pier.gateway.canonical import Edit
+from pier.gateway.dialect.contract import BadRequest
 
 REMOVED = "[A remote file was left out: this session has no internet.]"
 _WHY = "this session has no internet"
@@ -20,14 +22,33 @@ _KEPT_TOOLS: dict[str, re.Pattern[str]] = {
     "responses": re.compile(r"function|custom|local_shell|apply_patch|tool_search|namespace|computer\w*"),
     "anthropic": re.compile(r"custom|(bash|text_editor|computer|memory)_\d+|tool_search_tool_\w+"),
 }
-_SEARCHES = ("web_search_options", "search_parameters", "search_options", "search_settings", "enable_search")
-"""What providers of Chat Completions call their search."""
-_FIELDS = {
-    "chat": (*_SEARCHES, "plugins", "preset", "compound_custom"),
-    "responses": ("previous_response_id", "conversation", "prompt"),
-    "anthropic": ("mcp_servers", "container"),
-    "gemini": ("cachedContent", "cached_content"),
+_SAMPLING = """
+    temperature top_p top_k min_p top_a typical_p seed stop stop_token_ids presence_penalty frequency_penalty
+    repetition_penalty length_penalty logit_bias logprobs top_logprobs prompt_logprobs min_tokens bad_words ignore_eos
+    skip_special_tokens spaces_between_special_tokens include_stop_str_in_output return_token_ids
+    return_tokens_as_token_ids chat_template_kwargs structured_outputs guided_json guided_regex guided_choice
+    guided_grammar cache_salt priority
+"""
+_KNOWN_FIELDS = {
+    "chat": f"""{_SAMPLING}
+        model models messages tools tool_choice parallel_tool_calls functions function_call stream stream_options n
+        max_tokens max_completion_tokens response_format reasoning reasoning_effort include_reasoning thinking
+        enable_thinking thinking_budget verbosity modalities audio prediction user safety_identifier metadata store
+        service_tier prompt_cache_key prompt_cache_retention provider route transforms usage options keep_alive""",
+    "responses": f"""{_SAMPLING}
+        model input instructions tools tool_choice parallel_tool_calls max_output_tokens max_tool_calls reasoning text
+        stream stream_options store include metadata client_metadata service_tier truncation user safety_identifier
+        prompt_cache_key prompt_cache_retention context_management""",
+    "anthropic": """
+        model messages system max_tokens metadata stop_sequences stream temperature top_p top_k tools tool_choice
+        thinking service_tier context_management output_config output_format cache_control inference_geo speed betas
+        anthropic_beta anthropic_version""",
+    "gemini": """
+        model contents systemInstruction system_instruction tools toolConfig tool_config generationConfig
+        generation_config safetySettings safety_settings labels serviceTier service_tier generateContentRequest""",
 }
+"""Fields that reach nowhere. All others are taken out: providers name their searches as they like."""
+_FIELDS = {dialect: frozenset(names.split()) for dialect, names in _KNOWN_FIELDS.items()}
 _PLACES = {
     "chat": ("messages",),
     "responses": ("input", "instructions"),
@@ -41,14 +62,15 @@ _GEMINI_KEPT = ("functionDeclarations", "function_declarations", "computerUse", 
 
 
 def close_book(dialect: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[Edit]]:
-    """The body of a request without what reaches beyond the model, and what was done to it; no edits, no change."""
+    """The body of a request without what reaches beyond the model, and what was done to it; no edits, no change.
+    `BadRequest` if its tools have an unknown shape."""
     edits: list[Edit] = []
     closed = dict(body)
-    for name in _FIELDS[dialect]:
-        # An object without members asks for a search too.
-        if closed.get(name) not in (None, [], "", False):
-            del closed[name]
-            edits.append(Edit("removed", name, _WHY))
+    # An object without members asks for a search too.
+    unknown = [name for name in body if name not in _FIELDS[dialect] and body[name] not in (None, [], "", False)]
+    for name in unknown:
+        del closed[name]
+    edits.extend(Edit("removed", name, _WHY) for name in unknown)
     if "model" in closed:
         closed["model"] = _offline(closed["model"], edits)
     if isinstance(closed.get("models"), list):
@@ -75,32 +97,37 @@ def _offline(model: Any, edits: list[Edit]) -> Any:
 
 def _close_tools(dialect: str, body: dict[str, Any], edits: list[Edit]) -> None:
     tools = body.get("tools")
-    if not isinstance(tools, list):
+    if tools is None:
         return
+    if not isinstance(tools, list):
+        raise BadRequest("invalid value for tools: expected a list")
     kept = [tool for raw in tools if (tool := _close_tool(dialect, raw, edits)) is not None]
     body["tools"] = kept
-    choice = "toolConfig" if dialect == "gemini" else "tool_choice"
     if len(kept) == len(tools) and kept == tools:
         return
     if not kept:
         del body["tools"]
-    if choice in body and (not kept or _names_gone(body[choice], kept)):
-        del body[choice]
-        edits.append(Edit("removed", choice, "the tool that it names was left out"))
+    for choice in ("toolConfig", "tool_config", "tool_choice"):
+        if choice in body and (not kept or _names_gone(body[choice], kept)):
+            del body[choice]
+            edits.append(Edit("removed", choice, "the tool that it names was left out"))
 
 
 def _close_tool(dialect: str, tool: Any, edits: list[Edit]) -> Any:
     if not isinstance(tool, dict):
-        return tool
+        raise BadRequest("invalid value for tools: expected a list of objects")
     if dialect == "gemini":
         gone = [key for key in tool if key not in _GEMINI_KEPT]
         edits.extend(Edit("removed", f"tool {key}", _WHY) for key in gone)
         return {key: value for key, value in tool.items() if key not in gone} or None
     kind = str(tool.get("type") or "custom")
-    if dialect == "responses" and kind == "namespace" and isinstance(tool.get("tools"), list):
+    if dialect == "responses" and kind == "namespace":
+        if not isinstance(tool.get("tools"), list):
+            raise BadRequest("invalid value for tools of a namespace: expected a list")
         inner = [kept for raw in tool["tools"] if (kept := _close_tool(dialect, raw, edits)) is not None]
         return {**tool, "tools": inner} if inner else None
-    local_shell = kind == "shell" and (tool.get("environment") or {}).get("type") == "local"
+    place = tool.get("environment")
+    local_shell = kind == "shell" and isinstance(place, dict) and place.get("type") == "local"
     if _KEPT_TOOLS[dialect].fullmatch(kind) or local_shell:
         return tool
     edits.append(Edit("removed", f"tool {kind}", _WHY))
@@ -128,6 +155,9 @@ def _close_item(item: Any, remote: Callable[[Mapping[str, Any]], dict[str, Any] 
     if replacement is not None:
         edits.append(Edit("removed", f"remote {item.get('type') or 'file'}", _WHY))
         return replacement
+    if item.get("type") == "tool_search_output":
+        item = dict(item)
+        _close_tools("responses", item, edits)
     return {key: _close_item(value, remote, edits) if key in _NESTED else value for key, value in item.items()}
 
 
@@ -153,14 +183,13 @@ def _is_link(value: Any) -> bool:
 def _remote_responses(part: Mapping[str, Any]) -> dict[str, Any] | None:
     if part.get("type") == "item_reference":
         return {"type": "message", "role": "user", "content": REMOVED}
-    away = part.get("file_id") or _is_web(part.get("file_url")) or _is_web(part.get("image_url"))
+    away = part.get("file_id") or any(_is_web(value) for key, value in part.items() if key.endswith("_url"))
     return {"type": "input_text", "text": REMOVED} if away else None
 
 
 def _remote_anthropic(part: Mapping[str, Any]) -> dict[str, Any] | None:
     source = part.get("source")
-    kind = source.get("type") if isinstance(source, dict) else None
-    away = part.get("type") in ("image", "document") and kind in ("url", "file")
+    away = isinstance(source, dict) and source.get("type") not in ("base64", "text", "content")
     return {"type": "text", "text": REMOVED} if away or part.get("type") == "container_upload" else None
 
 

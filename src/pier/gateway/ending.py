@@ -1,30 +1,78 @@
-"""How an agent's own work ended on the wire, leaving out what it asked beside it.
+"""How an agent's own work ended on the wire, without its side calls.
 
 A title or a summary that fails at the very end says nothing about the work, and one that is answered does not make up
-for a model that was gone. Only the thread of the work itself counts.
+for a model that was gone. Only the work itself counts: the main thread, and sub-agents that it waits for.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from pier.gateway.derivation import read_call
-from pier.gateway.lineage import Lineage
-from pier.gateway.recording import read
-from pier.gateway.tally import End, end_of
+from pier.gateway.lineage import BESIDE, Lineage, Thread
+from pier.gateway.lineage_keys import Node
+from pier.gateway.recording import Call, read
+
+_SUGGESTS = re.compile(r"\bsuggest", re.IGNORECASE)
 
 
-def how_work_ended(recording: Path) -> tuple[End, int] | None:
-    """How the last call of the main thread ended, and with which status; None if no call can be told to be of it."""
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the work ended. `fault` is that of its last call, None if that call was answered or given up."""
+
+    fault: str | None
+    status: int
+    error: str | None
+
+
+def how_work_ended(recording: Path) -> Ending | None:
+    """How the last call of the work ended; None if no call can be told to be of it."""
     calls = {call.number: call for call in read(recording).generations() if call.ended is not None}
     lineage = Lineage()
     for call in calls.values():
         if found := read_call(call):
             lineage.add(found.node)
     threads = lineage.threads()
-    work = [node for node in threads[0].nodes if node.kind in ("main", "compaction")] if threads else []
-    if not work:
+    if not threads:
         return None
-    last = calls[work[-1].number]
-    status = last.status or 0
-    return end_of(last.outcome, status), status
+    last = _last(_main_work(threads[0]), calls)
+    if last and last.turn and last.turn.calls:
+        subs = [node for thread in threads if thread.kind == "sub_agent" for node in thread.nodes]
+        last = _last([node for node in subs if node.number > last.number], calls) or last
+    if last is None:
+        return Ending(None, 0, None)
+    call = calls[last.number]
+    return Ending(call.fault, call.status or 0, call.error)
+
+
+def _last(nodes: list[Node], calls: Mapping[int, Call]) -> Node | None:
+    """The last call that was answered or failed. One that the agent gave up says nothing; the one before it does."""
+    return next((node for node in reversed(nodes) if node.turn is not None or calls[node.number].fault), None)
+
+
+def waited_in_vain(recording: Path, until: float) -> bool:
+    """Whether the agent spent its time, up to `until`, waiting for a first answer that never began."""
+    calls = read(recording).generations()
+    if not calls or any(call.outcome not in ("cancelled", "interrupted") or call.answer for call in calls):
+        return False
+    waited = sum((call.ended or until) - call.at for call in calls)
+    return waited >= (until - calls[0].at) / 2
+
+
+def _main_work(main: Thread) -> list[Node]:
+    work = [node for node in main.nodes if node.kind in ("main", "compaction", "retry")]
+    while work and _is_aside(work[-1], main):
+        work.pop()
+    return work
+
+
+def _is_aside(node: Node, main: Thread) -> bool:
+    """Whether a call without an answer asks for a summary or a suggestion after the work was done."""
+    before = node.parent.turn if node.parent is not None else None
+    if node.turn is not None or before is None or before.calls or not main.offers_tools:
+        return False
+    asked = node.request.messages[-1].text if node.request.messages else ""
+    return bool(BESIDE.search(asked) or _SUGGESTS.search(asked))

@@ -18,6 +18,7 @@ from pier.gateway.caller import Caller
 from pier.gateway.canonical import Edit, ErrorKind, Request, Usage
 from pier.gateway.cost import cost_of
 from pier.gateway.dialect import BadRequest, StreamRenderer
+from pier.gateway.faults import Fault, fault_of
 from pier.gateway.providers import Target
 from pier.gateway.recorder import CallRecord, Outcome
 from pier.gateway.translate import Memory
@@ -52,8 +53,8 @@ class Exchange:
         self.target: Target | None = None
         self.usage: Usage | None = None
         self.ended = False
-        self.outcome: tuple[Outcome, int] | None = None
-        """How the call ended, and with which status."""
+        self.outcome: tuple[Outcome, int, Fault | None] | None = None
+        """How the call ended, with which status, and whose fault that is."""
         self.edited = False
         """Whether `body` is no longer what the agent sent."""
         self.sign_of_life: bytes | None = None
@@ -112,32 +113,46 @@ class Exchange:
         """The end of a streamed answer, with the last of it."""
         return await self._guarded(self.caller.finish(data))
 
-    async def end(self, outcome: Outcome, status: int = 200, error: str | None = None) -> None:
-        """The call is over; comes back when that is recorded. Only the first end counts."""
+    async def end(
+        self, outcome: Outcome, status: int = 200, error: str | None = None, fault: Fault | None = None
+    ) -> None:
+        """The call is over; comes back when that is recorded. Only the first end counts. An agent that leaves while a
+        fault holds its call up leaves because of that."""
         if self.ended:
             return
         self.ended = True
-        self.outcome = outcome, status
+        if outcome == "error":
+            fault = fault or fault_of(status, error or "")
+        elif outcome == "cancelled":
+            fault = self.record.fault
+        self.outcome = outcome, status, fault
         provider, model = (self.target.provider.name, self.target.model) if self.target else ("", None)
         if self.turn.spent:
             self.turn.add(self.usage, cost_of(self.usage, model, provider))
-        self.record.end(outcome, status, error=error, usage=self.usage)
+        self.record.end(outcome, status, error=error, usage=self.usage, fault=fault)
         await self.record.recorder.commit()
 
     async def fail(
-        self, status: int, message: str, kind: ErrorKind, body: bytes | None = None, outcome: Outcome = "error"
+        self,
+        status: int,
+        message: str,
+        kind: ErrorKind,
+        body: bytes | None = None,
+        outcome: Outcome = "error",
+        fault: Fault | None = None,
     ) -> None:
-        """Tell the agent, in whatever way is still possible."""
+        """Report a failure to the agent, in whatever way is still possible. Without `fault`, the status says whose it
+        is."""
         if self.started:
             data = self.renderer.error(status, message, kind)
             self.record.chunk("added", data)
-            await self.end(outcome, status, message)
+            await self.end(outcome, status, message, fault)
             await self.write(data)
             return await self.finish()
         data = body or self.caller.error_bytes(status, message, kind)
         self.record.status("delivered", status, {"content-type": "application/json"}, False)
         self.record.chunk("delivered", data)
-        await self.end(outcome, status, message)
+        await self.end(outcome, status, message, fault)
         return await self.caller.reply(status, data)
 
     async def reply(self, body: bytes, headers: Mapping[str, str] | None = None) -> None:
@@ -150,6 +165,9 @@ class Exchange:
         return _Beat(self, self._keep_alive if self.stream else None)
 
     async def show_life(self) -> None:
+        """Send a sign of life, unless the call is over and only its last bytes are under way."""
+        if self.ended:
+            return
         await self.start()
         await self.write(self.sign_of_life or self.renderer.keep_alive())
 

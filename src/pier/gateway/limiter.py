@@ -16,23 +16,25 @@ from email.utils import parsedate_to_datetime
 from pier.gateway.budget import Budget, Meter
 from pier.gateway.clock import pause, waiting
 
-RETRY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529})
+_MORE = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How passing faults are met: so many attempts, so many seconds of waiting in all."""
+    """How passing faults are retried: at most `attempts` requests within `patience` seconds. After a rate limit only
+    time helps, so ten times as many are made within the same time."""
 
     attempts: int = 6
     patience: float = 180.0
     first: float = 0.5
     longest: float = 30.0
 
-    def pause(self, attempt: int, waited: float, asked: float | None) -> float | None:
-        """How long to wait after the attempt with this number (from 1); None to give up."""
-        if attempt >= self.attempts:
+    def pause(self, attempt: int, waited: float, asked: float | None, *, limited: bool = False) -> float | None:
+        """How long to wait after the attempt with this number (from 1); None to give up. `limited`: after a rate
+        limit."""
+        if attempt >= self.attempts * (_MORE if limited and self.attempts > 1 else 1):
             return None
-        wait = asked or min(self.longest, self.first * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+        wait = asked or min(self.longest, self.first * 2 ** min(attempt - 1, 60)) * random.uniform(0.5, 1.0)
         return wait if waited + wait <= self.patience else None
 
 
@@ -58,6 +60,11 @@ class Limiter:
         self._pace = Meter(Budget(requests_per_minute=requests_per_minute))
         self._slots = asyncio.Semaphore(concurrency) if concurrency else None
         self._closed_until = 0.0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the provider asked for a pause that is not over."""
+        return self._closed_until > time.monotonic()
 
     def close_for(self, seconds: float) -> None:
         """The provider asked for a pause."""

@@ -22,7 +22,7 @@ from pier.gateway.canonical import Message
 from pier.gateway.dialect.shared import parse_arguments
 from pier.gateway.lineage_keys import Kind, Node, id_key_of, key_of, link, settle, system_words, texts_of
 
-_BESIDE = re.compile(r"\btitle|summar[iy]|\bquota\b|topic|short name|branch name|condense|compact", re.IGNORECASE)
+BESIDE = re.compile(r"\btitle|summar[iy]|\bquota\b|topic|short name|branch name|condense|compact", re.IGNORECASE)
 _RECENT = 8
 """So many calls back a history is looked for that a new one may share."""
 _ENOUGH = 40
@@ -195,7 +195,7 @@ def _classify(thread: Thread, main: Thread, threads: list[Thread]) -> None:
 
 def _wants_summary(node: Node) -> bool:
     asked = node.request.messages[-1].text if node.request.messages else ""
-    return node.turn is not None and not node.turn.calls and _BESIDE.search(asked) is not None
+    return node.turn is not None and not node.turn.calls and BESIDE.search(asked) is not None
 
 
 def _looks_beside(thread: Thread) -> bool:
@@ -204,7 +204,7 @@ def _looks_beside(thread: Thread) -> bool:
         return False
     few = request.sampling.max_tokens is not None and request.sampling.max_tokens <= 32
     words = "\n".join([*request.system, *(message.text[:500] for message in request.messages[-1:])])
-    return few or request.response_format is not None or _BESIDE.search(words) is not None
+    return few or request.response_format is not None or BESIDE.search(words) is not None
 
 
 def _is_stranger(root: Node, main: Node) -> bool:
@@ -245,7 +245,7 @@ def _predecessor(root: Node, main: list[Node], earlier: list[Node]) -> Node | No
         text = node.turn.text.strip() if node.turn else ""
         core = re.sub(r"</?\w+>", "", text).strip()
         asked = node.request.messages[-1].text if node.request.messages else ""
-        enough = _ENOUGH if node.request.tools and not _BESIDE.search(asked) else _ENOUGH // 5
+        enough = _ENOUGH if node.request.tools and not BESIDE.search(asked) else _ENOUGH // 5
         if len(core) >= enough and (core[:200] in said or core[-200:] in said):
             return node
     tail = set(main[-1].keys[-4:])

@@ -18,8 +18,9 @@ from typing import Any
 from pier.gateway.body import Body
 from pier.gateway.canonical import Usage
 from pier.gateway.clock import CLOCK, Clock
+from pier.gateway.faults import Fault
 from pier.gateway.recorder import CallRecord, Outcome, Side
-from pier.gateway.tally import Tally, end_of
+from pier.gateway.tally import End, Tally, end_of
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _SAMPLE = 0.25
@@ -129,6 +130,9 @@ class Metrics:
         self.unpriced = Counter("pier_gateway_unpriced_calls_total", "Answered calls whose cost nobody knows.", by)
         self.attempts = Counter("pier_gateway_upstream_attempts_total", "Requests to providers.", ("provider",))
         self.retries = Counter("pier_gateway_upstream_retries_total", "Attempts after a passing fault.", ("provider",))
+        self.faults = Counter(
+            "pier_gateway_upstream_faults_total", "Requests that got no answer, by fault.", ("provider", "fault")
+        )
         self.waits = Counter("pier_gateway_limit_waits_total", "Waits for rate limits and before retries.")
         self.waited = Counter("pier_gateway_limit_wait_seconds_total", "Seconds spent in those waits.")
         self.edits = Counter("pier_gateway_edits_total", "Changes that policy made in requests.")
@@ -238,10 +242,12 @@ class MeasuredRecord(CallRecord):
         self.metrics.attempts.add(1, self.provider)
         CallRecord.attempt(self, facts, body)
 
-    def failed(self, error: str, wait: float | None) -> None:
+    def failed(self, error: str, wait: float | None, fault: Fault | None = None) -> None:
         self.elsewhere += time.monotonic() - self.sent
         self.answered = 0.0
-        CallRecord.failed(self, error, wait)
+        if fault:
+            self.metrics.faults.add(1, self.provider, fault)
+        CallRecord.failed(self, error, wait, fault)
 
     def status(self, side: Side, status: int, headers: Mapping[str, str], streamed: bool) -> None:
         if side == "upstream":
@@ -254,19 +260,27 @@ class MeasuredRecord(CallRecord):
             self.answered = time.monotonic()
         CallRecord.chunk(self, side, data)
 
-    def end(self, outcome: Outcome, status: int, *, error: str | None = None, usage: Usage | None = None) -> None:
+    def end(
+        self,
+        outcome: Outcome,
+        status: int,
+        *,
+        error: str | None = None,
+        usage: Usage | None = None,
+        fault: Fault | None = None,
+    ) -> None:
         began = time.monotonic()
-        CallRecord.end(self, outcome, status, error=error, usage=usage)
+        CallRecord.end(self, outcome, status, error=error, usage=usage, fault=fault)
         now = time.monotonic()
         self.metrics.recording.observe(now - began)
         if not self.over:
             self.over = True
-            self._count(outcome, status, usage, now)
+            self._count(end_of(outcome, fault), status, usage, now)
 
-    def _count(self, outcome: Outcome, status: int, usage: Usage | None, now: float) -> None:
+    def _count(self, end: End, status: int, usage: Usage | None, now: float) -> None:
         metrics, clock = self.metrics, self.clock
         by = (str(self.facts.get("dialect") or ""), self.model or str(self.facts.get("model") or ""), self.provider)
-        metrics.calls.add(1, *by, end_of(outcome, status), str(status))
+        metrics.calls.add(1, *by, end, str(status))
         metrics.seconds.observe(now - clock.began)
         if self.sent and self.answered:
             upstream = self.elsewhere + self.answered - self.sent
@@ -276,7 +290,7 @@ class MeasuredRecord(CallRecord):
             metrics.waited.add(clock.waited)
         if clock.cost_usd is not None:
             metrics.cost.add(clock.cost_usd, *by)
-        elif outcome == "ok":
+        elif end == "answered":
             metrics.unpriced.add(1, *by)
         for name in ("input_tokens", "output_tokens", "cached_tokens", "cache_write_tokens", "reasoning_tokens"):
             if usage and (count := getattr(usage, name)):

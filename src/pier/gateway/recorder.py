@@ -23,6 +23,7 @@ from weakref import ref
 from pier.files import Journal
 from pier.gateway.body import Array, Body
 from pier.gateway.canonical import Usage
+from pier.gateway.faults import Fault
 from pier.gateway.flushing import HOLD, Flusher
 from pier.gateway.redact import redacted
 
@@ -252,6 +253,8 @@ class CallRecord:
     _unwritten: tuple[float, Mapping[str, Any], Body | bytes] | None = None
     _given: bytes = field(default=b"", init=False)
     """What the upstream sent last."""
+    fault: Fault | None = field(default=None, init=False)
+    """What holds the call up: the fault of the last attempt, until a later one is answered."""
 
     def edited(self, edits: list[Mapping[str, Any]]) -> None:
         """The gateway changed the request, for the reasons given."""
@@ -266,11 +269,18 @@ class CallRecord:
             line = _line_of("attempt", self.number, time.time(), {**facts, "body": pieces})
             self.recorder.write_lines([*lines, *more, line])
 
-    def failed(self, error: str, wait: float | None) -> None:
+    def failed(self, error: str, wait: float | None, fault: Fault | None = None) -> None:
         """The attempt gave no answer worth passing on; `wait` seconds later there is another one."""
-        self._write("failed", {"error": error, "wait": wait})
+        self.fault = fault
+        self._write("failed", {"error": error, "wait": wait, "fault": fault})
+
+    def held(self, fault: Fault) -> None:
+        """The call waits until its provider takes requests again."""
+        self.fault = fault
 
     def status(self, side: Side, status: int, headers: Mapping[str, str], streamed: bool) -> None:
+        if side == "upstream" and status < 300:
+            self.fault = None
         fields = {"side": side, "status": status, "headers": redacted(headers), "streamed": streamed}
         self._write("status", fields, later=True)
 
@@ -287,10 +297,19 @@ class CallRecord:
         lines = [] if self._unwritten is None else self._first_lines()
         self.recorder.write_lines([*lines, _encoded(line)], later=self.recorder.holds)
 
-    def end(self, outcome: Outcome, status: int, *, error: str | None = None, usage: Usage | None = None) -> None:
+    def end(
+        self,
+        outcome: Outcome,
+        status: int,
+        *,
+        error: str | None = None,
+        usage: Usage | None = None,
+        fault: Fault | None = None,
+    ) -> None:
+        """The call is over; `fault` says whose fault it is that there is no whole answer."""
         known = ((name, getattr(usage, name)) for name in _COUNTS) if usage else ()
         counts = {name: value for name, value in known if value is not None} or None
-        self._write("end", {"outcome": outcome, "status": status, "error": error, "usage": counts})
+        self._write("end", {"outcome": outcome, "status": status, "error": error, "usage": counts, "fault": fault})
 
     def note(self, **facts: Any) -> None:
         """Anything else worth keeping, e.g. the tokens of a policy's answer."""

@@ -71,6 +71,7 @@ class Attempt:
     answer: Answer | None = None
     error: str | None = None
     wait: float | None = None
+    fault: str | None = None
 
     @property
     def provider(self) -> str:
@@ -111,6 +112,8 @@ class Call:
     error: str | None = None
     status: int | None = None
     usage: Usage | None = None
+    fault: str | None = None
+    """Whose fault it is that there is no whole answer, as `pier.gateway.faults` has it."""
     ended: float | None = None
 
     @property
@@ -246,7 +249,8 @@ class Reader:
                 pieces = value.pop("body")
                 call.attempts.append(Attempt(at, value, call.pieces if pieces is None else self._pieces(pieces)))
             case "failed" if call.attempts:
-                call.attempts[-1].error, call.attempts[-1].wait = value["error"], value["wait"]
+                last = call.attempts[-1]
+                last.error, last.wait, last.fault = value["error"], value["wait"], value.get("fault")
             case "status":
                 side = value.pop("side")
                 answer = Answer(at, **value)
@@ -271,6 +275,7 @@ class Reader:
             case "end":
                 call.outcome, call.status, call.error = value["outcome"], value["status"], value["error"]
                 call.usage = Usage(**value["usage"]) if value["usage"] else None
+                call.fault = value.get("fault")
                 call.ended = at
                 return call
         return None

@@ -14,12 +14,13 @@ from pier.gateway.body import dump
 from pier.gateway.canonical import DialectName
 from pier.gateway.dialect import BadResponse
 from pier.gateway.exchange import Exchange
+from pier.gateway.faults import nothing_in
 from pier.gateway.http.coding import BadCoding
 from pier.gateway.providers import Target
 from pier.gateway.redact import Scrubber, without_key
 from pier.gateway.tokens import Extras, Sampler, ask
 from pier.gateway.turns import stream_turn
-from pier.gateway.upstream import MAX_ANSWER, Outgoing, UpstreamFailed
+from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
 from pier.gateway.watch import Broken, Framer, Watch
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
                 return await _stream(x, answer, extras, Scrubber(*target.provider.secrets), sampler)
             return await _whole(x, answer, extras, Scrubber(*target.provider.secrets), sampler)
     except UpstreamFailed as failed:
-        return await x.fail(failed.status, failed.message, failed.kind, failed.body)
+        return await x.fail(failed.status, failed.message, failed.kind, failed.body, fault=failed.fault)
 
 
 def _path(x: Exchange, model: str) -> str:
@@ -88,6 +89,8 @@ async def _whole(
         value = None
     if not isinstance(value, dict):
         raise UpstreamFailed(502, f"the provider's answer is not JSON: {_glimpse(raw)}", "server")
+    if missing := nothing_in(x.caller.route.dialect, value):
+        raise UpstreamFailed(502, f"the provider's answer has no {missing}: {_glimpse(raw)}", "server")
     watch = Watch(x.caller.route.dialect)
     watch.see_whole(value)
     x.usage = watch.usage
@@ -123,7 +126,9 @@ async def _stream(
             if watch.done:
                 if sampler:
                     sampler.close()
-                await x.end("error" if watch.failed else "ok", error=watch.failed)
+                failure = watch.failure
+                status, fault = (failure.status, failure.fault) if failure else (200, None)
+                await x.end("error" if failure else "ok", status, watch.failed, fault)
             at_end = watch.done and answer.ended and not waiting
             if at_end or (not watch.done and watch.finished and x.caller.route.dialect == "gemini"):
                 held, ready = ready, b""
@@ -157,6 +162,8 @@ async def _pass_on(x: Exchange, block: bytes, watch: Watch, extras: Extras) -> b
             await x.write(extras.strip_events(whole, Watch(x.caller.route.dialect).see(whole)))
         raise
     x.usage = watch.usage
+    if watch.done and watch.empty and not watch.failure:
+        raise Broken("the provider's stream ended without an answer")
     if touched:
         block = extras.strip_events(block, values)
     if extras:
@@ -182,22 +189,6 @@ async def _stream_whole(x: Exchange, answer: AnyAnswer, scrub: Scrubber) -> None
     await x.start()
     await x.end("ok")
     return await x.finish(data)
-
-
-async def read_answer(answer: AnyAnswer) -> bytes:
-    """All of an answer that is not streamed."""
-    parts, size = [], 0
-    try:
-        while part := await answer.read():
-            size += len(part)
-            if size > MAX_ANSWER:
-                raise UpstreamFailed(502, f"the provider's answer is larger than {MAX_ANSWER} bytes", "server")
-            parts.append(part)
-    except TimeoutError:
-        raise UpstreamFailed(504, "the provider fell silent in the middle of its answer", "timeout") from None
-    except (OSError, BadCoding) as error:
-        raise UpstreamFailed(502, f"the provider's answer was cut off: {error}", "server") from None
-    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 async def next_chunk(answer: AnyAnswer, scrub: Scrubber) -> bytes:

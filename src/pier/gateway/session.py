@@ -24,6 +24,7 @@ from pier.gateway.caller import Caller
 from pier.gateway.canonical import ErrorKind
 from pier.gateway.closed_book import close_book, is_closed
 from pier.gateway.dialect import BadRequest
+from pier.gateway.dialect.shared import check_recordable
 from pier.gateway.exchange import CallerGone, Exchange
 from pier.gateway.http.coding import BadCoding, TooLarge
 from pier.gateway.http.message import BadMessage
@@ -100,15 +101,19 @@ class Session:
         for meter in self._meters:
             meter.wake()
 
+    async def drain(self) -> None:
+        """Cut off the calls under way; comes back when their ends are recorded."""
+        for task in self._calls:
+            task.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=10)
+
     async def close(self, reason: str = "done") -> None:
         """The key is dead, calls under way are cut off, the recording is complete. Idempotent."""
         if not self._gateway.forget(self):
             return
         self.stop(reason)
-        for task in self._calls:
-            task.cancel()
-        if self._calls:
-            await asyncio.wait(self._calls, timeout=10)
+        await self.drain()
         try:
             self.recorder.close(self.ended or reason)
         except OSError as error:
@@ -125,6 +130,7 @@ class Session:
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
+        self.tally.most = max(self.tally.most, len(self._calls))
         try:
             with Measured(self._gateway.metrics, self.tally):
                 return await self._serve(caller)
@@ -214,7 +220,8 @@ class Session:
                 return await x.fail(400, error.explain(), "invalid_request")
             except Exception as error:  # whatever broke, the agent gets an error of its own dialect
                 log.exception("a call of session %s failed", self.id)
-                return await x.fail(500, f"the gateway failed: {type(error).__name__}: {error}", "server")
+                message = f"the gateway failed: {type(error).__name__}: {error}"
+                return await x.fail(500, message, "server", fault="gateway")
             finally:
                 if x.outcome:
                     self.tally.add(*x.outcome)
@@ -239,6 +246,7 @@ class Session:
                 refusal = await self._wait_for_turn(x.turn)
         if refusal:
             return await x.fail(400, refusal, "budget", outcome="refused")
+        check_recordable(x.caller.route.dialect, x.body.value)
         if self.terms.closed_book:
             asked = asked.removesuffix(":online")
             closed, edits = close_book(x.caller.route.dialect, x.body.value)

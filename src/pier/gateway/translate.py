@@ -8,6 +8,7 @@ text of sampled arguments, signatures, and reasoning.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +35,9 @@ from pier.gateway.translate_tools import Names, fit_choice, fit_tools
 
 BILLING = "x-anthropic-billing-header:"
 """Claude Code's first system block changes with every call; it means nothing to others and spoils their caches."""
+
+_REASONS = re.compile(r"(^|/)(o\d|codex|gpt-([5-9]|\d\d)(?!.*chat))")
+"""Models of OpenAI that reason without being asked to. Others refuse to encrypt what they do not have."""
 
 _FILLER = "skip_thought_signature_validator"
 """What Google takes in place of a signature for calls that its model did not make."""
@@ -142,6 +146,8 @@ def translate(request: Request, target: str, model: str, memory: Memory | None =
     messages = tuple(
         memory.restore(message, target) if message.role == "assistant" else message for message in messages
     )
+    if target == "responses" and request.dialect != target:
+        messages = tuple(_sealed(message) for message in messages)
     messages = safe_ids(mend(drop_foreign(messages, target, edits), edits))
     if target in ("anthropic", "gemini"):
         messages = move_system(messages)
@@ -150,6 +156,7 @@ def translate(request: Request, target: str, model: str, memory: Memory | None =
     if request.dialect != target and request.extra:
         fields = ", ".join(sorted(request.extra))
         edits.append(Edit("removed", f"fields {fields}", f"{target} does not know them"))
+    own = _stateless(model, request) if target == "responses" else {}
     fitted = replace(
         request,
         model=model,
@@ -160,7 +167,7 @@ def translate(request: Request, target: str, model: str, memory: Memory | None =
         parallel_tools=request.parallel_tools if names.tools and target != "gemini" else None,
         stream_usage=True,
         dialect=target,
-        extra=request.extra if request.dialect == target else {},
+        extra=request.extra if request.dialect == target else own,
     )
     if request.dialect != target:
         fitted = fit_sampling(fitted, edits)
@@ -178,6 +185,20 @@ def _outward(message: Message, names: Names, target: str) -> Message:
             case _:
                 parts.append(part)
     return Message(message.role, tuple(parts))
+
+
+def _stateless(model: str, request: Request) -> dict[str, Any]:
+    """Store nothing at the provider. A model that reasons gives its reasoning encrypted instead, to be sent back."""
+    asks = request.sampling.effort not in (None, "none") or (request.sampling.thinking_budget or 0) > 0
+    if not asks and not _REASONS.search(model):
+        return {"store": False}
+    return {"store": False, "include": ["reasoning.encrypted_content"]}
+
+
+def _sealed(message: Message) -> Message:
+    """Without reasoning that only its id stands for: nothing is stored under it."""
+    kept = tuple(part for part in message.parts if not isinstance(part, Reasoning) or part.signature)
+    return message if len(kept) == len(message.parts) else Message(message.role, kept)
 
 
 def _wants_signatures(model: str) -> bool:

@@ -1,19 +1,21 @@
 """Sends a request to a provider and comes back with an answer that has begun, or with why there is none.
 
-Passing faults (429, 5xx, 529, a connection that breaks before the first byte of an answer) are met here with further
-attempts, so that agents never see them. An answer that has begun is never asked for twice. A kept connection that the
+Passing faults (429, 5xx, 529, a connection that breaks before the first byte of an answer, an error event before the
+first content of a stream) are met here with further attempts, so that agents never see them. An answer that has begun
+is never asked for twice. A kept connection that the
 provider had given up in the meantime is no fault at all: the same is asked at once on a new one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from multidict import CIMultiDict
 
@@ -21,13 +23,15 @@ from pier.gateway.body import Body
 from pier.gateway.canonical import DialectName, ErrorKind
 from pier.gateway.clock import pause
 from pier.gateway.dialect import DIALECTS
+from pier.gateway.faults import Fault, classify, error_in, error_instead, progress_of
 from pier.gateway.http.answer import Answer
 from pier.gateway.http.client import BadAnswer, Client
 from pier.gateway.http.coding import BadCoding
-from pier.gateway.limiter import RETRY_STATUSES, Limiter, Retry, retry_after
+from pier.gateway.limiter import Limiter, Retry
 from pier.gateway.providers import Provider
 from pier.gateway.recorder import CallRecord
 from pier.gateway.redact import Scrubber, redacted_path
+from pier.gateway.watch import Broken, Framer, data_of, events_of
 
 if TYPE_CHECKING:
     from pier.gateway.http.proxied import ProxiedAnswer, ProxiedClient
@@ -35,17 +39,24 @@ if TYPE_CHECKING:
     AnyAnswer = Answer | ProxiedAnswer
 
 MAX_ANSWER = 64 * 1024 * 1024
+_MAX_ERROR = 1024 * 1024
+"""No larger answer is an error."""
+_BEGINNING = 512
+"""An answer that is an error says so in its first bytes."""
 
 
 class UpstreamFailed(Exception):
     """There is no answer. `body` is the provider's own error in its dialect, when it sent one."""
 
-    def __init__(self, status: int, message: str, kind: ErrorKind, body: bytes | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, kind: ErrorKind, body: bytes | None = None, fault: Fault = "provider"
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.kind: ErrorKind = kind
         self.body = body
+        self.fault: Fault = fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +121,8 @@ class Upstreams:
         began, attempt, fresh = time.monotonic(), 0, False
         while True:
             attempt += not fresh
+            if limiter.is_closed:
+                record.held("rate_limit")
             await limiter.pass_gate()
             try:
                 return await self._attempt(out, record, fresh)
@@ -117,8 +130,9 @@ class Upstreams:
                 fresh = fault.stale
                 wait = 0.0 if fresh else None
                 if fault.passing and not fresh:
-                    wait = self.retry.pause(attempt, time.monotonic() - began, fault.asked)
-                record.failed(fault.failed.message, wait)
+                    limited = fault.failed.fault == "rate_limit"
+                    wait = self.retry.pause(attempt, time.monotonic() - began, fault.asked, limited=limited)
+                record.failed(fault.failed.message, wait, None if fresh else fault.failed.fault)
                 if wait is None:
                     raise fault.failed from None
                 if fault.asked:
@@ -151,7 +165,12 @@ class Upstreams:
             passing = not isinstance(error, TimeoutError | BadAnswer)
             raise _Fault(_unreachable(error, provider), passing, stale=passing and sent.stale) from None
         if answer.status >= 300:
-            await _refused(answer, out, record)
+            raise await _refused(answer, out, record)
+        try:
+            await _look_ahead(answer, out, record)
+        except BaseException:
+            answer.close()
+            raise
         return answer
 
 
@@ -188,25 +207,96 @@ class _Fault(Exception):
     stale: bool = False
 
 
-async def _refused(response: AnyAnswer, out: Outgoing, record: CallRecord) -> NoReturn:
-    """Read an error answer and raise it."""
+async def _refused(answer: AnyAnswer, out: Outgoing, record: CallRecord) -> _Fault:
+    """What an error answer means."""
     raw = b""
     try:
-        while len(raw) < MAX_ANSWER and (part := await response.read()):
+        while len(raw) < MAX_ANSWER and (part := await answer.read()):
             raw += part
     except (OSError, BadCoding):
         raw = b""
     finally:
-        response.close()
-    raw = Scrubber(*out.provider.secrets)(raw)
-    record.status("upstream", response.status, response.headers, False)
+        answer.close()
+    return _fault(answer, raw, _decoded(raw), out, record)
+
+
+def _fault(answer: AnyAnswer, raw: bytes, error: object, out: Outgoing, record: CallRecord) -> _Fault:
+    scrub = Scrubber(*out.provider.secrets)
+    raw = scrub(raw)
+    record.status("upstream", answer.status, answer.headers, answer.status < 300 and _is_stream(answer))
     record.chunk("upstream", raw)
-    status = response.status if response.status >= 400 else 502
-    message, kind = DIALECTS[out.dialect].parse_error(status, _decoded(raw))
-    passing = status in RETRY_STATUSES and b"insufficient_quota" not in raw
-    own = raw if _is_object(raw) and status == response.status else None
-    failed = UpstreamFailed(status, message or f"{out.provider.name} answered {response.status}", kind, own)
-    raise _Fault(failed, passing, retry_after(response.headers))
+    status = answer.status if answer.status >= 400 or answer.status < 300 else 502
+    failure = classify(status, error, answer.headers, out.data)
+    words = scrub(json.dumps(error).encode()) if answer.status < 300 else raw
+    message, kind = DIALECTS[out.dialect].parse_error(failure.status, _decoded(words))
+    own = raw if _is_object(raw) and failure.status == answer.status else None
+    said = message or f"{out.provider.name} answered {answer.status}"
+    failed = UpstreamFailed(failure.status, said, kind, own, failure.fault)
+    return _Fault(failed, failure.passing, failure.asked)
+
+
+async def _look_ahead(answer: AnyAnswer, out: Outgoing, record: CallRecord) -> None:
+    """Read until it is certain that a good status does not hide an error; the reader gets all of it again."""
+    if _is_stream(answer):
+        raw, error = await _read_prelude(answer, out.dialect)
+    else:
+        raw, error = await _read_error(answer, out.dialect)
+    if error is not None:
+        raise _fault(answer, raw, {"error": error}, out, record)
+    answer.unread(raw)
+
+
+async def _read_error(answer: AnyAnswer, dialect: DialectName) -> tuple[bytes, Mapping[str, Any] | None]:
+    """The first bytes of an answer that is not streamed, and the error that it is. All of it is read only if it begins
+    like an error."""
+    raw = b""
+    with contextlib.suppress(OSError, BadCoding):  # the next read fails in the same way
+        raw = await answer.read()
+        while b'"error"' in raw[:_BEGINNING] and len(raw) <= _MAX_ERROR and (part := await answer.read()):
+            raw += part
+        if b'"error"' in raw[:_BEGINNING] and len(raw) <= _MAX_ERROR:
+            return raw, error_instead(dialect, _decoded(raw))
+    return raw, None
+
+
+async def _read_prelude(answer: AnyAnswer, dialect: DialectName) -> tuple[bytes, Mapping[str, Any] | None]:
+    """The first bytes of a stream, up to its first content, and the error that came instead of content."""
+    raw, framer = b"", Framer()
+    with contextlib.suppress(OSError, BadCoding, Broken):  # the next read fails in the same way
+        while part := await answer.read():
+            raw += part
+            for event in events_of(framer.feed(part)):
+                if (data := data_of(event)) is None:
+                    continue
+                value = _decoded(data)
+                match progress_of(dialect, value):
+                    case "error":
+                        return raw, error_in(value)
+                    case "content":
+                        return raw, None
+                    case _:
+                        pass
+    return raw, None
+
+
+def _is_stream(answer: AnyAnswer) -> bool:
+    return answer.content_type.startswith("text/event-stream")
+
+
+async def read_answer(answer: AnyAnswer) -> bytes:
+    """All of an answer that is not streamed."""
+    parts, size = [], 0
+    try:
+        while part := await answer.read():
+            size += len(part)
+            if size > MAX_ANSWER:
+                raise UpstreamFailed(502, f"the provider's answer is larger than {MAX_ANSWER} bytes", "server")
+            parts.append(part)
+    except TimeoutError:
+        raise UpstreamFailed(504, "the provider fell silent in the middle of its answer", "timeout") from None
+    except (OSError, BadCoding) as error:
+        raise UpstreamFailed(502, f"the provider's answer was cut off: {error}", "server") from None
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _decoded(raw: bytes) -> object:

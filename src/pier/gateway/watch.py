@@ -11,6 +11,7 @@ from pier.gateway.canonical import DialectName, Usage
 from pier.gateway.dialect.anthropic_body import read_usage as read_anthropic
 from pier.gateway.dialect.gemini_body import read_usage as read_gemini
 from pier.gateway.dialect.openai import read_usage as read_openai
+from pier.gateway.faults import Failure, classify, error_in
 from pier.gateway.plain import DONE, Alike, plain
 
 MAX_EVENT = 64 * 1024 * 1024
@@ -90,6 +91,10 @@ class Watch:
         self.finished = False
         """The model's turn is over, whether or not the stream says so properly."""
         self.failed: str | None = None
+        self.failure: Failure | None = None
+        """What the error means that `failed` is the message of."""
+        self.empty = dialect == "chat"
+        """Whether nothing of an answer was seen before OpenAI's word for the end, which any server may send."""
         self._alike: Alike | None = None
         self.usage: Usage | None = None
 
@@ -118,6 +123,7 @@ class Watch:
             self._alike = self._alike or self._middle(text)
             if self._alike and (rest := self._alike.without(text)) is not None:
                 text = rest
+                self.empty = False
             else:
                 self._alike = None
         return plain(text)
@@ -138,6 +144,7 @@ class Watch:
             if isinstance(value, dict):
                 look(self, value)
             elif value is DONE:
+                self.empty |= not self.finished and self._dialect != "chat"
                 self.done = self.finished = True
                 values[index] = None
         return values
@@ -179,6 +186,7 @@ class Watch:
         if usage := value.get("usage"):
             self._count(usage)
         for choice in value.get("choices") or ():
+            self.empty = False
             if isinstance(choice, dict) and choice.get("finish_reason"):
                 self.finished = True
 
@@ -206,6 +214,7 @@ class Watch:
         error = value.get("error")
         message = error.get("message") if isinstance(error, dict) else value.get("message")
         self.failed = str(message or "the provider reported an error")
+        self.failure = classify(200, {"error": error_in(value) or value})
         self.done = True
 
 

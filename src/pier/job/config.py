@@ -118,6 +118,14 @@ class RetryConfig(_Part):
     max_wait_sec: float = Field(default=60.0, ge=0)
 
 
+class ProviderRetryConfig(_Part):
+    """How often, and for how long, the gateway retries a model call that a provider's rate limit or outage holds up,
+    before the agent sees the error. After a rate limit, ten times as many attempts are made within the same time."""
+
+    max_attempts: int = Field(default=6, ge=1)
+    max_wait_sec: float = Field(default=180.0, ge=0)
+
+
 class DatasetConfig(_Part):
     """A set of tasks: a directory, a `dataset.toml`, a git reference, or a named one from a `registry.json`."""
 
@@ -169,6 +177,7 @@ class JobConfig(_Part):
     n_concurrent_builds: int = Field(default=2, ge=1)
     quiet: bool = False
     retry: RetryConfig = Field(default_factory=RetryConfig)
+    provider_retry: ProviderRetryConfig = Field(default_factory=ProviderRetryConfig)
     environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
     verifier: VerifierConfig = Field(default_factory=VerifierConfig)
     metrics: list[MetricConfig] = Field(default_factory=list)

@@ -29,6 +29,8 @@ _PLAIN = {
     "max_retries": "retry.max_retries",
     "retry_include": "retry.include_exceptions",
     "retry_exclude": "retry.exclude_exceptions",
+    "provider_attempts": "provider_retry.max_attempts",
+    "provider_wait": "provider_retry.max_wait_sec",
     "env": "environment.type",
     "allow_environment_host": "environment.extra_allowed_hosts",
     "force_build": "environment.force_build",

@@ -11,7 +11,17 @@ from pier.job.layout import to_disk
 from pier.job.plan import Plan, PlannedTask, make_plan
 from pier.task.sources import Selection, resolve_sources
 
-NOT_ASKED = ("job_name", "jobs_dir", "debug", "quiet", "n_concurrent_trials", "n_concurrent_builds", "retry", "budget")
+NOT_ASKED = (
+    "job_name",
+    "jobs_dir",
+    "debug",
+    "quiet",
+    "n_concurrent_trials",
+    "n_concurrent_builds",
+    "retry",
+    "budget",
+    "provider_retry",
+)
 """What may differ between two commands that ask for the same job."""
 
 _OUTSIDE_TRIALS = (*NOT_ASKED, "agents", "datasets", "tasks", "metrics", "n_attempts", "keep_state", "strict")

@@ -151,8 +151,11 @@ async def _services(job: Job, env: Mapping[str, str], budget: JobBudget) -> Asyn
         models = {agent.model_name for agent in job.config.agents if agent.model_name and not agent.direct}
         if models and job.config.regrade_of is None:
             from pier.gateway import Directory, Gateway
+            from pier.gateway.limiter import Retry
 
-            gateway = await stack.enter_async_context(Gateway(providers=Directory.load(env)))
+            wanted = job.config.provider_retry
+            retry = Retry(attempts=wanted.max_attempts, patience=wanted.max_wait_sec)
+            gateway = await stack.enter_async_context(Gateway(providers=Directory.load(env), retry=retry))
             for model in models:
                 await gateway.session(fill(model, env), pool=budget.pool).close()
         yield TrialServices(backend=backend, images=images, gateway=gateway, pool=budget.pool, environ=env)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 _GRACE = 60.0
 """Seconds that an agent's own handling of its deadline may take, before the trial goes on without it."""
+
+_FLOOD = 32
+"""An agent with more model calls at once than this may have caused a rate limit itself, so it is graded."""
 
 RECORDING = "recording.jsonl"
 
@@ -248,41 +252,55 @@ def check_job_budget(session: Session | None) -> None:
 async def judge(agent: Agent, failed: AgentError | None, session: Session | None) -> PierError | None:
     """Why the agent's run does not count as a sound one, in view of what its model did; None if it does.
 
-    Only the wire is asked, never the agent's words: some exit with 0 when their provider is gone. What failed beside
-    the agent's own work (a title, a summary) does not count.
+    Only the wire is asked, never the agent's words: some exit with 0 when their provider is gone. Failed side calls (a
+    title, a summary) do not count.
     """
     if session is None:
         return failed
-    tally, how = session.tally, f"; {failed}" if failed else ""
-    last, status = await _how_work_ended(session) if tally.met_fault else (tally.last, 0)
-    if last == "rate_limited":
-        return ProviderError(f"the agent's last model call met a rate limit{how}", code="provider_rate_limit")
-    if last == "provider_error":
-        said = f"the agent's last model call failed with status {status}{how}"
-        return ProviderError(said, code="provider_error", retryable=status >= 500 or status == 408)
+    await session.drain()
+    how = f"; {failed}" if failed else ""
+    if fault := await _providers_fault(session, how):
+        return fault
     if failed is not None and failed.code == "agent_timeout" and await _never_answered(session):
         return ProviderError(f"the model gave no answer at all{how}", code="provider_no_answer", retryable=True)
-    if not tally.calls and agent.dialect is not None:
+    if not session.tally.calls and agent.dialect is not None:
         return AgentError(f"the agent {agent.name!r} made no model call{how}", code="agent_no_calls")
     return failed
 
 
+async def _providers_fault(session: Session, how: str) -> PierError | None:
+    """The fault that the agent's work ended with, if that is not the agent's own."""
+    tally = session.tally
+    if not any(fault != "agent" for fault in tally.faults):
+        return None
+    from pier.gateway.ending import Ending, how_work_ended
+
+    recording = session.terms.recording
+    ending = await asyncio.to_thread(how_work_ended, recording) if recording is not None else None
+    fault, status, error = astuple(ending or Ending(*tally.last, None))
+    said = f"status {status}{f': {error}' if error else ''}{how}"
+    match fault:
+        case "rate_limit" if tally.most <= _FLOOD:
+            return ProviderError(f"the agent's last model call met a rate limit: {said}", code="provider_rate_limit")
+        case "quota":
+            said = f"the agent's provider refused its last model call, since a quota is used up: {said}"
+            return ProviderError(said, code="provider_quota", retryable=False)
+        case "provider":
+            passing = status >= 500 or status in (408, 499)
+            said = f"the agent's last model call failed: {said}"
+            return ProviderError(said, code="provider_error", retryable=passing)
+        case "gateway":
+            return PierError(f"the gateway failed in the agent's last model call: {said}", code="gateway")
+        case _:
+            return None
+
+
 async def _never_answered(session: Session) -> bool:
-    """Whether an agent that was killed at its deadline had asked and was still waiting for its first answer. The end of
-    its call is seen a moment after its own."""
-    for _ in range(50):
-        if session.tally.calls:
-            break
-        await asyncio.sleep(0.1)
-    return set(session.tally.ends) == {"cancelled"}
+    """Whether an agent that was killed at its deadline had waited for its first answer until then."""
+    from pier.gateway.ending import waited_in_vain
 
-
-async def _how_work_ended(session: Session) -> tuple[str | None, int]:
-    from pier.gateway.ending import how_work_ended
-
-    recording, tally = session.terms.recording, session.tally
-    known = await asyncio.to_thread(how_work_ended, recording) if recording is not None else None
-    return known or (tally.last, tally.last_status or 500)
+    recording = session.terms.recording
+    return recording is not None and await asyncio.to_thread(waited_in_vain, recording, time.time())
 
 
 def usage_of(session: Session | None) -> AgentResult:

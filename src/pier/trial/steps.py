@@ -136,6 +136,12 @@ async def _run_agent(
         if spec.agent.direct:
             outcome.agent_result = await add_native_trajectory(logs, told, outcome.agent_result, stage.record)
     check_job_budget(session)
+    if (tally := session.tally if session else None) and tally.retries:
+        stage.record.log(
+            f"model: {tally.retries} retries after faults of the provider, {tally.waited:.1f} s of waiting"
+        )
+    if failed is not None and failed.blame in ("provider", "infra"):
+        raise failed  # the agent could not go on, so what it left is not graded
     if failed is not None:
         stage.record.log(f"agent: {failed}")
         outcome.error = exception_info(failed, "agent", stage.record.redactor)

@@ -33,7 +33,7 @@ from pier.gateway.dialect.chat_body import (
     render_tool,
 )
 from pier.gateway.dialect.chat_stream import ChatParser, ChatRenderer
-from pier.gateway.dialect.contract import BadRequest, BadResponse, Route
+from pier.gateway.dialect.contract import BadResponse, Route
 from pier.gateway.dialect.openai import (
     chat_usage,
     error_body,
@@ -44,6 +44,7 @@ from pier.gateway.dialect.openai import (
     read_usage,
 )
 from pier.gateway.dialect.shared import (
+    check_recordable,
     compact,
     error_text,
     fresh_id,
@@ -91,8 +92,7 @@ class Chat:
         return None
 
     def parse_request(self, body: Mapping[str, Any], route: Route | None = None) -> Request:
-        if body.get("n") not in (None, 1):
-            raise BadRequest("n must be 1: several choices of one call cannot be recorded as one turn")
+        check_recordable(self.name, body)
         system, messages = parse_messages(need_list(body.get("messages"), "messages"))
         options = body.get("stream_options")
         return Request(

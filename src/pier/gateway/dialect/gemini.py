@@ -33,7 +33,7 @@ from pier.gateway.dialect.gemini_body import (
     render_usage,
 )
 from pier.gateway.dialect.gemini_stream import GeminiParser, GeminiRenderer
-from pier.gateway.dialect.shared import compact, error_text, fresh_id, kind_of_status, need_str, take
+from pier.gateway.dialect.shared import check_recordable, compact, error_text, fresh_id, kind_of_status, need_str, take
 
 STOPS: dict[str, StopReason] = {
     "STOP": "end",
@@ -97,9 +97,8 @@ class Gemini:
         fields = camel(dict(body), "the body")
         if isinstance(fields.get("generateContentRequest"), dict):
             fields = camel(fields["generateContentRequest"], "generateContentRequest")
+        check_recordable(self.name, fields)
         config = camel(fields.get("generationConfig") or {}, "generationConfig")
-        if config.get("candidateCount") not in (None, 1):
-            raise BadRequest("candidateCount must be 1: several candidates cannot be recorded as one turn")
         model = (route.model if route else None) or fields.get("model")
         thinking = camel(config.get("thinkingConfig") or {}, "thinkingConfig")
         rest = take(config, *_CONFIG)

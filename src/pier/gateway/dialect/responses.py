@@ -1,7 +1,7 @@
 """OpenAI Responses, stateless: every call carries its whole history, as Codex sends it.
 
-A call that points at state on the provider's side (`previous_response_id`, `conversation`) is refused, since its
-prompt could be neither recorded nor translated.
+A call that refers to state at the provider (`previous_response_id`, `conversation`) is refused, since its prompt could
+be neither recorded nor translated.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from pier.gateway.dialect.responses_body import (
 )
 from pier.gateway.dialect.responses_stream import ResponsesParser, ResponsesRenderer
 from pier.gateway.dialect.shared import (
+    check_recordable,
     compact,
     error_text,
     fresh_id,
@@ -64,11 +65,7 @@ class Responses:
         return None
 
     def parse_request(self, body: Mapping[str, Any], route: Route | None = None) -> Request:
-        for name in ("previous_response_id", "conversation"):
-            if body.get(name):
-                raise BadRequest(
-                    f"{name} points at state that is kept elsewhere; send the whole input with store: false"
-                )
+        check_recordable(self.name, body)
         instructions = body.get("instructions")
         system, messages = parse_input(body.get("input") or [])
         reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
@@ -95,7 +92,7 @@ class Responses:
 
     def render_request(self, request: Request) -> dict[str, Any]:
         sampling = request.sampling
-        extra: dict[str, Any] = dict(request.extra) if request.dialect == self.name else {"store": False}
+        extra = dict(request.extra) if request.dialect == self.name else {}
         reasoning = compact({**extra.pop("reasoning", {}), "effort": sampling.effort})
         text = compact({**extra.pop("text", {}), "format": _render_format(request.response_format)})
         body = {

@@ -215,6 +215,27 @@ def unsign(signature: str | None, dialect: str) -> tuple[str | None, str | None]
     return signature or None, dialect if signature else None
 
 
+_COUNTS = {"chat": ("n",), "gemini": ("candidateCount", "candidate_count")}
+_STATE = {
+    "responses": ("previous_response_id", "conversation", "prompt", "background"),
+    "gemini": ("cachedContent", "cached_content"),
+}
+
+
+def check_recordable(dialect: str, body: Mapping[str, Any]) -> None:
+    """`BadRequest` for a request that cannot be recorded as one turn with its whole prompt: one for several answers,
+    or one that refers to state at the provider."""
+    configs = [body.get(name) for name in ("generationConfig", "generation_config")] if dialect == "gemini" else [body]
+    for config in (config for config in configs if isinstance(config, Mapping)):
+        for name in _COUNTS.get(dialect, ()):
+            if config.get(name) not in (None, 1):
+                raise BadRequest(f"invalid value for {name}: expected 1, since one call is recorded as one turn")
+    for name in _STATE.get(dialect, ()):
+        if body.get(name):
+            why = "it refers to state at the provider, which cannot be recorded"
+            raise BadRequest(f"unsupported field {name}: {why}", hint="send the whole input with each request")
+
+
 def take(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """The fields of `body` that are not among `names`."""
     return {key: value for key, value in body.items() if key not in names}

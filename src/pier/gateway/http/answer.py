@@ -22,6 +22,7 @@ class Answer:
         self.status = head.status
         self.headers = head.headers
         coding = head.headers.get("Content-Encoding", "identity").lower()
+        self._ahead = b""
         self._inflater = None if coding == "identity" else Inflater(coding)
 
     @property
@@ -31,11 +32,18 @@ class Answer:
     @property
     def ended(self) -> bool:
         """Whether all of the body is here and was read."""
-        return self._connection.ended
+        return self._connection.ended and not self._ahead
+
+    def unread(self, data: bytes) -> None:
+        """Let the next `read` give this."""
+        self._ahead = data
 
     async def read(self) -> bytes:
         """More of the body, as soon as there is some; nothing at its end. `Disconnected`, `TimeoutError` or
         `BadCoding` if the rest does not come."""
+        if self._ahead:
+            data, self._ahead = self._ahead, b""
+            return data
         while True:
             data = self._connection.take() or await self._connection.more()
             if self._inflater is None:

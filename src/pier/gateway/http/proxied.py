@@ -81,8 +81,16 @@ class ProxiedAnswer:
         self.status = response.status
         self.headers = response.headers
         self.content_type = response.content_type
+        self._ahead = b""
+
+    def unread(self, data: bytes) -> None:
+        """As `Answer.unread`."""
+        self._ahead = data
 
     async def read(self) -> bytes:
+        if self._ahead:
+            data, self._ahead = self._ahead, b""
+            return data
         try:
             return await self._response.content.readany()
         except TimeoutError:
