@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from pier.errors import SandboxError
 from pier.image.model import Image, OnProgress
 from pier.lease import Held, Lease
 from pier.network.decision import OnDecision
@@ -117,6 +118,8 @@ class Capabilities:
     compose: bool = False
     bind_mounts: bool = True
     users: bool = True
+    isolates_verifier: bool = False
+    """Whether `Sandbox.isolate` works."""
     limits: Mapping[str, str] = field(default_factory=dict)
     """For each field of `Limits`: by what it is enforced (`cgroup`, `rlimit`, `watched`), absent if it is not."""
 
@@ -139,6 +142,25 @@ class Change:
     path: str
     kind: Literal["added", "changed", "removed"]
     mark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Survivor:
+    """A process that was still running: its number and user inside, and the beginning of its command line."""
+
+    pid: int
+    uid: int
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """`sandbox` is a view of a sandbox for a verifier, None if nothing else runs there. Of `count` processes that run
+    some are described in `survivors`."""
+
+    sandbox: Sandbox | None = None
+    survivors: tuple[Survivor, ...] = ()
+    count: int = 0
 
 
 class Process(ABC):
@@ -310,6 +332,14 @@ class Sandbox(ABC):
     @abstractmethod
     async def kill_all(self) -> int:
         """Kill every process but the sandbox's own init, also ones that are being forked meanwhile; how many died."""
+
+    async def isolate(self, folders: Mapping[str, int], *, last: bool = True) -> Isolation:
+        """A view of this sandbox for a verifier, next to processes that are to go on running. In it `folders` (absolute
+        paths with their modes) are empty directories that those processes can neither read nor write nor replace, and
+        they cannot trace what runs in it. All else is shared. The view's `kill_all` kills what was started in it, with
+        `last` everything else too; files in `folders` can be read afterwards. Its `stop` ends the view only; there is
+        one at a time. `SandboxError` with code `cannot_isolate` if that is not possible, and nothing has changed."""
+        raise SandboxError("this backend cannot isolate a verifier", code="cannot_isolate", retryable=False)
 
     @abstractmethod
     async def snapshot(self) -> Image:
