@@ -333,12 +333,12 @@ class Sandbox(ABC):
     async def kill_all(self) -> int:
         """Kill every process but the sandbox's own init, also ones that are being forked meanwhile; how many died."""
 
-    async def isolate(self, folders: Mapping[str, int], *, last: bool = True) -> Isolation:
+    async def isolate(self, folders: Mapping[str, int]) -> Isolation:
         """A view of this sandbox for a verifier, next to processes that are to go on running. In it `folders` (absolute
         paths with their modes) are empty directories that those processes can neither read nor write nor replace, and
-        they cannot trace what runs in it. All else is shared. The view's `kill_all` kills what was started in it, with
-        `last` everything else too; files in `folders` can be read afterwards. Its `stop` ends the view only; there is
-        one at a time. `SandboxError` with code `cannot_isolate` if that is not possible, and nothing has changed."""
+        they cannot trace what runs in it. All else is shared. The view's `kill_all` kills what was started in it, and
+        its `stop` ends the view only. After either `kill_all` the view's files can still be read. There is one view at
+        a time. `SandboxError` with code `cannot_isolate` if that is not possible, and nothing has changed."""
         raise SandboxError("this backend cannot isolate a verifier", code="cannot_isolate", retryable=False)
 
     @abstractmethod

@@ -19,7 +19,7 @@ from pier.trial.model import Integrity, IntegrityNote
 from pier.trial.record import TrialRecord
 from pier.trial.redact import Redactor
 from pier.trial.spec import TrialSpec
-from pier.verifier import Grading, Note, RewardFiles, Rewards, grade, secure
+from pier.verifier import Grading, Note, RewardFiles, Rewards, grade, look_again, secure
 from pier.verifier.folders import VERIFIER_LOGS
 
 STDOUT = "test-stdout.txt"
@@ -41,7 +41,10 @@ class Graded:
     def integrity(self, redactor: Redactor) -> Integrity:
         notes = [
             IntegrityNote(
-                kind=n.kind, detail=n.detail, path=redactor.text(n.path) if n.path else None, stopped=n.stopped
+                kind=n.kind,
+                detail=redactor.text(n.detail),
+                path=redactor.text(n.path) if n.path else None,
+                stopped=n.stopped,
             )
             for n in self.notes
         ]
@@ -82,10 +85,14 @@ async def grade_shared(
         workdir=workdir,
         pristine=pristine,
         keep_processes=_keeps_processes(spec),
+        tests=spec.task.steps[index].tests,
     )
     graded.compared = secured.compared
     graded.notes += secured.notes
-    await _grade(place, graded, spec.task.steps[index], sandbox, workdir, directory, bundled=False)
+    whole = sandbox if secured.view is not None and index == len(spec.task.steps) - 1 else None
+    async with secured.place(sandbox) as view:
+        await _grade(place, graded, spec.task.steps[index], view, workdir, directory, bundled=False, whole=whole)
+        graded.notes += await look_again(sandbox, secured, workdir)
 
 
 async def grade_separately(
@@ -117,6 +124,7 @@ async def _grade(
     directory: Path,
     *,
     bundled: bool,
+    whole: Sandbox | None = None,
 ) -> None:
     spec, record = place.spec, place.record
     choice, table = spec.verifier, step.verifier
@@ -131,6 +139,7 @@ async def _grade(
         env={**env, **extra},
         user=user_text(table.user),
         seconds=seconds,
+        whole=whole,
     )
     logs = _Logs(sandbox, directory / "verifier", record)
     try:
@@ -171,4 +180,5 @@ def _too_long(seconds: float | None) -> VerifierError:
 
 def _keeps_processes(spec: TrialSpec) -> bool:
     own = spec.task.config.metadata.get("pier")
-    return isinstance(own, dict) and own.get("keep_processes") is True
+    wanted = not isinstance(own, dict) or own.get("keep_processes") is not False
+    return wanted and spec.verifier.keep_processes

@@ -116,7 +116,7 @@ class Init:
                 self._kill(message["job"])
                 wire.send(self.control, {"id": message["id"]})
             elif message["op"] == "kill_all":
-                killed = self._kill_enclosed(last=message["last"]) if message.get("private") else self._kill_all()
+                killed = self._kill_enclosed() if message.get("private") else self._kill_all()
                 wire.send(self.control, {"id": message["id"], "killed": killed})
             elif message["op"] == "enclose":
                 self._enclose(message)
@@ -373,10 +373,9 @@ class Init:
         """Do something that needs the right to mount."""
         return work()
 
-    def _kill_enclosed(self, *, last: bool = False) -> int:
-        """Kill what runs in a verifier's namespace, and with `last` then all else; how many processes the verifier
-        had. Those whose worker was killed from inside may have no worker above them any more, so the namespace
-        decides."""
+    def _kill_enclosed(self) -> int:
+        """Kill what runs in a verifier's namespace; how many processes that were. Those whose worker was killed from
+        inside may have no worker above them any more, so the namespace decides."""
         place = self.enclosure
         if place is None:
             return 0
@@ -390,10 +389,8 @@ class Init:
             _send_each(left, signal.SIGKILL)
             self._collect()
             if time.monotonic() > until:
-                last = True
+                self._kill_all()
                 break
-        if last:
-            self._kill_all()
         return count
 
     def _enclosed(self, place: Enclosure) -> list[int]:

@@ -312,12 +312,12 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         message, _ = await self.box.channel.ask({"op": "kill_all"})
         return message["killed"]
 
-    async def isolate(self, folders: Mapping[str, int], *, last: bool = True) -> Isolation:
+    async def isolate(self, folders: Mapping[str, int]) -> Isolation:
         message, _ = await self.box.channel.ask({"op": "enclose", "folders": dict(folders)})
         if not message["count"]:
             return Isolation()
         survivors = tuple(Survivor(*row) for row in message["survivors"])
-        return Isolation(IsolatedSandbox(self, last=last), survivors, message["count"])
+        return Isolation(IsolatedSandbox(self), survivors, message["count"])
 
     def _check(self) -> None:
         """Fail if something that the sandbox needs is gone."""
@@ -379,11 +379,10 @@ class _PrivateBox:
 class IsolatedSandbox(LinuxSandbox[BoxT]):
     """A view of a sandbox for a verifier (`Sandbox.isolate`)."""
 
-    def __init__(self, whole: LinuxSandbox[BoxT], *, last: bool) -> None:
-        self.__dict__.update(whole.__dict__)
+    def __init__(self, whole: LinuxSandbox[BoxT]) -> None:
+        vars(self).update(vars(whole))
         self.box = cast(BoxT, _PrivateBox(whole.box))
         self._whole = whole
-        self._last = last
 
     def service(self, name: str) -> Sandbox | None:
         return self._whole.service(name)
@@ -399,7 +398,7 @@ class IsolatedSandbox(LinuxSandbox[BoxT]):
 
     async def kill_all(self) -> int:
         self._whole._check()
-        message, _ = await self._whole.box.channel.ask({"op": "kill_all", "private": True, "last": self._last})
+        message, _ = await self._whole.box.channel.ask({"op": "kill_all", "private": True})
         return message["killed"]
 
     async def snapshot(self) -> Image:

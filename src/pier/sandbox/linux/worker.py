@@ -124,9 +124,7 @@ class Worker:
     def _run(self, message: dict[str, Any], fds: list[int]) -> None:
         master = -1
         try:
-            self.pid, master = launch.launch(
-                message, fds, many_ids=self.many_ids, first=self.first, extra=self.extra
-            )
+            self.pid, master = launch.launch(message, fds, many_ids=self.many_ids, first=self.first, extra=self.extra)
             if message["tell"]:
                 wire.send(self.control, {"id": self.job, "started": True}, [master] if master >= 0 else [])
         except launch.CannotRun as error:
