@@ -148,12 +148,12 @@ def watch(*folders: str) -> int:
 
 
 def noticed(fd: int) -> bool:
-    """Whether something happened to a file `test.sh` or `reward.txt` in what is watched."""
+    """Whether something happened to a file `test.sh` in what is watched."""
     try:
         events = os.read(fd, 1 << 16)
     except BlockingIOError:
         return False
-    return b"test.sh" in events or b"reward.txt" in events
+    return b"test.sh" in events
 
 
 def main() -> None:
@@ -170,6 +170,8 @@ def main() -> None:
     deadline = time.monotonic() + 60
     while "test.sh" not in (found := verifier()).values() and time.monotonic() < deadline:
         time.sleep(0.005)
+    time.sleep(0.2)
+    found = {pid: name for pid, name in verifier().items() if found.get(pid) == name}
     report = {f"{name}: {way}": what for pid, name in found.items() for way, what in attempt(routes(pid)).items()}
     report |= attempt(places())
     report["inotify"] = "got events" if noticed(watched) else "nothing"
