@@ -362,10 +362,14 @@ async def test_a_cancelled_trial_leaves_no_result_and_no_sandbox(bench: Bench, t
 async def test_kept_processes(bench: Bench, tmp_path: Path) -> None:
     solve = "touch /app/done; (setsid sleep 600 > /dev/null 2>&1 &)"
     test = "#!/bin/bash\ngrep -qsx sleep /proc/[0-9]*/comm; echo $((! $?)) > /logs/verifier/reward.txt\n"
-    plain = await bench.run(write_task(tmp_path / "a", solve=solve, test=test))
-    assert rewards(plain) == 0 and "processes" in kinds(plain)
-    kept = write_task(tmp_path / "b", toml=TOML + "[metadata.pier]\nkeep_processes = true\n", solve=solve, test=test)
-    assert rewards(await bench.run(kept)) == 1
+    task = write_task(tmp_path / "a", solve=solve, test=test)
+    kept = await bench.run(task)
+    assert rewards(kept) == 1 and kept.integrity is not None
+    assert [note.detail.partition(", ")[2] for note in kept.integrity.notes] == ["user 0: sleep 600"]
+    asked = await bench.run(task, verifier=VerifierChoice(keep_processes=False))
+    assert rewards(asked) == 0 and "processes" in kinds(asked)
+    toml = TOML + "[metadata.pier]\nkeep_processes = false\n"
+    assert rewards(await bench.run(write_task(tmp_path / "b", toml=toml, solve=solve, test=test))) == 0
 
 
 async def test_each_phase_has_its_network(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

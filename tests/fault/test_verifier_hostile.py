@@ -26,9 +26,9 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         yield opened
 
 
-async def attack(bench: Bench, tmp_path: Path, command: str, *, test: str = PASS) -> TrialResult:
+async def attack(bench: Bench, tmp_path: Path, command: str, *, test: str = PASS, toml: str = TOML) -> TrialResult:
     """Let an agent run `command` on a task that it has not solved."""
-    task = write_task(tmp_path / f"task-{bench.count}", test=test)
+    task = write_task(tmp_path / f"task-{bench.count}", test=test, toml=toml)
     result = await bench.run(task, AgentChoice("command", options={"command": command}))
     assert result.rewards is not None, result.exception_info
     return result
@@ -57,9 +57,21 @@ async def test_background_writers_are_dead(bench: Bench, tmp_path: Path) -> None
     start = f"(setsid sh -c '{loop}' > /dev/null 2>&1 &)"
     command = f"{start}; {start.replace('setsid', 'setsid setsid')}; rm -f /app/done"
     test = "#!/bin/bash\nrm -f /app/done; for i in 1 2 3 4 5; do sleep 0.05; test -e /app/done && break; done\n" + PASS
-    result = await attack(bench, tmp_path, command, test=test)
+    toml = TOML + "[metadata.pier]\nkeep_processes = false\n"
+    result = await attack(bench, tmp_path, command, test=test, toml=toml)
     assert result.rewards == {"reward": 0}
     assert "processes" in kinds(result)
+
+
+async def test_background_writers_that_live_do_not_reach_the_verdict(bench: Bench, tmp_path: Path) -> None:
+    loop = (
+        f"while true; do mkdir -p /logs/verifier; {CHEAT}; rm -rf /tests /logs; mv /tests /old; ln -s /app /tests; done"
+    )
+    start = f"(setsid sh -c '{loop}' > /dev/null 2>&1 &)"
+    test = "#!/bin/bash\nsleep 0.2; ls /tests > /logs/verifier/seen\n" + PASS
+    result = await attack(bench, tmp_path, f"{start}; {start}", test=test)
+    assert result.rewards == {"reward": 0}
+    assert (bench.last / "verifier/seen").read_text() == "test.sh\n"
 
 
 BENT = {

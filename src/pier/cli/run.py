@@ -136,6 +136,7 @@ OPTIONS: list[Decorator] = [
     _many("--ek", "--environment-kwarg", "environment_kwarg", metavar="K=V", help="An option of the backend."),
     _many("--ve", "--verifier-env", "verifier_env", metavar="K=V", help="A variable for the verifier."),
     _switch("--disable-verification/--enable-verification", "Do not grade."),
+    _switch("--kill-processes/--keep-processes", "Kill what agents left running before the tests run."),
     _many("--artifact", metavar="PATH", help="A path in the sandbox to keep."),
     _many("--extra-instruction", metavar="TEXT", help="Text to add to each instruction."),
     _many("--extra-instruction-path", type=click.Path(dir_okay=False), help="A file to add to each instruction."),

@@ -105,6 +105,7 @@ class VerifierConfig(_Part):
     max_timeout_sec: float | None = Field(default=None, gt=0)
     env: dict[str, str] = Field(default_factory=dict)
     disable: bool = False
+    kill_processes: bool = False
 
 
 class RetryConfig(_Part):

@@ -42,6 +42,7 @@ _PLAIN = {
     "override_storage_mb": "environment.override_storage_mb",
     "override_gpus": "environment.override_gpus",
     "disable_verification": "verifier.disable",
+    "kill_processes": "verifier.kill_processes",
     "extra_instruction": "extra_instructions",
     "artifact": "artifacts",
     "image": "image",

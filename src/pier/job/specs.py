@@ -53,6 +53,7 @@ class Specs:
             env=config.verifier.env,
             timeout=config.verifier.override_timeout_sec,
             max_timeout=config.verifier.max_timeout_sec,
+            keep_processes=not config.verifier.kill_processes,
         )
         self._multipliers = Multipliers(
             all=config.timeout_multiplier,

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from pier.errors import SandboxError
 from pier.image.model import Image, OnProgress
 from pier.lease import Held, Lease
 from pier.network.decision import OnDecision
@@ -119,6 +120,8 @@ class Capabilities:
     compose: bool = False
     bind_mounts: bool = True
     users: bool = True
+    isolates_verifier: bool = False
+    """Whether `Sandbox.isolate` works."""
     limits: Mapping[str, str] = field(default_factory=dict)
     """For each field of `Limits`: by what it is enforced (`cgroup`, `rlimit`, `watched`), absent if it is not."""
 
@@ -141,6 +144,25 @@ class Change:
     path: str
     kind: Literal["added", "changed", "removed"]
     mark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Survivor:
+    """A process that was still running: its number and user inside, and the beginning of its command line."""
+
+    pid: int
+    uid: int
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """`sandbox` is a view of a sandbox for a verifier, None if nothing else runs there. Of `count` processes that run
+    some are described in `survivors`."""
+
+    sandbox: Sandbox | None = None
+    survivors: tuple[Survivor, ...] = ()
+    count: int = 0
 
 
 class Process(ABC):
@@ -312,6 +334,14 @@ class Sandbox(ABC):
     @abstractmethod
     async def kill_all(self) -> int:
         """Kill every process but the sandbox's own init, also ones that are being forked meanwhile; how many died."""
+
+    async def isolate(self, folders: Mapping[str, int]) -> Isolation:
+        """A view of this sandbox for a verifier, next to processes that are to go on running. In it `folders` (absolute
+        paths with their modes) are empty directories that those processes can neither read nor write nor replace, and
+        they cannot trace what runs in it. All else is shared. The view's `kill_all` kills what was started in it, and
+        its `stop` ends the view only. After either `kill_all` the view's files can still be read. There is one view at
+        a time. `SandboxError` with code `cannot_isolate` if that is not possible, and nothing has changed."""
+        raise SandboxError("this backend cannot isolate a verifier", code="cannot_isolate", retryable=False)
 
     @abstractmethod
     async def snapshot(self) -> Image:

@@ -23,7 +23,7 @@ from pier.trial.network import StepNetwork
 from pier.trial.record import TrialRecord
 from pier.trial.redact import Redactor
 from pier.trial.spec import TrialSpec
-from pier.verifier import Grading, Note, RewardFiles, Rewards, grade, secure
+from pier.verifier import Grading, Note, RewardFiles, Rewards, grade, look_again, secure
 from pier.verifier.folders import VERIFIER_LOGS
 
 STDOUT = "test-stdout.txt"
@@ -59,7 +59,10 @@ class Graded:
     def integrity(self, redactor: Redactor) -> Integrity:
         notes = [
             IntegrityNote(
-                kind=n.kind, detail=n.detail, path=redactor.text(n.path) if n.path else None, stopped=n.stopped
+                kind=n.kind,
+                detail=redactor.text(n.detail),
+                path=redactor.text(n.path) if n.path else None,
+                stopped=n.stopped,
             )
             for n in self.notes
         ]
@@ -129,10 +132,15 @@ class SharedTests:
             workdir=workdir,
             pristine=pristine,
             keep_processes=_keeps_processes(spec),
+            tests=spec.task.steps[self.index].tests,
         )
         graded.compared = secured.compared
         graded.notes += secured.notes
-        await _grade(place, graded, spec.task.steps[self.index], sandbox, workdir, logs, bundled=False)
+        step, is_last = spec.task.steps[self.index], self.index == len(spec.task.steps) - 1
+        whole = sandbox if secured.view is not None and is_last else None
+        async with secured.place(sandbox) as view:
+            await _grade(place, graded, step, view, workdir, logs, bundled=False, whole=whole)
+            graded.notes += await look_again(sandbox, secured, workdir)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +186,7 @@ async def _grade(
     target: Path,
     *,
     bundled: bool,
+    whole: Sandbox | None = None,
 ) -> None:
     spec, record = place.spec, place.record
     choice, table = spec.verifier, step.verifier
@@ -192,6 +201,7 @@ async def _grade(
         env={**env, **extra},
         user=user_text(table.user),
         seconds=seconds,
+        whole=whole,
     )
     logs = _Logs(sandbox, target, record)
     try:
@@ -232,4 +242,5 @@ def _too_long(seconds: float | None) -> VerifierError:
 
 def _keeps_processes(spec: TrialSpec) -> bool:
     own = spec.task.config.metadata.get("pier")
-    return isinstance(own, dict) and own.get("keep_processes") is True
+    wanted = not isinstance(own, dict) or own.get("keep_processes") is not False
+    return wanted and spec.verifier.keep_processes

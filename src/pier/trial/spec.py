@@ -52,6 +52,8 @@ class VerifierChoice:
     env: Mapping[str, str] = field(default_factory=dict)
     timeout: float | None = None
     max_timeout: float | None = None
+    keep_processes: bool = True
+    """Whether what the agent left running goes on while the tests run, unless the task says that it must not."""
 
 
 @dataclass(frozen=True, slots=True)

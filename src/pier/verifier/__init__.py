@@ -3,7 +3,7 @@
 from pier.verifier.grade import Grade, Grading, grade
 from pier.verifier.notes import Note
 from pier.verifier.reward import RewardFiles, Rewards, parse_json, parse_text, read_verdict
-from pier.verifier.secure import Secured, secure
+from pier.verifier.secure import Secured, look_again, secure
 
 __all__ = [
     "Grade",
@@ -13,6 +13,7 @@ __all__ = [
     "Rewards",
     "Secured",
     "grade",
+    "look_again",
     "parse_json",
     "parse_text",
     "read_verdict",

@@ -1,7 +1,8 @@
 """Runs a task's tests and reads the verdict.
 
 The tests arrive only now. Their exit code means nothing, the reward file does. What they print goes to the runner,
-never through a file of the sandbox. Before the reward is read, everything that still runs is killed.
+never through a file of the sandbox. Before the reward is read everything that still runs is killed: what the agent left
+running only if there is a reward and no step follows, as it may be needed again.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Grading:
     env: Mapping[str, str] = field(default_factory=dict)
     user: str | None = None
     seconds: float | None = None
+    whole: Sandbox | None = None
+    """The sandbox with all that the agent left running, if the tests run in a view of it and no step follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ async def grade(
     if result.timed_out:
         raise VerifierError(f"the verifier took longer than {grading.seconds:g} s", code="verifier_timeout")
     notes = [Note("processes", f"still running when the tests had ended: {left}", stopped=True)] if left else []
+    if grading.whole is not None and await _has_reward(sandbox):
+        await grading.whole.kill_all()
     files = await take() if take is not None else None
     if files is None:
         files = RewardFiles(await _read(sandbox, "reward.json"), await _read(sandbox, "reward.txt"))
@@ -90,6 +95,16 @@ async def _prepare(sandbox: Sandbox, grading: Grading) -> list[str]:
         with (holders[-1] / grading.script).open("rb") as stream:
             script = stream.read(2)
     return [path] if script.startswith(b"#!") else ["/bin/bash", path]
+
+
+async def _has_reward(sandbox: Sandbox) -> bool:
+    for name in ("reward.json", "reward.txt"):
+        try:
+            await sandbox.read_file(f"{VERIFIER_LOGS}/{name}", max_bytes=REWARD_LIMIT)
+        except (FileNotFoundError, SandboxError):
+            continue
+        return True
+    return False
 
 
 async def _read(sandbox: Sandbox, name: str) -> bytes | None:

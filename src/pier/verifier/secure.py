@@ -1,17 +1,18 @@
-"""Makes a sandbox that an agent worked in fit for grading: nothing of the agent runs, and nothing it prepared for the
-verifier is left in the places that the verifier trusts."""
+"""Makes a sandbox that an agent worked in fit for grading: what the agent left running cannot reach the verifier, its
+tests and its verdict, and nothing it prepared for the verifier is left in the places that the verifier trusts."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import tarfile
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from pier.errors import SandboxError, VerifierError
-from pier.sandbox.contract import Change, Sandbox
+from pier.sandbox.contract import Change, Isolation, Sandbox
 from pier.verifier.changes import Suspicion, judge
 from pier.verifier.folders import LOGS, TESTS, VERIFIER_LOGS, make_folders
 from pier.verifier.notes import Note, limited
@@ -20,12 +21,29 @@ Pristine = Callable[[], AbstractAsyncContextManager[Sandbox]]
 """Opens a sandbox of the same image that no agent has touched."""
 
 
+PRIVATE_TESTS = 256 << 20
+"""Bytes of tests that are kept in memory while processes of the agent run. Of a sandbox with a limit on memory it is at
+most a quarter of that."""
+
+
 @dataclass(frozen=True, slots=True)
 class Secured:
-    """What was found and undone. `compared`: the sandbox could say which files changed."""
+    """What was found and undone. `compared`: the sandbox could say which files changed. `view` is where the tests must
+    run if processes of the agent do, and `changed` what differed from the image then."""
 
     notes: tuple[Note, ...] = ()
     compared: bool = False
+    view: Sandbox | None = None
+    changed: tuple[Change, ...] | None = None
+
+    @asynccontextmanager
+    async def place(self, sandbox: Sandbox) -> AsyncIterator[Sandbox]:
+        """Where to run the tests of `sandbox`; a view of it ends with this."""
+        if self.view is None:
+            yield sandbox
+        else:
+            async with self.view as view:
+                yield view
 
 
 async def secure(
@@ -34,15 +52,12 @@ async def secure(
     before: Iterable[Change] | None,
     workdir: str,
     pristine: Pristine,
-    keep_processes: bool = False,
+    keep_processes: bool = True,
+    tests: Iterable[Path] = (),
 ) -> Secured:
-    """Kill what runs, undo what was planted, empty and re-create the verifier's directories. `before` is what differed
-    from the image when the agent began."""
-    notes: list[Note] = []
-    if keep_processes:
-        notes.append(Note("processes", "the task asks for the agent's processes to be kept while it is graded"))
-    elif killed := await sandbox.kill_all():
-        notes.append(Note("processes", f"still running when the agent had ended: {killed}", stopped=True))
+    """Isolate the verifier from what runs, or kill that; undo what was planted; see to it that the verifier's
+    directories are empty. `before` is what differed from the image when the agent began, `tests` are to be uploaded."""
+    view, notes = await _isolate(sandbox, tests) if keep_processes else (None, await _kill(sandbox))
     after = await sandbox.changes()
     if after is not None:
         changed = _since(before or (), after)
@@ -50,8 +65,62 @@ async def secure(
         notes += await _undo(sandbox, judge(changed, workdir=workdir), pristine)
     else:
         notes += await _probe(sandbox)
-    await _reset(sandbox, workdir)
-    return Secured(tuple(limited(notes)), after is not None)
+    if view is None:
+        await _reset(sandbox)
+    await _make_workdir(sandbox, workdir)
+    now = await sandbox.changes() if view is not None else None
+    return Secured(tuple(limited(notes)), after is not None, view, None if now is None else tuple(now))
+
+
+async def look_again(sandbox: Sandbox, secured: Secured, workdir: str) -> list[Note]:
+    """Notes on what was planted while the tests ran: processes of the agent could do it until then. It may be the tests
+    themselves that did."""
+    after = await sandbox.changes() if secured.changed is not None else None
+    if after is None:
+        return []
+    found = judge(_since(secured.changed or (), after), workdir=workdir)
+    aside = "; it changed while processes of the agent ran next to the tests"
+    return limited([Note(each.kind, each.detail + aside, each.path) for each in found if each.action != "note"])
+
+
+async def _isolate(sandbox: Sandbox, tests: Iterable[Path]) -> tuple[Sandbox | None, list[Note]]:
+    try:
+        isolation = await sandbox.isolate({TESTS: 0o755, VERIFIER_LOGS: 0o777})
+    except SandboxError as error:
+        if error.code != "cannot_isolate":
+            raise
+        return None, await _kill(sandbox, f", and the verifier cannot be isolated from it: {error}")
+    if isolation.sandbox is not None and not await asyncio.to_thread(_fit, sandbox, tests):
+        await isolation.sandbox.stop()
+        return None, await _kill(sandbox, ", and the tests are too large to be kept in memory, away from it")
+    return isolation.sandbox, _survivors(isolation)
+
+
+async def _kill(sandbox: Sandbox, why: str = "") -> list[Note]:
+    killed = await sandbox.kill_all()
+    detail = f"still running when the agent had ended{why}: {killed}"
+    return [Note("processes", detail, stopped=True)] if killed else []
+
+
+def _survivors(isolation: Isolation) -> list[Note]:
+    notes = [
+        Note("processes", f"left running by the agent while the tests ran: {each.pid}, user {each.uid}: {each.command}")
+        for each in isolation.survivors
+    ]
+    if more := isolation.count - len(isolation.survivors):
+        notes.append(Note("processes", f"left running by the agent while the tests ran: {more} more"))
+    return notes
+
+
+def _fit(sandbox: Sandbox, tests: Iterable[Path]) -> bool:
+    """Whether the tests may be kept in memory."""
+    left = min(PRIVATE_TESTS, (sandbox.spec.limits.memory or 4 * PRIVATE_TESTS) // 4)
+    for directory in tests:
+        for path in directory.rglob("*"):
+            left -= path.lstat().st_size
+            if left < 0:
+                return False
+    return True
 
 
 def _since(before: Iterable[Change], after: Iterable[Change]) -> list[Change]:
@@ -121,13 +190,16 @@ async def _named(stream: AsyncIterator[bytes], name: str) -> AsyncIterator[bytes
     yield out.getvalue()
 
 
-async def _reset(sandbox: Sandbox, workdir: str) -> None:
+async def _reset(sandbox: Sandbox) -> None:
     try:
         await _remake(sandbox)
     except SandboxError as error:
         raise VerifierError(
             f"{TESTS} and {VERIFIER_LOGS} could not be emptied: {error}", code="reset", blame="agent"
         ) from error
+
+
+async def _make_workdir(sandbox: Sandbox, workdir: str) -> None:
     if workdir != "/" and await _is_missing(sandbox, workdir):
         await make_folders(sandbox, {workdir: 0o755})
 

@@ -108,6 +108,7 @@ async def _verify_refusal(needs: str, bench: Bench) -> None:
                 "tty": lambda: sandbox.spawn("true", tty=True),
                 "users": lambda: sandbox.exec("true", user="12345"),
                 "listen": lambda: sandbox.listen(0, asyncio.Protocol),
+                "isolates_verifier": lambda: sandbox.isolate({"/private": 0o755}),
             }
             if needs in asked:
                 await refuses(asked[needs](), SandboxError)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pier.sandbox.conformance.bench import PATIENCE, Bench, check, gone, run, until
+from pier.sandbox.conformance.bench import PATIENCE, Bench, check, gone, is_alive, run, until
 from pier.sandbox.contract import Sandbox
 
 _COUNT = "n=0; for p in /proc/[0-9]*; do n=$((n+1)); done; echo $n"
@@ -84,6 +84,43 @@ async def kill_all_in_fork_storm(bench: Bench) -> None:
             ).text.strip("0\n")
 
         await until("the storm to end", calm, 20)
+
+
+@check("a verifier's view is out of reach of what goes on running", needs="isolates_verifier")
+async def isolated_view(bench: Bench) -> None:
+    async with bench.sandbox() as sandbox:
+        folders = {"/private": 0o755, "/above/private": 0o777}
+        assert (await sandbox.isolate(folders)).sandbox is None, "nothing runs here"
+        await run(sandbox, "mkdir -p /above/private; echo forged >/above/private/verdict; echo shared >/srv/shared")
+        kept = (await run(sandbox, "setsid sleep 600 >/dev/null 2>&1 </dev/null & echo $!")).text.strip()
+        isolation = await sandbox.isolate(folders)
+        view = isolation.sandbox
+        assert view is not None and isolation.count == 1 and isolation.survivors[0].command == "sleep 600"
+        await view.write_file("/private/test", b"test")
+        script = (
+            "cat /private/test /srv/shared; ls -A /above/private; setsid sleep 600 >/dev/null 2>&1 </dev/null & echo $!"
+        )
+        test, shared, own = (await run(view, script)).text.replace("test", "test ").split()
+        assert (test, shared) == ("test", "shared")
+        await run(view, "echo 1 >/above/private/verdict")
+        if bench.capabilities.users:
+            await run(view, "echo more >/above/private/more", user="4321")
+        await run(sandbox, f'test -z "$(ls -A /private /above/private | grep -v :)" && ! ls /proc/{own}/root/private')
+        for attempt in (
+            "rmdir /private",
+            "mv /above /b",
+            "mv /above/private /c",
+            "touch /private/x",
+            f"cat /proc/{own}/mem",
+        ):
+            assert not (await sandbox.exec(attempt, timeout=PATIENCE)).ok, attempt
+        assert await view.kill_all() == 1
+        await gone(sandbox, own)
+        assert await is_alive(sandbox, kept)
+        assert await sandbox.kill_all() >= 1
+        assert (await view.read_file("/above/private/verdict")).startswith(b"1\n")
+        await view.stop()
+        assert (await run(sandbox, "cat /above/private/verdict; rmdir /private")).text == "forged\n"
 
 
 @check("a crashed command does not harm others")

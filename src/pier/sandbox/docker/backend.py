@@ -78,6 +78,7 @@ class DockerBackend(Backend):
             limits=await engine.limits(),
             snapshot=True,
             compose=True,
+            isolates_verifier=True,
             bind_mounts=await engine.shares_disk(),
         )
 

@@ -32,7 +32,7 @@ HELPER = "helper"
 """The kind of lease that a helper has while it is made."""
 REPOSITORY = "pier/helper"
 _LABEL = "dev.pier.helper"
-_CAPABILITIES = ["SYS_ADMIN", "SYS_PTRACE", "NET_ADMIN"]
+_CAPABILITIES = ["SYS_ADMIN", "SYS_PTRACE", "NET_ADMIN", "WAKE_ALARM"]
 _UNCONFINED = ["seccomp=unconfined", "apparmor=unconfined", "label=disable"]
 _ENDING = (404, 409, 500)
 """How engines answer to what is asked of a container that is not there, does not run yet or is just ending."""

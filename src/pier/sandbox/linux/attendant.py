@@ -156,7 +156,7 @@ class Attendant(Init):
 
     def _choose_worker(self, message: dict[str, Any], others: Sequence[int]) -> int:
         """Commands run where the program is that is process 1, all else where nothing that it does can reach it."""
-        if message["op"] == "exec" and self._inner is not None:
+        if message["op"] == "exec" and self._inner is not None and not message.get("private"):
             with contextlib.suppress(OSError):  # nobody is born where process 1 is about to end
                 return self._choose_inside(self._inner, others)
         return super()._choose_worker(message, others)
@@ -168,6 +168,11 @@ class Attendant(Init):
             pid = self.hire(worker.main, others)
         place.members.add(pid)
         return pid
+
+    def _with_rights(self, work: Callable[[], Any]) -> Any:
+        """This process has them. A verifier's namespace is made where commands run."""
+        with self._inner.entered() if self._inner is not None else contextlib.nullcontext():
+            return work()
 
     def _rest(self, pid: int) -> None:
         place = self._inner

@@ -9,6 +9,8 @@ import os
 import resource
 
 _PAGE = resource.getpagesize()
+_SHOWN = 200
+"""Bytes of a command line that are shown."""
 _EXITING = 4
 """Among the kernel's flags of a process: that it has begun to end."""
 
@@ -60,6 +62,22 @@ class Census:
         ended = all(self._is_entry(child) for child in before)
         return ended and (not before or (self.children(pid) == before and all(map(self._is_entry, before))))
 
+    def mounts(self, pid: int) -> int:
+        """The inode of a process's mount namespace; 0 if it has ended, or may not be looked at."""
+        try:
+            return os.stat(f"{pid}/ns/mnt", dir_fd=self.proc).st_ino
+        except OSError:
+            return 0
+
+    def describe(self, pid: int) -> list[object] | None:
+        """The number of a process in its own namespace, its user and the beginning of its command line."""
+        rows = dict(row.split(b":", 1) for row in self._read(f"{pid}/status").splitlines() if b":" in row)
+        if b"Uid" not in rows:
+            return None
+        command = self._read(f"{pid}/cmdline", _SHOWN).replace(b"\0", b" ").strip() or rows.get(b"Name", b"").strip()
+        own = rows.get(b"NSpid", b"%d" % pid).split()[-1]
+        return [int(own), int(rows[b"Uid"].split()[0]), command.decode(errors="replace")]
+
     def private_memory(self, pid: int) -> int:
         """Bytes that a process has to itself."""
         fields = self._read(f"{pid}/statm").split()
@@ -80,15 +98,17 @@ class Census:
         """Whether a process has ended and was not reaped yet."""
         return bool(self._fields(pid)) and not self.is_running(pid)
 
-    def _read(self, path: str) -> bytes:
+    def _read(self, path: str, most: int | None = None) -> bytes:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.proc)
         except OSError:
             return b""
         parts: list[bytes] = []
         try:
-            while part := os.read(fd, 8192):
+            while part := os.read(fd, most or 8192):
                 parts.append(part)
+                if most:
+                    break
         except OSError:
             return b""
         finally:

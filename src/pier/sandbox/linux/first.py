@@ -15,6 +15,7 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pier.network import last_resort
@@ -90,7 +91,9 @@ class First(Init):
         super().__init__(control, plan, census)
         self.own = worker.Worker(control, self._on_free, many_ids=plan["many_ids"])
         self._plan: dict[str, Any] = {}
-        self._wanted: dict[str, Any] | None = None
+        self._wanted: Callable[[], Any] | None = None
+        self._outcome: Any = None
+        self._filter = self.confine["filter"]
         self._begin, self._ask, self._done = (_thread.allocate_lock() for _ in range(3))
         for lock in (self._begin, self._ask, self._done):
             lock.acquire()
@@ -119,19 +122,31 @@ class First(Init):
         self._begin.release()
         while True:
             self._ask.acquire()
-            message = self._wanted
-            assert message is not None
+            assert self._wanted is not None
             try:
-                super()._change_network(message)
+                self._outcome = self._wanted()
             except OSError as error:
-                wire.send(self.control, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
+                self._outcome = error
             finally:
                 self._done.release()
 
-    def _change_network(self, message: dict[str, Any]) -> None:
-        self._wanted = message
+    def _with_rights(self, work: Callable[[], Any]) -> Any:
+        self._wanted = work
         self._ask.release()
         self._done.acquire()
+        outcome, self._outcome = self._outcome, None
+        if isinstance(outcome, OSError):
+            raise outcome
+        return outcome
+
+    def _change_network(self, message: dict[str, Any]) -> None:
+        change = super()._change_network
+        self._with_rights(lambda: change(message))
+
+    def _hire_enclosed(self, others: Sequence[int], **where: Any) -> int:
+        """The thread with the rights has neither the filter of the other one nor its choice of cores."""
+        where["like"] = {"filter": self._filter, "cores": os.sched_getaffinity(0)}
+        return super()._hire_enclosed(others, **where)
 
     def _hold_all(self) -> None:
         with contextlib.suppress(ProcessLookupError):

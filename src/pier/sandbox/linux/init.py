@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pier.network import plumbing
-from pier.sandbox.linux import wire, worker
+from pier.sandbox.linux import enclosure, wire, worker
 from pier.sandbox.linux.census import Census
+from pier.sandbox.linux.enclosure import Enclosure
 from pier.sandbox.linux.wire import OUT_OF_MEMORY
 
 SPARE = 2
 """So many workers are kept though they have nothing to do."""
+SURVIVORS = 50
+"""How many processes that were left running are described; the others are counted."""
 _WATCH_MS = 100
 _PATIENCE = 5.0
 """Seconds that killing one command's tree may take before everything inside is killed instead."""
@@ -49,6 +52,8 @@ class Init:
         self.idle: list[int] = []
         self.jobs: dict[int, int] = {}
         self.strayed = False
+        self.enclosure: Enclosure | None = None
+        """The namespace of a verifier, while processes of the agent run next to it."""
         self.poll = select.poll()
         self.wake_in, self.wake_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -111,7 +116,13 @@ class Init:
                 self._kill(message["job"])
                 wire.send(self.control, {"id": message["id"]})
             elif message["op"] == "kill_all":
-                wire.send(self.control, {"id": message["id"], "killed": self._kill_all()})
+                killed = self._kill_enclosed() if message.get("private") else self._kill_all()
+                wire.send(self.control, {"id": message["id"], "killed": killed})
+            elif message["op"] == "enclose":
+                self._enclose(message)
+            elif message["op"] == "release":
+                self._release()
+                wire.send(self.control, {"id": message["id"]})
             elif message["op"] == "listen":
                 self._listen(message)
             elif message["op"] == "network":
@@ -123,13 +134,14 @@ class Init:
                 os.close(fd)
 
     def _dispatch(self, message: dict[str, Any], fds: list[int]) -> None:
-        if self._is_alone() and message["op"] == "exec" and self.own is not None:
+        alone = self._is_alone() and not message.get("private")
+        if alone and message["op"] == "exec" and self.own is not None:
             self.jobs[message["id"]] = os.getpid()
             taken, fds[:] = fds[:], []
             self.own.take(message, taken)
             self._reap()
             return
-        if self._is_alone() and message["op"] == "copy":
+        if alone and message["op"] == "copy":
             answer = worker.copy(message["request"], fds[0], small=True)
             if answer is not None:
                 fds.clear()
@@ -147,13 +159,17 @@ class Init:
 
     def _choose_worker(self, message: dict[str, Any], others: Sequence[int]) -> int:
         """A worker without a job, for the job in `message`."""
+        if message.get("private"):
+            return self._choose_enclosed(others)
         if not self.idle:
             self.add_worker(others)
         return self.idle.pop()
 
     def _rest(self, pid: int) -> None:
         """A worker has nothing to do any more."""
-        if len(self.idle) < SPARE:
+        if self.enclosure is not None and pid in self.enclosure.members:
+            self.enclosure.idle.append(pid)
+        elif len(self.idle) < SPARE:
             self.idle.append(pid)
         else:
             self._lose(pid)
@@ -199,6 +215,9 @@ class Init:
         sock.close()
         if pid in self.idle:
             self.idle.remove(pid)
+        if self.enclosure is not None and pid in self.enclosure.members:
+            self.enclosure.members.discard(pid)
+            self.enclosure.idle = [other for other in self.enclosure.idle if other != pid]
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         for job in [job for job, owner in self.jobs.items() if owner == pid]:
@@ -308,6 +327,83 @@ class Init:
         if self.own is not None:
             self.own.settle(alone=True)
         return killed
+
+    def _enclose(self, message: dict[str, Any]) -> None:
+        """If anything runs inside, make a namespace for a verifier, and describe what runs; else see to it that nothing
+        does."""
+        self._release()
+        found = [pid for pid in self.census.take() if pid not in self.workers and self.census.is_running(pid)]
+        if found:
+            try:
+                self._begin_enclosure(message["folders"])
+            except OSError as error:
+                reason = error.strerror or str(error)
+                wire.send(self.control, {"id": message["id"], "error": reason, "code": "cannot_isolate"})
+                return
+        else:
+            self._kill_all()
+        rows = [row for pid in found[:SURVIVORS] if (row := self.census.describe(pid))]
+        wire.send(self.control, {"id": message["id"], "survivors": rows, "count": len(found)})
+
+    def _begin_enclosure(self, folders: dict[str, int]) -> None:
+        pid = self._hire_enclosed((), folders=folders)
+        try:
+            self.enclosure = enclosure.wait_for(self.workers[pid], list(folders))
+        except OSError:
+            self._lose(pid)
+            self._with_rights(lambda: enclosure.unpin(folders))
+            raise
+        self.enclosure.members.add(pid)
+        self.enclosure.idle.append(pid)
+
+    def _choose_enclosed(self, others: Sequence[int]) -> int:
+        place = self.enclosure
+        if place is None:
+            raise OSError(0, "the verifier's namespace is gone")
+        if place.idle:
+            return place.idle.pop()
+        pid = self._hire_enclosed(others, namespace=place.namespace)
+        place.members.add(pid)
+        return pid
+
+    def _hire_enclosed(self, others: Sequence[int], **where: Any) -> int:
+        return self._with_rights(lambda: self.hire(lambda *streams: enclosure.work(*streams, **where), others))
+
+    def _with_rights(self, work: Callable[[], Any]) -> Any:
+        """Do something that needs the right to mount."""
+        return work()
+
+    def _kill_enclosed(self) -> int:
+        """Kill what runs in a verifier's namespace; how many processes that were. Those whose worker was killed from
+        inside may have no worker above them any more, so the namespace decides."""
+        place = self.enclosure
+        if place is None:
+            return 0
+        found = self._with_rights(lambda: self._enclosed(place))
+        count = sum(1 for pid in found if pid not in self.workers)
+        for pid in list(place.members):
+            if self._clear(pid):
+                self._lose(pid)
+        until = time.monotonic() + _PATIENCE
+        while left := self._with_rights(lambda: self._enclosed(place)):
+            _send_each(left, signal.SIGKILL)
+            self._collect()
+            if time.monotonic() > until:
+                self._kill_all()
+                break
+        return count
+
+    def _enclosed(self, place: Enclosure) -> list[int]:
+        return [pid for pid in self.census.take() if self.census.mounts(pid) == place.inode]
+
+    def _release(self) -> None:
+        """End a verifier's namespace, and whatever runs there."""
+        place = self.enclosure
+        if place is not None:
+            self._kill_enclosed()
+            self._with_rights(lambda: enclosure.unpin(place.paths))
+            place.close()
+            self.enclosure = None
 
     def _count(self) -> int:
         return sum(1 for pid in self.census.take() if pid not in self.workers and self.census.is_running(pid))

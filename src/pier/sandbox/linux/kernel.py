@@ -15,10 +15,11 @@ CLONE_PIDFD = 0x00001000
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE, MS_STRICTATIME = 4096, 8192, 16384, 1 << 18, 1 << 24
-MNT_DETACH = 2
+MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 
 PR_SET_NAME, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 15, 4, 36, 38
-PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_SET_PDEATHSIG = 24, 47, 1
+PR_CAPBSET_READ, PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_SET_PDEATHSIG, PR_SET_KEEPCAPS = 23, 24, 47, 1, 8
+_AMBIENT_RAISE = 2
 
 _CLONE3, _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 435, 428, 429, 442
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine, 155)
@@ -83,8 +84,9 @@ def bind(source: str, target: str, *, recursive: bool = False, read_only: bool =
         mount("", target, "", MS_BIND | MS_REMOUNT | (MS_RDONLY if read_only else 0) | flags)
 
 
-def unmount(target: str) -> None:
-    _check(_libc.umount2(_text(target), MNT_DETACH), f"cannot unmount {target}")
+def unmount(target: str, *, follow: bool = True) -> None:
+    flags = MNT_DETACH | (0 if follow else _UMOUNT_NOFOLLOW)
+    _check(_libc.umount2(_text(target), flags), f"cannot unmount {target}")
 
 
 def pivot_root(new: str, old: str) -> None:
@@ -130,7 +132,23 @@ def drop_capabilities(kept: tuple[int, ...] = KEPT_CAPABILITIES) -> None:
     for number in range(64):
         if number not in kept and _libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
             break
-    mask = sum(1 << number for number in kept)
+    _set_capabilities(sum(1 << number for number in kept))
+
+
+def become(groups: list[int], gid: int, uid: int, capability: int = -1) -> None:
+    """Become a user. Of all capabilities only `capability` is kept, also by what another user than root will run."""
+    if uid and capability >= 0:
+        prctl(PR_SET_KEEPCAPS, 1)
+    os.setgroups(groups)
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
+    if uid and capability >= 0:
+        _set_capabilities(1 << capability, inheritable=1 << capability)
+        prctl(PR_CAP_AMBIENT, _AMBIENT_RAISE, capability)
+
+
+def _set_capabilities(mask: int, *, inheritable: int = 0) -> None:
     low, high = mask & 0xFFFFFFFF, mask >> 32
     header = struct.pack("Ii", 0x20080522, 0)
-    syscall("cannot drop capabilities", _CAPSET, header, struct.pack("6I", low, low, 0, high, high, 0))
+    sets = struct.pack("6I", low, low, inheritable & 0xFFFFFFFF, high, high, inheritable >> 32)
+    syscall("cannot drop capabilities", _CAPSET, header, sets)

@@ -15,7 +15,7 @@ import termios
 from collections.abc import Callable
 from typing import Any
 
-from pier.sandbox.linux import users
+from pier.sandbox.linux import kernel, users
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _TIOCSPTLCK, _TIOCGPTN = 0x40045431, 0x80045430
@@ -43,20 +43,26 @@ class Program:
     """What is to be run: `candidates` are the files that it may be, in the order of the search path."""
 
     def __init__(
-        self, argv: list[str], env: dict[str, str], user: users.User, first: Callable[[], None] | None
+        self, argv: list[str], env: dict[str, str], user: users.User, first: Callable[[], None] | None, extra: int
     ) -> None:
         self.argv = argv
         self.env = env
         self.user = user
         self.first = first
+        self.extra = extra
         self.candidates = _candidates(argv[0], env["PATH"])
 
 
 def launch(
-    request: dict[str, Any], fds: list[int], *, many_ids: bool, first: Callable[[], None] | None = None
+    request: dict[str, Any],
+    fds: list[int],
+    *,
+    many_ids: bool,
+    first: Callable[[], None] | None = None,
+    extra: int = -1,
 ) -> tuple[int, int]:
     """Start the command; its pid, and the terminal's master or -1. `fds` are its stdin, stdout and stderr. `first` is
-    done by its process before anything else."""
+    done by its process before anything else. `extra` is a capability that it keeps, whichever user it runs as."""
     try:
         user = users.find(request["user"])
     except users.NoSuchUser as error:
@@ -68,7 +74,7 @@ def launch(
     argv = request["argv"]
     if not argv or any("\0" in part for part in argv) or any("\0" in part for pair in env.items() for part in pair):
         raise Refused("a command needs a program, and no part of it or its environment may have a NUL", "bad_command")
-    program = Program(argv, env, user, first)
+    program = Program(argv, env, user, first, extra)
     if request.get("tty"):
         return _launch_terminal(program, request["tty"])
     if user.uid == 0 and user.gid == 0 and first is None:
@@ -144,7 +150,7 @@ def _fork(program: Program, fds: list[int], *, terminal: bool) -> int:
             if program.first is not None:
                 program.first()
             step = b"u"
-            _become(program.user, fds, terminal)
+            _become(program, fds, terminal)
             worst: OSError | None = None
             for path in program.candidates:
                 try:
@@ -169,7 +175,7 @@ def _fork(program: Program, fds: list[int], *, terminal: bool) -> int:
     raise _cannot_run(program.argv[0], OSError(int(report), ""))
 
 
-def _become(user: users.User, fds: list[int], terminal: bool) -> None:
+def _become(program: Program, fds: list[int], terminal: bool) -> None:
     os.setsid()
     for number in _RESET:
         signal.signal(number, signal.SIG_DFL)
@@ -178,7 +184,6 @@ def _become(user: users.User, fds: list[int], terminal: bool) -> None:
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in fds]
     for number, fd in enumerate(moved):
         os.dup2(fd, number)
+    user = program.user
     if user.uid or user.gid:
-        os.setgroups(user.groups)
-        os.setresgid(user.gid, user.gid, user.gid)
-        os.setresuid(user.uid, user.uid, user.uid)
+        kernel.become(user.groups, user.gid, user.uid, program.extra)

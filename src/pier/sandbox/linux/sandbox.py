@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from pier.errors import SandboxError
 from pier.image.model import Image
@@ -17,6 +17,7 @@ from pier.sandbox.contract import (
     OUTPUT_LIMIT,
     Change,
     Command,
+    Isolation,
     Listener,
     OnOutput,
     ProtocolFactory,
@@ -24,6 +25,7 @@ from pier.sandbox.contract import (
     Sandbox,
     SandboxSpec,
     Stream,
+    Survivor,
 )
 from pier.sandbox.linux import copying
 from pier.sandbox.linux.channel import Channel
@@ -310,6 +312,16 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         message, _ = await self.box.channel.ask({"op": "kill_all"})
         return message["killed"]
 
+    async def isolate(self, folders: Mapping[str, int]) -> Isolation:
+        message, _ = await self.box.channel.ask({"op": "enclose", "folders": dict(folders)})
+        if not message["count"]:
+            return Isolation()
+        survivors = tuple(Survivor(*row) for row in message["survivors"])
+        return Isolation(IsolatedSandbox(self), survivors, message["count"])
+
+    def _check(self) -> None:
+        """Fail if something that the sandbox needs is gone."""
+
     async def snapshot(self) -> Image:
         async with self._lock:
             self._discard_processes()
@@ -334,6 +346,67 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
             await self.network.close()
             await self._home.end(self)
             self._discard_processes()
+
+
+class _PrivateChannel:
+    """A sandbox's channel, whose commands and copies go to a verifier's namespace."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    def send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
+        private = {"private": True} if message["op"] in ("exec", "copy") else {}
+        self._channel.send(message | private, fds)
+
+
+class _PrivateBox:
+    """A sandbox's box with that channel."""
+
+    def __init__(self, box: Box) -> None:
+        self._box = box
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._box, name)
+
+    @property
+    def channel(self) -> Any:
+        return _PrivateChannel(self._box.channel)
+
+
+class IsolatedSandbox(LinuxSandbox[BoxT]):
+    """A view of a sandbox for a verifier (`Sandbox.isolate`)."""
+
+    def __init__(self, whole: LinuxSandbox[BoxT]) -> None:
+        vars(self).update(vars(whole))
+        self.box = cast(BoxT, _PrivateBox(whole.box))
+        self._whole = whole
+
+    def service(self, name: str) -> Sandbox | None:
+        return self._whole.service(name)
+
+    def services(self) -> tuple[str, ...]:
+        return self._whole.services()
+
+    async def changes(self) -> list[Change]:
+        return await self._whole.changes()
+
+    async def set_network(self, policy: NetworkPolicy) -> None:
+        await self._whole.set_network(policy)
+
+    async def kill_all(self) -> int:
+        self._whole._check()
+        message, _ = await self._whole.box.channel.ask({"op": "kill_all", "private": True})
+        return message["killed"]
+
+    async def snapshot(self) -> Image:
+        raise SandboxError("a verifier's view of a sandbox cannot be frozen", code="no_snapshot", retryable=False)
+
+    async def stop(self) -> None:
+        with contextlib.suppress(SandboxError):
+            await self._whole.box.channel.ask({"op": "release"})
 
 
 def _input(wanted: bool) -> tuple[int, int]:

@@ -31,10 +31,15 @@ AT_ONCE = 0.05
 
 def main(own: socket.socket, control: socket.socket, settings: dict[str, Any]) -> None:
     """Serve init's requests until it hangs up."""
+    become_worker(settings)
+    serve(own, control, settings)
+
+
+def become_worker(settings: dict[str, Any]) -> None:
+    """Inherit the orphans of commands, and have the rights of commands."""
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     kernel.set_name("pier-worker")
     confine(settings)
-    serve(own, control, settings)
 
 
 def serve(
@@ -45,16 +50,18 @@ def serve(
     def free(job: int, answer: dict[str, Any]) -> None:
         wire.send(own, {"free": job, "answer": answer})
 
-    _serve(own, Worker(control, free, many_ids=settings["many_ids"], first=first))
+    extra = settings.get("extra", -1)
+    _serve(own, Worker(control, free, many_ids=settings["many_ids"], first=first, extra=extra))
 
 
 def confine(settings: dict[str, Any]) -> None:
-    """Leave to this thread, and to what it starts, what commands may have."""
+    """Leave to this thread, and to what it starts, what commands may have, and the capability `extra`."""
     if settings["no_new_privileges"]:
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     if settings["filter"]:
         seccomp.load(settings["filter"])
-    kernel.drop_capabilities()
+    extra = (settings["extra"],) if "extra" in settings else ()
+    kernel.drop_capabilities((*kernel.KEPT_CAPABILITIES, *extra))
 
 
 def _serve(own: socket.socket, worker: Worker) -> None:
@@ -87,9 +94,11 @@ class Worker:
         *,
         many_ids: bool,
         first: Callable[[], None] | None = None,
+        extra: int = -1,
     ) -> None:
         self.many_ids = many_ids
         self.first = first
+        self.extra = extra
         self.control = control
         self.free = free
         self.job = -1
@@ -115,7 +124,7 @@ class Worker:
     def _run(self, message: dict[str, Any], fds: list[int]) -> None:
         master = -1
         try:
-            self.pid, master = launch.launch(message, fds, many_ids=self.many_ids, first=self.first)
+            self.pid, master = launch.launch(message, fds, many_ids=self.many_ids, first=self.first, extra=self.extra)
             if message["tell"]:
                 wire.send(self.control, {"id": self.job, "started": True}, [master] if master >= 0 else [])
         except launch.CannotRun as error:

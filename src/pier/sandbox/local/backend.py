@@ -70,6 +70,7 @@ class LocalBackend(Backend):
             switch_network=True,
             snapshot=True,
             users=self._ids.mode != "single",
+            isolates_verifier=True,
             limits=limits_of(self._groups),
         )
 

@@ -1,0 +1,193 @@
+"""What an agent left running lives while it is graded, and cannot reach the verifier, its tests or its verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from pier.sandbox.contract import Limits, Mount, Sandbox
+from pier.sandbox.linux.sandbox import LinuxSandbox
+from pier.task import Task
+from pier.trial.model import TrialResult
+from pier.trial.spec import SandboxChoice
+from tests.redteam import route
+from tests.redteam.places import everywhere, open_place
+from tests.trial_runs import TOML, Bench, write_task
+
+REFUSED = {"EACCES", "EPERM", "EBUSY", "EROFS", "ENOENT"}
+SURVIVOR = Path(__file__).with_name("survivor.py").read_text()
+ASK = """\
+exec 3<>/dev/tcp/127.0.0.1/8000
+printf 'GET /answer HTTP/1.0\\r\\n\\r\\n' >&3
+case "$(cat <&3)" in *forty-two*) echo 1 ;; *) echo 0 ;; esac > /logs/verifier/reward.txt
+"""
+"""Asks the agent's server."""
+
+
+def python(place: str) -> str:
+    """How to run Python in a sandbox; the image of containers has none, and gets this machine's mounted."""
+    return "env LD_LIBRARY_PATH=/py/lib/$(uname -m)-linux-gnu PYTHONHOME=/py /py/bin/python3" * (place == "docker") or (
+        "python3"
+    )
+
+
+def serve(place: str) -> str:
+    """Shell lines that start a server in the background and wait until it answers."""
+    return f"""\
+mkdir -p /app/www; echo forty-two > /app/www/answer
+setsid {python(place)} -m http.server 8000 --bind 127.0.0.1 --directory /app/www < /dev/null > /dev/null 2>&1 &
+until (exec 3<>/dev/tcp/127.0.0.1/8000) 2> /dev/null; do sleep 0.05; done
+"""
+
+
+async def run(bench: Bench, place: str, task: Task) -> TrialResult:
+    mounts = (Mount("/py", Path("/usr")),) if place == "docker" else ()
+    return await bench.run(task, sandbox=SandboxChoice(image=bench.image, mounts=mounts))
+
+
+def survivors(result: TrialResult) -> list[str]:
+    assert result.integrity is not None
+    return [note.detail for note in result.integrity.notes if note.kind == "processes" and not note.stopped]
+
+
+@route("grading", "a survivor opens /proc/PID/root, cwd, fd, environ, maps or mem of the verifier", "permission denied")
+@route("grading", "a survivor joins the verifier's mount namespace with setns", "permission denied")
+@route("grading", "a survivor attaches to the verifier with ptrace", "permission denied")
+@route(
+    "grading", "a survivor uses process_vm_readv, process_vm_writev or pidfd_getfd on the verifier", "permission denied"
+)
+@route("grading", "a survivor renames, removes or mounts over /tests or /logs/verifier", "the kernel refuses")
+@route("grading", "a survivor writes a reward through a directory or cwd that it held open", "nothing reads that place")
+@route("grading", "a survivor watches /tests and /logs/verifier with inotify", "it sees no event of the verifier")
+@route("grading", "an agent leaves a server running that the tests ask", "it answers, and the result lists it")
+@everywhere
+@pytest.mark.parametrize("user", ["root", "1000"])
+async def test_survivors_do_not_reach_the_verifier(place: str, user: str, tmp_path: Path) -> None:
+    solve = f"""\
+mkdir -p /app/out /tests /logs/verifier; chmod 777 /app/out
+{serve(place)}
+setsid sleep 7777 < /dev/null > /dev/null 2>&1 &
+for uid in 0 1000; do
+  setsid {python(place)} /solution/survivor.py /app/out $uid < /dev/null > /app/out/log-$uid 2>&1 &
+  until test -e /app/out/ready-$uid; do sleep 0.05; done
+done
+"""
+    wait = "for i in $(seq 100); do test -e /app/out/0.json -a -e /app/out/1000.json && break; sleep 0.1; done\n"
+    test = f"#!/bin/bash\n{wait}cp /app/out/* /logs/verifier/\n{ASK}"
+    toml = TOML.replace("[verifier]", f'[verifier]\nuser = "{user}"')
+    task = write_task(tmp_path / "task", toml=toml, solve=solve, test=test, **{"solution__survivor.py": SURVIVOR})
+    async with open_place(place, tmp_path / "trials") as bench:
+        result = await run(bench, place, task)
+        assert result.rewards == {"reward": 1}, result.exception_info
+        for uid in ("0", "1000"):
+            report = json.loads((bench.last / f"verifier/{uid}.json").read_text())
+            assert report.pop("inotify") == "nothing"
+            siblings = {name: report.pop(name) for name in list(report) if name.startswith("sibling: ")}
+            if uid == "0":
+                for way in ("fd", "environ", "maps", "pidfd_getfd", "ptrace attach"):
+                    assert siblings[f"sibling: {way}"].startswith("got"), "the routes work on processes of the agent"
+            assert any(name.startswith("test.sh: ") for name in report)
+            assert {name: what for name, what in report.items() if what not in REFUSED} == {}
+        assert sum("http.server" in line for line in survivors(result)) == 1
+        assert sum("survivor.py" in line for line in survivors(result)) == 2
+
+
+@route("grading", "a survivor plants a file for the tests while they run", "the result notes it")
+@everywhere
+async def test_planting_while_the_tests_run_is_noted(place: str, tmp_path: Path) -> None:
+    plant = (
+        "until grep -qs /tests/test[.]sh /proc/[0-9]*/cmdline; do :; done; echo x > /conftest.py; touch /app/planted"
+    )
+    solve = f"setsid bash -c '{plant}; sleep 600' < /dev/null > /dev/null 2>&1 &"
+    wait = "for i in $(seq 100); do test -e /app/planted && break; sleep 0.1; done\n"
+    test = f"#!/bin/bash\n{wait}echo 1 > /logs/verifier/reward.txt\n"
+    async with open_place(place, tmp_path / "trials") as bench:
+        result = await bench.run(write_task(tmp_path / "task", solve=solve, test=test))
+    assert result.rewards == {"reward": 1} and result.integrity is not None
+    (note,) = (note for note in result.integrity.notes if note.kind == "pytest")
+    assert note.path == "/conftest.py" and not note.stopped and "while processes of the agent ran" in note.detail
+
+
+@route("grading", "a survivor has a secret in its command line", "the result lists it without the secret")
+@everywhere
+async def test_survivors_are_listed_without_secrets(place: str, tmp_path: Path) -> None:
+    long = "x" * 1000
+    solve = f"(setsid bash -c 'sleep 600; true' canary-of-a-secret {long} < /dev/null > /dev/null 2>&1 &)"
+    task = write_task(tmp_path / "task", solve=solve, test="#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n")
+    async with open_place(place, tmp_path / "trials") as bench:
+        result = await bench.run(task, secrets=("canary-of-a-secret",))
+    (line,) = (line for line in survivors(result) if "bash -c" in line)
+    assert "user 0: bash -c sleep 600; true [REDACTED] xxx" in line and len(line) < 400
+
+
+STEPS = '[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n'
+
+
+@route(
+    "grading", "an agent of a later step looks for the tests of an earlier one", "neither files nor processes are left"
+)
+@everywhere
+async def test_a_service_lives_through_steps(place: str, tmp_path: Path) -> None:
+    """The agent's server answers the tests of both steps; of the first step's verifier nothing is left."""
+    look = """\
+ls -A /tests /logs/verifier > /app/seen 2>&1
+for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline; ls $p/root/tests; done >> /app/seen 2> /dev/null
+"""
+    first = "(setsid sleep 4321 < /dev/null > /dev/null 2>&1 &)\necho secret-of-step-one > /tests/left\n"
+    second = "cp /app/seen /logs/verifier/\n"
+    task = write_task(
+        tmp_path / "task",
+        toml=TOML + STEPS,
+        test="",
+        **{f"steps__{name}__instruction.md": "Do it." for name in ("one", "two")},
+        steps__one__tests__test_of_one="",
+        **{"steps__one__tests__test.sh": f"#!/bin/bash\n{first}{ASK}"},
+        **{"steps__two__tests__test.sh": f"#!/bin/bash\n{second}{ASK}"},
+        **{"steps__one__solution__solve.sh": f"#!/bin/bash\n{serve(place)}"},
+        **{"steps__two__solution__solve.sh": f"#!/bin/bash\n{look}"},
+    )
+    async with open_place(place, tmp_path / "trials") as bench:
+        result = await run(bench, place, task)
+        assert [step.verifier_result and step.verifier_result.rewards for step in result.step_results or []] == [
+            {"reward": 1},
+            {"reward": 1},
+        ], result.step_results
+        seen = (bench.last / "steps/two/verifier/seen").read_text()
+    assert "http.server" in seen
+    assert "sleep 4321" not in seen and "test.sh" not in seen and "test_of_one" not in seen and "left" not in seen
+
+
+@route(
+    "grading", "the backend cannot isolate a verifier", "what the agent left running is killed, and the result says so"
+)
+@everywhere
+async def test_without_isolation_everything_is_killed(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LinuxSandbox, "isolate", Sandbox.isolate)
+    await _killed(place, tmp_path, "cannot be isolated")
+
+
+@route(
+    "grading",
+    "tests are too large to be kept in memory away from survivors",
+    "survivors are killed, and the result says so",
+)
+@everywhere
+async def test_large_tests_are_not_isolated(place: str, tmp_path: Path) -> None:
+    await _killed(place, tmp_path, "too large", large=65 << 20, memory=256 << 20)
+
+
+async def _killed(place: str, tmp_path: Path, why: str, large: int = 0, memory: int | None = None) -> None:
+    solve = "(setsid sleep 4321 < /dev/null > /dev/null 2>&1 &)"
+    test = "#!/bin/bash\ngrep -qsx sleep /proc/[0-9]*/comm; echo $? > /logs/verifier/reward.txt\n"
+    async with open_place(place, tmp_path / "trials") as bench:
+        task = write_task(tmp_path / "task", solve=solve, test=test, tests__data="")
+        os.truncate(task.steps[0].tests[0] / "data", large)
+        result = await bench.run(task, sandbox=SandboxChoice(image=bench.image, limits=Limits(memory=memory)))
+    assert result.rewards == {"reward": 1} and result.integrity is not None, result.exception_info
+    (note,) = result.integrity.notes
+    assert note.kind == "processes" and note.stopped and why in note.detail and note.detail.endswith(": 1")
