@@ -10,12 +10,15 @@ from pathlib import Path
 from pier.errors import VerifierError
 from pier.network.policy import NONE, NetworkPolicy
 from pier.sandbox.contract import Change, Sandbox
+from pier.sandbox.tree.pack import SKIPPED
 from pier.task import Step, resolve_env
+from pier.tree import Tree
 from pier.trial.agents import Deadline, user_text
 from pier.trial.clock import limit
 from pier.trial.collect import Collected, hand_over, take_logs
 from pier.trial.environment import Room, agent_room, furnish, verifier_room
 from pier.trial.model import Integrity, IntegrityNote
+from pier.trial.outcome import finally_do
 from pier.trial.record import TrialRecord
 from pier.trial.redact import Redactor
 from pier.trial.spec import TrialSpec
@@ -102,7 +105,7 @@ async def grade_separately(
     room = verifier_room(spec.task, index, spec.sandbox, place.environ)
     async with await place.start(room, policy, f"{spec.name}-verifier") as sandbox:
         furnished = await furnish(sandbox, room)
-        await hand_over(sandbox, collected, directory / "artifacts", place.record)
+        graded.notes += await hand_over(sandbox, collected, directory / "artifacts", place.record)
         graded.compared = True
         bundled = step.verifier_environment.bundled
         await _grade(place, graded, step, sandbox, furnished.workdir, directory, bundled=bundled)
@@ -133,13 +136,10 @@ async def _grade(
         seconds=seconds,
     )
     logs = _Logs(sandbox, directory / "verifier", record)
-    try:
-        async with limit(None if seconds is None else seconds + _GRACE, lambda: _too_long(seconds)):
-            with record.output(logs.target / STDOUT) as output:
-                found = await grade(sandbox, grading, output, logs.take)
-    finally:
-        if not logs.taken:
-            await logs.take()
+    whole = None if seconds is None else seconds + _GRACE
+    async with finally_do(logs.take_once), limit(whole, lambda: _too_long(seconds)):
+        with record.output(logs.target / STDOUT) as output:
+            found = await grade(sandbox, grading, output, logs.take)
     graded.rewards = found.rewards
     graded.notes += found.notes
 
@@ -149,7 +149,7 @@ class _Logs:
 
     def __init__(self, sandbox: Sandbox, target: Path, record: TrialRecord) -> None:
         self.target = target
-        self.taken = False
+        self._taken = False
         self._sandbox = sandbox
         self._record = record
         self._found: RewardFiles | None = None
@@ -157,11 +157,15 @@ class _Logs:
     async def take(self) -> RewardFiles | None:
         """Take the logs out; the reward files, if they came whole and as what they should be."""
         await take_logs(self._sandbox, VERIFIER_LOGS, self.target, self._record, self._look)
-        self.taken = True
+        self._taken = True
         return self._found
 
-    def _look(self, incoming: Path, left_out: list[str]) -> None:
-        if not any("reward." in name for name in left_out):
+    async def take_once(self) -> None:
+        if not self._taken:
+            await self.take()
+
+    def _look(self, incoming: Tree, left_out: list[str]) -> None:
+        if len(left_out) < SKIPPED and not any("reward." in name for name in left_out):
             self._found = RewardFiles.in_copy(incoming)
 
 
