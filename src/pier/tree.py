@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Literal
 
 from pier.beneath import (
@@ -31,7 +31,7 @@ from pier.beneath import (
     write_all,
 )
 
-__all__ = ["ENTRIES", "FAULTS", "Entry", "Tree", "TreeError", "drop_links", "open_regular"]
+__all__ = ["ENTRIES", "FAULTS", "Entry", "Tree", "TreeError", "drop_links", "find_files", "open_regular"]
 
 FAULTS = frozenset(
     {
@@ -46,6 +46,9 @@ FAULTS = frozenset(
     }
 )
 """Errors of the machine that holds a file, which say nothing about the file."""
+
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV)
+"""What the kernel says of a path that is missing, or lies behind a link or a file."""
 
 Kind = Literal["file", "directory", "link", "other"]
 
@@ -82,7 +85,7 @@ class Tree:
             with self._parent(path) as (above, name):
                 return _entry(above, name, path)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV):
+            if error.errno in _NOT_THERE:
                 return None
             raise
 
@@ -212,6 +215,23 @@ def _entry(above: int, name: str, path: str) -> Entry | None:
     if stat.S_ISLNK(status.st_mode):
         return Entry(path, "link", leads=os.readlink(name, dir_fd=above))
     return Entry(path, "other")
+
+
+def find_files(root: Path, pattern: str, *, below: str = "") -> list[Path]:
+    """The regular files below the directory `root`, or below one in it, whose paths end as `pattern` says, by name; or
+    `root` itself if it is a file. No link below `root` is followed."""
+    root = root.resolve()
+    if root.is_file():
+        return [root]
+    try:
+        with Tree(root) as tree:
+            entries = tree.entries(below)
+            found = [entry.path for entry in entries if entry.kind == "file" and PurePath(entry.path).match(pattern)]
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            return []
+        raise
+    return sorted(root / path for path in found)
 
 
 def open_regular(path: Path) -> IO[bytes]:

@@ -34,9 +34,10 @@ ARTIFACT_LIMIT = 16 * 1024**3
 """How many bytes one artifact may have."""
 
 _AGENTS_DOING = frozenset(
-    {"os", "not_regular", "not_directory", "too_large", "too_deep", "unsafe_archive", "broken_archive"}
+    {"os", "not_regular", "not_directory", "too_large", "too_deep", "unsafe_archive", "broken_archive", "copy_lost"}
 )
-"""Codes of errors that say what an agent made of its files. All others are faults of the infrastructure."""
+"""Codes of errors that an agent can bring about: by what it made of its files, or by killing the process that copies
+them. All others are faults of the infrastructure."""
 
 Status = Literal["ok", "failed", "empty", "skipped"]
 Look = Callable[[Tree, list[str]], None]

@@ -149,7 +149,7 @@ class _Logs:
 
     def __init__(self, sandbox: Sandbox, target: Path, record: TrialRecord) -> None:
         self.target = target
-        self._taken = False
+        self.taken = False
         self._sandbox = sandbox
         self._record = record
         self._found: RewardFiles | None = None
@@ -157,11 +157,11 @@ class _Logs:
     async def take(self) -> RewardFiles | None:
         """Take the logs out; the reward files, if they came whole and as what they should be."""
         await take_logs(self._sandbox, VERIFIER_LOGS, self.target, self._record, self._look)
-        self._taken = True
+        self.taken = True
         return self._found
 
     async def take_once(self) -> None:
-        if not self._taken:
+        if not self.taken:
             await self.take()
 
     def _look(self, incoming: Tree, left_out: list[str]) -> None:

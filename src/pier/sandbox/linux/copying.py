@@ -117,7 +117,7 @@ async def _finish(half: asyncio.Future[Any]) -> Any:
 def _raise_if_failed(message: dict[str, Any]) -> None:
     if message.get("ok"):
         return
-    text, code = message.get("message", "the sandbox lost the copy"), message.get("code", "sandbox")
+    text, code = message.get("message", "the sandbox lost the copy"), message.get("code", "copy_lost")
     if code == "not_found":
         raise FileNotFoundError(text)
     if message.get("errno") in (errno.ENOSPC, errno.EDQUOT):
