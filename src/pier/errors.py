@@ -9,6 +9,7 @@
     ├── AgentError       the agent program failed
     ├── ProviderError    the model provider failed
     ├── VerifierError    the verifier gave no usable verdict
+    ├── StorageError     this machine could not keep, read or hand on a file
     └── JobError         a job directory is broken or owned by somebody else
 
 Each error says whose fault it is (`blame`), whether doing the same again may help (`retryable`) and has a stable
@@ -98,6 +99,12 @@ class ProviderError(PierError):
 class VerifierError(PierError):
     blame = "task"
     code = "verifier"
+
+
+class StorageError(PierError):
+    blame = "infra"
+    retryable = True
+    code = "storage"
 
 
 class JobError(PierError):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from pier.beneath import remove
 from pier.errors import SandboxError
 from pier.sandbox import Limits, SandboxSpec
 from pier.sandbox.host import host_image
 from pier.sandbox.local import LocalBackend
-from pier.sandbox.tree.remove import remove
 from tests.deep import LEVELS, NAME, make_deep
 
 pytestmark = pytest.mark.plain

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pier.beneath import remove
 from pier.sandbox.linux.changes import TooMany, compare, measure, merge
-from pier.sandbox.tree.remove import remove
 from tests.deep import LEVELS, make_deep
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.sandbox.tree.descent import Descent
-from pier.sandbox.tree.remove import remove, remove_some
+from pier.beneath import Descent, remove, remove_some
 from tests.deep import make_deep
 
 pytestmark = pytest.mark.plain

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pier.beneath import BENEATH, NO_MAGICLINKS
 from pier.sandbox import tree
-from pier.sandbox.tree.beneath import BENEATH, NO_MAGICLINKS
 from pier.sandbox.tree.receive import receive
 
 pytestmark = pytest.mark.plain

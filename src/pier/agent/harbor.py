@@ -24,6 +24,7 @@ from pier.agent.options import merged
 from pier.endpoint import Endpoint
 from pier.errors import AgentError, PierError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
+from pier.tree import drop_links
 
 _OURS = frozenset(
     {"self", "logs_dir", "model_name", "logger", "mcp_servers", "skills_dir", "extra_env", "kwargs", "args"}
@@ -178,17 +179,22 @@ class SandboxEnvironment:
         return ExecResult(done.text, done.error_text, 124 if done.timed_out else done.exit_code)
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
-        await self._sandbox.upload(Path(source_path), str(target_path), owner=self.default_user)
+        await self._sandbox.upload(Path(source_path).resolve(), str(target_path), owner=self.default_user)
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        await self._sandbox.upload(Path(source_dir), str(target_dir), owner=self.default_user)
+        await self._sandbox.upload(Path(source_dir).resolve(), str(target_dir), owner=self.default_user)
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         Path(target_path).unlink(missing_ok=True)
-        await self._sandbox.download(str(source_path), Path(target_path))
+        await self._download(source_path, Path(target_path))
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        await self._sandbox.download(str(source_dir), Path(target_dir))
+        await self._download(source_dir, Path(target_dir))
+
+    async def _download(self, source: str, target: Path) -> None:
+        """Harbor's agents follow links in what they downloaded, and its links lead into the sandbox: none is kept."""
+        await self._sandbox.download(str(source), target)
+        await asyncio.to_thread(drop_links, target)
 
     async def is_dir(self, path: str, user: str | int | None = None) -> bool:
         return (await self.exec(f"test -d '{path}'", user=user)).return_code == 0

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from pier import files
 from pier.gateway.canonical import Request, Tokens, Turn
 from pier.gateway.cost import cost_of
 from pier.gateway.derivation_steps import Priced, Steps, tool_definitions
@@ -23,6 +22,7 @@ from pier.gateway.recording import Answer, Call, Reader, find
 from pier.gateway.turns import TurnBuilder, joined
 from pier.trajectory import model as atif
 from pier.trajectory import write as atif_file
+from pier.tree import Tree
 
 _TOKEN_LISTS = ("prompt_ids", "completion_ids", "logprobs")
 
@@ -126,11 +126,10 @@ class Derivation:
         if not self.trajectory.steps:
             return Summary(None, calls=_kinds(lineage))
         self._target.parent.mkdir(parents=True, exist_ok=True)
-        for path, data in media.items():
-            file = self._target.parent / path
-            if not file.exists():
-                file.parent.mkdir(parents=True, exist_ok=True)
-                files.write(file, data)
+        with Tree(self._target.parent) as tree:
+            for path, data in media.items():
+                if tree.find(path) is None:
+                    tree.write(path, data)
         atif_file.write(self._target, self.trajectory, durable=durable)
         return _summary(self._target, self.trajectory, _kinds(lineage))
 

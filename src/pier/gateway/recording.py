@@ -18,6 +18,7 @@ from typing import Any
 from pier import files
 from pier.errors import UsageError
 from pier.gateway.canonical import Usage
+from pier.tree import Tree, find_files, open_regular
 
 FILE_NAMES = ("calls.jsonl", "recording.jsonl")
 
@@ -197,7 +198,7 @@ class Reader:
     def poll(self) -> list[Call]:
         """Read what was added; the calls that ended since the last time, in the order of their ends."""
         ended: list[Call] = []
-        with self.recording.path.open("rb") as stream:
+        with open_regular(self.recording.path) as stream:
             stream.seek(self._offset)
             for line in stream:
                 if not files.is_whole(line):
@@ -299,11 +300,11 @@ def find(path: Path) -> Path:
     """The recording at `path`: the file itself, or the one in a trial's directory."""
     if path.is_file():
         return path
-    for folder in (path, path / "agent"):
-        for name in FILE_NAMES:
-            if (folder / name).is_file():
-                return folder / name
-    deeper = sorted(found for name in FILE_NAMES for found in path.rglob(name))
+    with Tree(path.resolve()) as tree:
+        for name in (f"{folder}{name}" for folder in ("", "agent/") for name in FILE_NAMES):
+            if (found := tree.find(name)) is not None and found.kind == "file":
+                return path / name
+    deeper = sorted(found for name in FILE_NAMES for found in find_files(path, name))
     if len(deeper) == 1:
         return deeper[0]
     if deeper:

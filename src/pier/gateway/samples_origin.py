@@ -14,6 +14,7 @@ from typing import Any
 
 from pier.errors import UsageError
 from pier.gateway.recording import FILE_NAMES
+from pier.tree import find_files
 
 _NOT_THE_AGENTS = frozenset({"infra", "provider", "task", "user"})
 
@@ -54,18 +55,27 @@ def origins(place: Path) -> Iterator[Origin]:
     if place.is_file():
         yield _origin(place, _trial_of(place))
         return
-    found = sorted(path for name in FILE_NAMES for path in place.rglob(name))
-    counting = [path for path in found if ".retries" not in path.relative_to(place).parts]
+    place = place.resolve()
+    found = sorted(path for name in FILE_NAMES for path in find_files(place, name))
+    counting = [path for path in found if ".retries" not in path.relative_to(place).parts and _is_piers(path)]
     if not counting:
         raise UsageError(f"there is no recording below {place}", hint="give a job's or a trial's directory")
     for path in counting:
         yield _origin(path, _trial_of(path))
 
 
+def _is_piers(recording: Path) -> bool:
+    """Whether a recording of a trial lies where pier writes it, and not among the files that an agent left."""
+    trial = _trial_of(recording)
+    inside = recording.relative_to(trial).parts[:-1] if trial is not None else ("agent",)
+    return inside in ((), ("agent",)) or (len(inside) == 3 and (inside[0], inside[2]) == ("steps", "agent"))
+
+
 def _trial_of(recording: Path) -> Path | None:
-    """The directory of the trial that a recording belongs to."""
-    for folder in list(recording.parents)[:4]:
-        if (folder / "result.json").is_file() and "trial_name" in _json(folder / "result.json"):
+    """The directory of the trial that a recording belongs to; the outermost, since an agent may leave a result too."""
+    for folder in reversed(recording.parents):
+        is_job = (folder / "journal.jsonl").exists()
+        if not is_job and (folder / "result.json").is_file() and "trial_name" in _json(folder / "result.json"):
             return folder
     return None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -253,10 +253,13 @@ class Sandbox(ABC):
         name or `uid[:gid]`; a uid needs no passwd entry. `env` adds to the sandbox's own."""
 
     @abstractmethod
-    async def upload(self, source: Path, target: str, *, owner: str | None = None) -> None:
-        """Copy a file to the path `target`, or the contents of a directory into the directory `target`. Parents are
-        made. Modes and links are kept; owners become root's, or `owner` (a name or `uid[:gid]`). Symlinks inside the
-        sandbox are never followed out of it: paths are resolved inside its root."""
+    async def upload(
+        self, source: Path, target: str, *, owner: str | None = None, leave_out: Collection[str] = ()
+    ) -> None:
+        """Copy a file or a link to the path `target`, or the contents of a directory into the directory `target`,
+        without what has one of the paths `leave_out` below it. Parents are made. Modes are kept; owners become root's,
+        or `owner` (a name or `uid[:gid]`). No link is followed on this side: a source that is a link, or links in it,
+        come as links. Symlinks inside the sandbox are never followed out of it: paths are resolved inside its root."""
 
     @abstractmethod
     async def write_file(self, target: str, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
@@ -276,8 +279,8 @@ class Sandbox(ABC):
         files, directories and symlinks come; devices, fifos and sockets are left out and named in the answer; a
         symlink is copied as it is, never followed. Nothing is written outside `target`. `exclude` are glob patterns
         against the path below `source` and against base names. Of a directory from which nothing comes there is
-        nothing at `target` without `keep_empty`. Raises FileNotFoundError if `source` is not there, and
-        `SandboxError` with code `too_large` past `max_bytes`."""
+        nothing at `target` without `keep_empty`. Raises FileNotFoundError if `source` is not there, `SandboxError` with
+        code `too_large` past `max_bytes`, and `StorageError` if this machine cannot write what came."""
 
     @abstractmethod
     async def read_file(self, source: str, *, max_bytes: int = OUTPUT_LIMIT) -> bytes:

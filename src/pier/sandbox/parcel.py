@@ -28,7 +28,7 @@ async def deliver(
     if marks is not None:
         await sandbox.put_packed(_pack(source, program, marks), target)
         return
-    await sandbox.upload(source, target, owner=owner)
+    await sandbox.upload(source.resolve(), target, owner=owner)
     if program is not None and not os.access(source / program, os.X_OK):
         data = (source / program).read_bytes()
         await sandbox.write_file(f"{target}/{program}", data, mode=0o755, owner=owner)

@@ -16,6 +16,8 @@ from typing import Literal
 from pydantic import ValidationError
 
 from pier.trajectory.model import VERSIONS, Content, Step, Trajectory
+from pier.trajectory.write import file_content
+from pier.tree import Tree, TreeError
 
 IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _AGENT_ONLY = ("model_name", "reasoning_effort", "reasoning_content", "tool_calls", "metrics")
@@ -32,14 +34,14 @@ class Finding:
 def validate_file(path: Path, *, media: bool = True) -> list[Finding]:
     """All findings for a file; with `media` also whether the pictures that it names are there."""
     try:
-        trajectory = Trajectory.model_validate_json(path.read_bytes())
+        trajectory = Trajectory.model_validate_json(file_content(path))
     except ValidationError as error:
         return [
             Finding("error", "schema", ".".join(str(step) for step in item["loc"]) or "file", item["msg"])
             for item in error.errors()
         ]
-    except OSError as error:
-        return [Finding("error", "schema", "file", f"cannot be read: {error.strerror}")]
+    except (OSError, TreeError) as error:
+        return [Finding("error", "schema", "file", f"cannot be read: {getattr(error, 'strerror', error)}")]
     return validate(trajectory, path.parent if media else None)
 
 
@@ -172,8 +174,17 @@ def _missing_media(trajectory: Trajectory, folder: Path, where: str) -> Iterator
         for content in (step.message, *(result.content for result in results)):
             for part in content if isinstance(content, list) else ():
                 path = part.source.path if part.source else None
-                if path and "://" not in path and not (folder / path).is_file():
+                if path and "://" not in path and not _is_file(folder, path):
                     yield Finding("error", "media", f"{where}steps[{index}]", f"the file {path} is not there")
+
+
+def _is_file(folder: Path, path: str) -> bool:
+    try:
+        with Tree(folder.resolve()) as tree:
+            found = tree.find(path)
+    except OSError:
+        return False
+    return found is not None and found.kind == "file"
 
 
 def _time(text: str) -> datetime | None:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pier import files
 from pier.errors import UsageError
 from pier.trajectory.model import Trajectory
+from pier.tree import Tree, TreeError, open_regular
 
 _NUMBERS = re.compile(r"\[\s*(-?\d[\d.eE+-]*(?:,\s*-?\d[\d.eE+-]*)*)\s*\]")
 
@@ -46,12 +47,18 @@ def write(path: Path, trajectory: Trajectory, *, durable: bool = True) -> None:
     files.write(path, dump(trajectory), durable=durable)
 
 
+def file_content(path: Path) -> bytes:
+    """The bytes of the file at `path`. A link is refused: in a trial's directory an agent may have made it."""
+    with open_regular(path) as stream:
+        return stream.read()
+
+
 def read(path: Path) -> Trajectory:
     """The trajectory at `path`; `UsageError` says what is wrong with the file."""
     try:
-        return Trajectory.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", code="trajectory") from error
+        return Trajectory.model_validate_json(file_content(path))
+    except (OSError, TreeError) as error:
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', error)}", code="trajectory") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(step) for step in first["loc"])
@@ -62,9 +69,13 @@ def read(path: Path) -> Trajectory:
 
 def find(path: Path) -> Path:
     """The trajectory file at `path`: the file itself, or the one of a trial's directory."""
-    for candidate in (path, path / "agent" / "trajectory.json", path / "trajectory.json"):
-        if candidate.is_file():
-            return candidate
+    if path.is_file():
+        return path
+    if path.is_dir():
+        with Tree(path.resolve()) as tree:
+            for name in ("agent/trajectory.json", "trajectory.json"):
+                if (found := tree.find(name)) is not None and found.kind == "file":
+                    return path / name
     raise UsageError(
         f"there is no trajectory at {path}", hint="give a trajectory.json, or a trial directory that has one"
     )

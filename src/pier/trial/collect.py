@@ -1,6 +1,8 @@
 """Takes files out of a sandbox into the trial's directory, and artifacts into a separate verifier's sandbox.
 
-What cannot be taken never fails a trial; `artifacts/manifest.json` says of each artifact what became of it.
+What an agent did to its own files never fails a trial; `artifacts/manifest.json` says of each artifact what became of
+it. What this machine could not take, keep or hand over does: such a trial has no verdict. Nothing that came out of the
+sandbox is resolved here: every path below goes through `pier.tree`.
 """
 
 from __future__ import annotations
@@ -8,30 +10,43 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from pier import files
-from pier.errors import SandboxError
+from pier.beneath import remove
+from pier.errors import SandboxError, StorageError
 from pier.sandbox.compose import MAIN
 from pier.sandbox.contract import Sandbox
 from pier.task.config import Artifact
+from pier.tree import Tree, TreeError
 from pier.trial.record import TrialRecord
+from pier.verifier.artifacts import judge_artifact
 from pier.verifier.folders import ARTIFACTS, TESTS, VERIFIER_LOGS
+from pier.verifier.notes import Note, limited
 
 LOGS_LIMIT = 512 * 1024 * 1024
 """How many bytes of logs are taken out of a sandbox at once."""
 
+ARTIFACT_LIMIT = 16 * 1024**3
+"""How many bytes one artifact may have."""
+
+_AGENTS_DOING = frozenset(
+    {"os", "not_regular", "not_directory", "too_large", "too_deep", "unsafe_archive", "broken_archive", "copy_lost"}
+)
+"""Codes of errors that an agent can bring about: by what it made of its files, or by killing the process that copies
+them. All others are faults of the infrastructure."""
+
 Status = Literal["ok", "failed", "empty", "skipped"]
-Look = Callable[[Path, list[str]], None]
+Look = Callable[[Tree, list[str]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What became of one artifact: `source` in the sandbox (absolute), `place` below the directory of artifacts."""
+    """What became of one artifact: `source` in the sandbox (absolute), `place` below the directory of artifacts.
+    `mirrored`: it came as a part of an artifact before it."""
 
     source: str
     place: str
@@ -39,13 +54,17 @@ class Collected:
     is_directory: bool = False
     exclude: tuple[str, ...] = ()
     service: str = MAIN
+    mirrored: bool = False
 
 
 async def collect_artifacts(
     sandbox: Sandbox, artifacts: Iterable[Artifact], directory: Path, *, workdir: str, record: TrialRecord
 ) -> list[Collected]:
-    """Take the conventional directory and `artifacts` out, and write the manifest."""
+    """Take the conventional directory and `artifacts` out, and write the manifest. They are as the agent left them,
+    for this user's eyes only, until `seal_artifacts`."""
     found: list[Collected] = []
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)
     for artifact in (Artifact(source=ARTIFACTS), *artifacts):
         place = sandbox.service(artifact.service or MAIN)
         if place is None:
@@ -56,10 +75,20 @@ async def collect_artifacts(
         row = await _collect(place, artifact, directory, workdir, found, record)
         if row is not None:
             found.append(replace(row, service=artifact.service or MAIN))
-    record.redactor.tree(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     files.write_json(directory / "manifest.json", [_manifest_row(row) for row in found], durable=False)
     return found
+
+
+async def seal_artifacts(directory: Path, record: TrialRecord) -> None:
+    """Take secrets out of collected artifacts, when no verifier needs them any more. Idempotent."""
+
+    def seal() -> None:
+        if not directory.is_dir() or directory.stat().st_mode & 0o055:
+            return
+        record.redactor.tree(directory)
+        directory.chmod(0o755)
+
+    await asyncio.to_thread(seal)
 
 
 async def _collect(
@@ -75,44 +104,51 @@ async def _collect(
     service = artifact.service or MAIN
     if any((row.service, row.source, row.place) == (service, source, place) for row in before):
         return None
-    target = directory / place
-    if os.path.lexists(target):
-        inside = any(
-            PurePosixPath(source).is_relative_to(r.source) and not r.exclude
-            for r in before
-            if r.status == "ok" and r.service == service
-        )
-        mirrored = inside and not artifact.destination and not artifact.exclude
-        return Collected(source, place, "ok" if mirrored else "skipped", target.is_dir(), artifact.exclude)
-    incoming = _unused(directory)
+    with Tree(directory) as kept:
+        if (there := kept.find(place)) is not None:
+            inside = any(
+                PurePosixPath(source).is_relative_to(r.source) and not r.exclude
+                for r in before
+                if r.status == "ok" and r.service == service
+            )
+            mirrored = inside and not artifact.destination and not artifact.exclude
+            status: Status = "ok" if mirrored else "skipped"
+            is_directory = there.kind == "directory"
+            return Collected(source, place, status, is_directory, artifact.exclude, mirrored=mirrored)
+        try:
+            status, is_directory = await _take(sandbox, source, artifact.exclude, kept, place, record)
+        except (FileNotFoundError, SandboxError, TreeError) as error:
+            if isinstance(error, SandboxError) and error.code not in _AGENTS_DOING:
+                raise
+            if source != ARTIFACTS:
+                record.log(f"artifact {source}: not collected: {error}")
+            status, is_directory = "empty" if source == ARTIFACTS else "failed", False
+    return Collected(source, place, status, is_directory, artifact.exclude)
+
+
+async def _take(
+    sandbox: Sandbox, source: str, exclude: tuple[str, ...], kept: Tree, place: str, record: TrialRecord
+) -> tuple[Status, bool]:
+    """Take one artifact out; its status, and whether it is a directory."""
+    incoming = _unused(kept.path)
     try:
-        left_out = await sandbox.download(source, incoming, exclude=artifact.exclude, keep_empty=False)
-        is_empty = not os.path.lexists(incoming)
-        is_directory = is_empty or (incoming.is_dir() and not incoming.is_symlink())
-        if not is_empty:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            incoming.rename(target)
-    except (FileNotFoundError, SandboxError, OSError) as error:
-        if source != ARTIFACTS:
-            record.log(f"artifact {source}: not collected: {error}")
-        return Collected(source, place, "empty" if source == ARTIFACTS else "failed", exclude=artifact.exclude)
+        left_out = await sandbox.download(source, incoming, exclude=exclude, max_bytes=ARTIFACT_LIMIT, keep_empty=False)
+        with Tree(incoming.parent) as home:
+            came = home.find(incoming.name)
+        if came is not None:
+            _store(kept, incoming, place)
     finally:
-        _discard(incoming)
+        remove(str(incoming))
     if left_out:
         record.log(f"artifact {source}: left out, as neither files nor links: {', '.join(left_out[:10])}")
-    return Collected(source, place, "empty" if is_empty else "ok", is_directory, artifact.exclude)
+    return ("ok", came.kind == "directory") if came is not None else ("empty", True)
 
 
-def _discard(path: Path) -> None:
-    """Remove what is there, if anything is."""
+def _store(kept: Tree, incoming: Path, place: str) -> None:
     try:
-        path.rmdir()
-    except FileNotFoundError:
-        return
-    except NotADirectoryError:
-        path.unlink()
-    except OSError:
-        shutil.rmtree(path, ignore_errors=True)
+        kept.take(incoming, place)
+    except OSError as error:
+        raise StorageError(f"cannot keep {kept.path}/{place}: {error.strerror or error}") from error
 
 
 def _manifest_row(row: Collected) -> dict[str, object]:
@@ -126,46 +162,74 @@ def _manifest_row(row: Collected) -> dict[str, object]:
     return shown
 
 
-async def hand_over(sandbox: Sandbox, collected: Iterable[Collected], directory: Path, record: TrialRecord) -> None:
+async def hand_over(
+    sandbox: Sandbox, collected: Iterable[Collected], directory: Path, record: TrialRecord
+) -> list[Note]:
     """Put artifacts into a verifier's own sandbox, each at the path that it came from. Nothing of the agent's may land
-    where the verifier keeps its tests and its verdict."""
-    for row in collected:
-        if row.status != "ok":
-            continue
-        if any(PurePosixPath(row.source).is_relative_to(place) for place in (TESTS, VERIFIER_LOGS)):
-            record.warn(f"artifact {row.source}: not handed to the verifier, this place is the verifier's own")
-            continue
-        if row.is_directory:
+    where the verifier keeps its tests and its verdict, and no link may lead out of its artifact; the notes say what was
+    left out, and what could steer the verifier."""
+    notes: list[Note] = []
+    with Tree(directory) as kept:
+        for row in collected:
+            if row.status != "ok" or row.mirrored:
+                continue
+            if any(PurePosixPath(row.source).is_relative_to(place) for place in (TESTS, VERIFIER_LOGS)):
+                record.warn(f"artifact {row.source}: not handed to the verifier, this place is the verifier's own")
+                continue
+            judged = await asyncio.to_thread(judge_artifact, kept, row.place, row.source)
+            notes += judged.notes
+            if not judged.dropped:
+                await _put(sandbox, kept, row, judged.left_out)
+    return limited(notes)
+
+
+async def _put(sandbox: Sandbox, kept: Tree, row: Collected, left_out: frozenset[str]) -> None:
+    try:
+        if row.is_directory and not any(PurePosixPath(p).is_relative_to(row.source) for p in (TESTS, VERIFIER_LOGS)):
             await sandbox.remove(row.source)
-        await sandbox.upload(directory / row.place, row.source)
+        with kept.reached(row.place) as source:
+            await sandbox.upload(source, row.source, leave_out=left_out)
+    except (SandboxError, OSError) as error:
+        if isinstance(error, SandboxError) and error.code not in ("disk_full", "storage"):
+            raise
+        raise StorageError(f"artifact {row.source}: cannot be handed to the verifier: {error}") from error
 
 
 async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRecord, look: Look | None = None) -> None:
-    """Take a directory of logs out into `target`, beside what is there already, which stays. Logs that cannot be taken
-    are a warning: what the agent or the tests did to that place is not the trial's failure. `look` sees the directory
-    as it came, before secrets are taken out of it, and what was left out."""
+    """Take a directory of logs out into `target`, next to what is there already, which stays. What the agent or the
+    tests made of that place is a warning, not the trial's failure. `look` sees the directory as it came, before secrets
+    are taken out of it, and what was left out."""
     target.mkdir(parents=True, exist_ok=True)
     incoming = _unused(target)
     try:
         left_out = await sandbox.download(source, incoming, max_bytes=LOGS_LIMIT, keep_empty=False)
-        if not os.path.lexists(incoming):
-            return
-        if look is not None and incoming.is_dir() and not incoming.is_symlink():
-            look(incoming, left_out)
-        if record.redactor.longest:
-            await asyncio.to_thread(record.redactor.tree, incoming)
-        if not incoming.is_dir() or incoming.is_symlink():
+        with Tree(incoming.parent) as home:
+            came = home.find(incoming.name)
+        if came is not None and came.kind != "directory":
             record.warn(f"{source}: not a directory, not collected")
-            return
-        for name in os.listdir(incoming):
-            if not os.path.lexists(target / name):
-                (incoming / name).rename(target / name)
+        elif came is not None:
+            with Tree(incoming) as logs:
+                if look is not None:
+                    look(logs, left_out)
+                if record.redactor.longest:
+                    await asyncio.to_thread(record.redactor.tree, incoming)
+                _merge(logs, target)
     except FileNotFoundError:
         return
-    except (SandboxError, OSError) as error:
+    except (SandboxError, TreeError) as error:
+        if isinstance(error, SandboxError) and error.code not in _AGENTS_DOING:
+            raise
         record.warn(f"{source}: not collected: {error}")
     finally:
-        _discard(incoming)
+        remove(str(incoming))
+
+
+def _merge(logs: Tree, target: Path) -> None:
+    """Move what is in a directory to another, but for names that are taken there."""
+    with Tree(target) as kept:
+        for name in os.listdir(logs.fd):
+            if kept.find(name) is None:
+                _store(kept, logs.path / name, name)
 
 
 def _unused(target: Path) -> Path:

@@ -12,7 +12,9 @@ from pier.errors import VerifierError
 from pier.network.decision import OnDecision
 from pier.network.policy import NONE, NetworkPolicy
 from pier.sandbox.contract import Change, Mount, Sandbox
+from pier.sandbox.tree.pack import SKIPPED
 from pier.task import Step, resolve_env
+from pier.tree import Tree
 from pier.trial.agents import Deadline, user_text
 from pier.trial.clock import limit
 from pier.trial.collect import Collected, hand_over, take_logs
@@ -20,6 +22,7 @@ from pier.trial.environment import Room, agent_room, furnish, verifier_room
 from pier.trial.health import prepare_step, wait_until_healthy
 from pier.trial.model import GradingRun, Integrity, IntegrityNote
 from pier.trial.network import StepNetwork
+from pier.trial.outcome import finally_do
 from pier.trial.record import TrialRecord
 from pier.trial.redact import Redactor
 from pier.trial.spec import TrialSpec
@@ -171,7 +174,7 @@ class SeparateTests:
         async with await place.start(room, self.policy, f"{spec.name}-{name}", watch=watch) as sandbox:
             furnished = await furnish(sandbox, room)
             graded.starting = False
-            await hand_over(sandbox, collected, self.artifacts, place.record)
+            graded.notes += await hand_over(sandbox, collected, self.artifacts, place.record)
             graded.compared = True
             bundled = step.verifier_environment.bundled
             await _grade(place, graded, step, sandbox, furnished.workdir, logs, bundled=bundled)
@@ -204,13 +207,10 @@ async def _grade(
         whole=whole,
     )
     logs = _Logs(sandbox, target, record)
-    try:
-        async with limit(None if seconds is None else seconds + _GRACE, lambda: _too_long(seconds)):
-            with record.output(logs.target / STDOUT) as output:
-                found = await grade(sandbox, grading, output, logs.take)
-    finally:
-        if not logs.taken:
-            await logs.take()
+    longest = None if seconds is None else seconds + _GRACE
+    async with finally_do(logs.take_once), limit(longest, lambda: _too_long(seconds)):
+        with record.output(logs.target / STDOUT) as output:
+            found = await grade(sandbox, grading, output, logs.take)
     graded.rewards = found.rewards
     graded.notes += found.notes
 
@@ -231,8 +231,12 @@ class _Logs:
         self.taken = True
         return self._found
 
-    def _look(self, incoming: Path, left_out: list[str]) -> None:
-        if not any("reward." in name for name in left_out):
+    async def take_once(self) -> None:
+        if not self.taken:
+            await self.take()
+
+    def _look(self, incoming: Tree, left_out: list[str]) -> None:
+        if len(left_out) < SKIPPED and not any("reward." in name for name in left_out):
             self._found = RewardFiles.in_copy(incoming)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from pier.errors import PierError
+from pier.errors import PierError, StorageError
 from pier.task import Step
+from pier.tree import FAULTS
 from pier.trial.model import AgentResult, ExceptionInfo, Integrity, StepResult, TimingInfo, TrialResult, VerifierResult
 from pier.trial.redact import Redactor
 
@@ -99,12 +100,33 @@ def captured() -> Iterator[Captured]:
         found.error = error
 
 
+@asynccontextmanager
+async def finally_do(last: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Do `last` when a block has ended, however it did. An error of the block goes before one of `last`."""
+    try:
+        yield
+    except BaseException:
+        with captured():
+            await last()
+        raise
+    await last()
+
+
+def storage_fault(error: BaseException | None) -> StorageError | None:
+    """An error of this machine's files, whoever met it, as a fault of the infrastructure; None if it is another."""
+    if isinstance(error, StorageError):
+        return error
+    if isinstance(error, OSError) and error.errno in FAULTS:
+        return StorageError(f"a file of the trial could not be written or read: {error}")
+    return None
+
+
 def exception_info(error: Exception, phase: str, redactor: Redactor) -> ExceptionInfo:
     """An error as it goes into the result."""
-    known = error if isinstance(error, PierError) else PierError(str(error), code="internal")
+    known = error if isinstance(error, PierError) else storage_fault(error) or PierError(str(error), code="internal")
     trace = "".join(traceback.format_exception(error))
     return ExceptionInfo(
-        exception_type=_HARBOR_NAMES.get(known.code, type(error).__name__),
+        exception_type=_HARBOR_NAMES.get(known.code, type(error if type(known) is PierError else known).__name__),
         exception_message=redactor.text(str(error))[:_MESSAGE_LIMIT],
         exception_traceback=redactor.text(trace)[-_MESSAGE_LIMIT:],
         occurred_at=datetime.now(UTC),

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic_core import PydanticSerializationError, to_json
 
 from pier import files
+from pier.beneath import write_all
 from pier.errors import UsageError
 from pier.network.decision import Decision, OnDecision
 from pier.sandbox.contract import Stream
@@ -31,6 +32,8 @@ class TrialRecord:
         self.refused: Counter[str] = Counter()
         self.watch: OnDecision | None = None
         """Sees each decision of the network policy that is noted."""
+        self.fault: OSError | None = None
+        """The first line of a log that could not be written: a trial whose record is incomplete has no verdict."""
         self._log: int | None = None
         self._network = files.Journal(directory / "network.jsonl")
 
@@ -46,7 +49,11 @@ class TrialRecord:
         """Add a line to `trial.log`."""
         if self._log is not None:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")[:-6]
-            os.write(self._log, f"{now}Z {printable(self.redactor.text(text))}\n".encode(errors="replace"))
+            line = f"{now}Z {printable(self.redactor.text(text))}\n".encode(errors="replace")
+            try:
+                write_all(self._log, line)
+            except OSError as error:
+                self.fault = self.fault or error
 
     def warn(self, text: str) -> None:
         """Add a line that the result shows too."""
@@ -88,6 +95,7 @@ class TrialRecord:
         try:
             self._network.append(self.redactor.value(decision.line()))
         except OSError as error:
+            self.fault = self.fault or error
             self.log(f"network.jsonl lacks a line: {error}")
 
     def output(self, path: Path) -> OutputFile:
@@ -151,5 +159,4 @@ class OutputFile:
         kept = data[: self._left]
         self._dropped += len(data) - len(kept)
         self._left -= len(kept)
-        while kept:
-            kept = kept[os.write(self._fd, kept) :]
+        write_all(self._fd, kept)

@@ -10,12 +10,14 @@ import base64
 import json
 import os
 import re
+import stat
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import quote, quote_plus
 
-from pier import files
+from pier.tree import Tree
 
 REDACTED = "[REDACTED]"
 HIDDEN = "****"
@@ -83,24 +85,45 @@ class Redactor:
         return value
 
     def tree(self, root: Path) -> None:
-        """Rewrite those regular files below `root` that hold a secret. Links are not followed."""
-        if not self._bytes:
+        """Rewrite those regular files below the directory `root` that hold a secret. No link is followed. One that
+        cannot be rewritten is removed, and its error is raised in the end."""
+        if not self.longest:
             return
-        for directory, _, names in os.walk(root):
-            for name in names:
-                path = Path(directory, name)
-                if path.is_file() and not path.is_symlink() and self._holds_secret(path):
-                    files.write(path, self.data(path.read_bytes()), durable=False)
+        failed: OSError | None = None
+        with Tree(root) as tree:
+            for path in [entry.path for entry in tree.entries(limit=sys.maxsize) if entry.kind == "file"]:
+                try:
+                    self._file(tree, path)
+                except OSError as error:
+                    failed = error
+                    tree.unlink(path)
+        if failed is not None:
+            raise failed
 
-    def _holds_secret(self, path: Path) -> bool:
+    def _file(self, tree: Tree, path: str) -> None:
+        with tree.open(path) as stream:
+            if self._holds_secret(stream):
+                stream.seek(0)
+                tree.write(path, self._clean(stream), stat.S_IMODE(os.fstat(stream.fileno()).st_mode))
+
+    def _holds_secret(self, stream: IO[bytes]) -> bool:
         tail = b""
-        with path.open("rb") as stream:
-            while chunk := stream.read(_CHUNK):
-                window = tail + chunk
-                if any(form in window for form in self._bytes):
-                    return True
-                tail = window[-self.longest :]
+        while chunk := stream.read(_CHUNK):
+            window = tail + chunk
+            if self.data(window) != window:
+                return True
+            tail = window[-self.longest :]
         return False
+
+    def _clean(self, stream: IO[bytes]) -> Iterator[bytes]:
+        """The content of a file without secrets, piece by piece; the last bytes of each wait for what follows them."""
+        held = b""
+        while chunk := stream.read(_CHUNK):
+            clean = self.data(held + chunk)
+            cut = max(0, len(clean) - self.longest + 1)
+            held = clean[cut:]
+            yield clean[:cut]
+        yield held
 
 
 def _forms(secret: str) -> Iterator[str]:

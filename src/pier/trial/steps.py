@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pier.agent.contract import AGENT_LOGS, Agent
@@ -25,12 +26,12 @@ from pier.trial.agents import (
     user_text,
 )
 from pier.trial.clock import Clock
-from pier.trial.collect import Collected, collect_artifacts, take_logs
+from pier.trial.collect import Collected, collect_artifacts, seal_artifacts, take_logs
 from pier.trial.follow import followed
 from pier.trial.grading import Graded, GradingPlace, SeparateTests, SharedTests
 from pier.trial.health import prepare_step
 from pier.trial.network import StepNetwork
-from pier.trial.outcome import StepOutcome, captured, exception_info
+from pier.trial.outcome import StepOutcome, captured, exception_info, finally_do, storage_fault
 from pier.trial.record import TrialRecord
 from pier.trial.spec import TrialServices, TrialSpec
 from pier.trial.state import STATE, keep_state
@@ -77,14 +78,19 @@ async def run_step(stage: Stage, index: int, network: StepNetwork, directory: Pa
         before = await stage.sandbox.changes()
         await _run_agent(stage, step, outcome, network.agent, directory / "agent", before)
         await stage.switch_network(baseline)
-        with stage.clock.phase("collect"):
-            collected = await _collect(stage, step, directory)
-            if stage.spec.keep_state:
-                await _keep_state(stage, directory / STATE)
-        if stage.spec.verifier.enabled:
-            await _verify(stage, index, outcome, before, collected, network, baseline, directory)
-            await stage.switch_network(baseline)
+        async with finally_do(partial(seal_artifacts, directory / "artifacts", stage.record)):
+            with stage.clock.phase("collect"):
+                collected = await _collect(stage, step, directory)
+                if stage.spec.keep_state:
+                    await _keep_state(stage, directory / STATE)
+                if step.verifier_mode != "separate":
+                    await seal_artifacts(directory / "artifacts", stage.record)
+            if stage.spec.verifier.enabled:
+                await _verify(stage, index, outcome, before, collected, network, baseline, directory)
+                await stage.switch_network(baseline)
     if failure.error is not None:
+        if storage_fault(failure.error) is not None:
+            outcome.rewards = None
         outcome.error = exception_info(failure.error, stage.clock.current, stage.record.redactor)
         stage.record.log(f"error: {failure.error}")
     return outcome
@@ -118,7 +124,14 @@ async def _run_agent(
         run = describe_run(spec, step, agent, workdir=stage.workdir, home=home, env=env, solution_env=solution)
         await stage.switch_network(policy)
     told = Told(agent.name, stage.agent_version, spec.agent.model, spec.name)
-    try:
+
+    async def keep_logs() -> None:
+        outcome.agent_result = await add_trajectory(logs, told, outcome.agent_result, stage.record)
+        await take_logs(sandbox, AGENT_LOGS, logs, stage.record)
+        if spec.agent.direct:
+            outcome.agent_result = await add_native_trajectory(logs, told, outcome.agent_result, stage.record)
+
+    async with finally_do(keep_logs):
         with stage.clock.phase("agent") as outcome.agent_execution:
             closed = policy.mode != "public"
             async with (
@@ -130,11 +143,6 @@ async def _run_agent(
                     informed = replace(run, endpoint=endpoint_of(session), outside=outside, warn=stage.record.warn)
                     failed = await judge(agent, await run_agent(agent, sandbox, informed, output), session)
                 outcome.agent_result = usage_of(session)
-    finally:
-        outcome.agent_result = await add_trajectory(logs, told, outcome.agent_result, stage.record)
-        await take_logs(sandbox, AGENT_LOGS, logs, stage.record)
-        if spec.agent.direct:
-            outcome.agent_result = await add_native_trajectory(logs, told, outcome.agent_result, stage.record)
     check_job_budget(session)
     if (tally := session.tally if session else None) and tally.retries:
         stage.record.log(

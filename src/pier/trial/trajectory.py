@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pier.errors import UsageError
+from pier.tree import Tree
 from pier.trial.agents import RECORDING
 from pier.trial.model import AgentResult
-from pier.trial.outcome import captured
+from pier.trial.outcome import captured, storage_fault
 from pier.trial.record import TrialRecord
 
 if TYPE_CHECKING:
@@ -38,10 +38,11 @@ async def add_native_trajectory(
     from pier.trajectory.write import read
 
     target = logs / TRAJECTORY
-    if told.agent not in READERS or target.exists():
+    with Tree(logs) as tree:
+        own = tree.find(TRAJECTORY)
+    if told.agent not in READERS or (own is not None and own.kind == "file"):
         return result
     with captured() as failure:
-        _refuse_links(logs)
         sessions = await asyncio.to_thread(find_sessions, logs, told.agent)
         longest = max(sessions, key=lambda session: session.path.stat().st_size)
         await asyncio.to_thread(convert, longest, target)
@@ -55,16 +56,15 @@ async def add_native_trajectory(
             "cost_usd": final.total_cost_usd,
         }
         return (result or AgentResult()).model_copy(update=known)
+    _raise_storage_fault(failure.error)
     record.warn(f"no trajectory could be made from the logs of {told.agent}: {failure.error}")
     return result
 
 
-def _refuse_links(logs: Path) -> None:
-    """The logs come out of the sandbox: a link in them may not make a file of this machine part of a trajectory."""
-    root = logs.resolve()
-    for path in logs.rglob("*"):
-        if path.is_symlink() and not path.resolve().is_relative_to(root):
-            raise UsageError(f"{path.relative_to(logs)} leads out of the logs")
+def _raise_storage_fault(error: Exception | None) -> None:
+    """A trajectory that this machine could not write is a fault of the infrastructure, not a warning."""
+    if (fault := storage_fault(error)) is not None:
+        raise fault from error
 
 
 def derive(logs: Path, told: Told, *, durable: bool = True) -> Summary:
@@ -104,5 +104,6 @@ async def add_trajectory(logs: Path, told: Told, result: AgentResult | None, rec
         update = {name: value for name, value in known.items() if value is not None}
         # A cost that is only known in part is not known.
         return (result or AgentResult()).model_copy(update={**update, "cost_usd": summary.cost_usd})
+    _raise_storage_fault(failure.error)
     record.warn(f"no trajectory could be derived from {logs / RECORDING}: {failure.error}")
     return result

@@ -14,6 +14,7 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from pier.sandbox.contract import Change
+from pier.verifier.shadows import PYTEST, STARTUP, import_root, is_read_by_itself, shadowed_module
 
 Action = Literal["note", "remove", "restore"]
 
@@ -25,8 +26,6 @@ TOOLS = frozenset(
 _RUNTIMES = re.compile(
     r"(python|pypy|node|npm|npx|uv|uvx|pip|pytest|perl|ruby|java|go|cargo|rustc|gcc|make|curl)[\d.]*"
 )
-_PYTEST = frozenset({"conftest.py", "pytest.ini", "pytest.toml", ".pytest.ini"})
-_STARTUP = frozenset(f"{stem}customize{end}" for stem in ("site", "user") for end in (".py", ".pyc", ".so"))
 _LOADER = re.compile(r"(/usr)?/lib(32|64)?/(.*/)?(ld-linux[^/]*|ld-musl[^/]*|libc\.so\.6|libc\.musl[^/]*)")
 _PROFILES = frozenset({".bashrc", ".bash_profile", ".profile", ".bash_login", ".zshenv", ".pythonrc"})
 _PROFILE_PATHS = ("/etc/profile", "/etc/bash.bashrc", "/etc/environment", "/etc/profile.d/", "/etc/zsh/")
@@ -59,18 +58,19 @@ def _judge(change: Change, workdir: str) -> Suspicion | None:
         return Suspicion("loader", path, "libraries named here are loaded into every program", "remove")
     if path.startswith("/etc/ld.so.conf") or _LOADER.fullmatch(path):
         return Suspicion("loader", path, "this decides which libraries programs load")
-    if name in _STARTUP:
-        undo: Action = "remove" if added else "restore"
-        return Suspicion("startup", path, "Python imports this at each start", "note" if inside else undo)
-    if name in _PYTEST:
-        return Suspicion(
-            "pytest", path, "pytest reads this by itself", "remove" if added and path.count("/") == 1 else "note"
-        )
-    if name.endswith(".pth") and "-packages/" in path:
-        return Suspicion("startup", path, "Python may run lines of this at each start")
+    if (known := is_read_by_itself(path)) is not None:
+        return Suspicion(known[0], path, known[1], _undo(name, path, added, inside))
+    if import_root(path) == workdir and (module := shadowed_module(path)) is not None:
+        return Suspicion("module", path, f"Python may import this in place of the module {module}")
     if path.startswith(_PROFILE_PATHS) or (name in _PROFILES and not inside):
         return Suspicion("profile", path, "shells may read this at their start")
     return None
+
+
+def _undo(name: str, path: str, added: bool, inside: bool) -> Action:
+    if name in STARTUP and not inside:
+        return "remove" if added else "restore"
+    return "remove" if name in PYTEST and added and path.count("/") == 1 else "note"
 
 
 def _judge_program(path: str, name: str, added: bool) -> Suspicion | None:

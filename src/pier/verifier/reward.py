@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pier.errors import VerifierError
+from pier.tree import Tree, TreeError
 
 REWARD_LIMIT = 1024 * 1024
 """How large a reward file may be, in bytes."""
@@ -31,19 +29,17 @@ class RewardFiles:
     text: bytes | None = None
 
     @classmethod
-    def in_copy(cls, directory: Path) -> RewardFiles | None:
-        """The files in a copy of the verifier's directory; None if one of them is no plain file of a fair size, or
-        neither is there."""
+    def in_copy(cls, directory: Tree) -> RewardFiles | None:
+        """The files in a copy of the verifier's directory; None if one of them is not a plain file of at most
+        `REWARD_LIMIT` bytes, or neither is there."""
         found: list[bytes | None] = []
         for name in ("reward.json", "reward.txt"):
             try:
-                status = os.lstat(f"{directory}/{name}")
+                found.append(directory.read(name, REWARD_LIMIT))
             except FileNotFoundError:
                 found.append(None)
-                continue
-            if not stat.S_ISREG(status.st_mode) or status.st_size > REWARD_LIMIT:
+            except TreeError:
                 return None
-            found.append((directory / name).read_bytes())
         return cls(*found) if any(content is not None for content in found) else None
 
 

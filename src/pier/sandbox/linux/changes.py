@@ -10,7 +10,7 @@ import os
 import stat
 from typing import Any
 
-from pier.sandbox.tree.descent import Descent, visit
+from pier.beneath import Descent, visit
 
 _LONGEST = 4096
 """Bytes of the longest path that a program can name. What a sandbox wrote behind longer ones is told as a whole."""

@@ -8,17 +8,20 @@ import contextlib
 import errno
 import io
 import os
+import shutil
 import stat
 import tarfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from pier.errors import SandboxError
+from pier.beneath import DIRECTORY
+from pier.errors import SandboxError, StorageError
 from pier.sandbox import tree
 from pier.sandbox.linux.channel import Channel
 from pier.sandbox.linux.incoming import SMALL, Incoming
 from pier.sandbox.tree.receive import receive
+from pier.tree import FAULTS, open_regular
 
 T = TypeVar("T")
 
@@ -114,11 +117,13 @@ async def _finish(half: asyncio.Future[Any]) -> Any:
 def _raise_if_failed(message: dict[str, Any]) -> None:
     if message.get("ok"):
         return
-    text, code = message.get("message", "the sandbox lost the copy"), message.get("code", "sandbox")
+    text, code = message.get("message", "the sandbox lost the copy"), message.get("code", "copy_lost")
     if code == "not_found":
         raise FileNotFoundError(text)
     if message.get("errno") in (errno.ENOSPC, errno.EDQUOT):
         raise SandboxError(text, code="disk_full", retryable=False)
+    if message.get("errno") in FAULTS:
+        raise SandboxError(text, code="storage")
     if code in _BLAMED_ON_TASK:
         raise SandboxError(text, code=code, blame="task", retryable=False)
     raise SandboxError(text, code=code)
@@ -131,23 +136,41 @@ def _feed(fd: int, data: bytes) -> None:
             view = view[stream.write(view) or 0 :]
 
 
-async def upload(channel: Channel, request: dict[str, Any], source: Path) -> None:
-    """Have a worker do `request` with a file's bytes, or a directory as a tar stream."""
-    is_directory = source.is_dir()
-    if not _is_small(source, is_directory):
-        await copy(channel, request, inward=True, work=lambda fd: asyncio.to_thread(_send, fd, source))
-    elif is_directory:
-        archive = io.BytesIO()
-        _pack_tree(source, archive)
-        await put(channel, request, archive.getvalue())
-    else:
-        await put(channel, request, source.read_bytes())
-
-
-def _is_small(source: Path, is_directory: bool) -> bool:
-    """Whether a file, or a directory without directories, is worth no thread."""
+async def upload(channel: Channel, source: Path, target: str, owner: str | None, leave_out: Collection[str]) -> None:
+    """Have a worker write a file, make a link, or unpack a directory that comes as a tar stream."""
+    request: dict[str, Any] = {"op": "unpack", "target": target, "owner": owner or [0, 0]}
+    status = os.lstat(source)
+    if stat.S_ISLNK(status.st_mode):
+        parent, _, name = target.rstrip("/").rpartition("/")
+        await put(channel, request | {"target": parent or "/"}, _pack_link(name, str(source.readlink())))
+        return
+    is_directory = stat.S_ISDIR(status.st_mode)
     if not is_directory:
-        return source.stat().st_size <= SMALL
+        if not stat.S_ISREG(status.st_mode):
+            raise SandboxError(f"not a regular file: {source}", code="not_regular", blame="task", retryable=False)
+        request |= {"op": "write", "mode": stat.S_IMODE(status.st_mode)}
+    work = _pack_tree if is_directory else _read_file
+    if not _is_small(source, status):
+        await copy(channel, request, inward=True, work=lambda fd: asyncio.to_thread(_send, fd, work, source, leave_out))
+        return
+    data = io.BytesIO()
+    work(source, data, leave_out)
+    await put(channel, request, data.getvalue())
+
+
+def _pack_link(name: str, leads: str) -> bytes:
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as made:
+        entry = tarfile.TarInfo(name)
+        entry.type, entry.linkname = tarfile.SYMTYPE, leads
+        made.addfile(entry)
+    return archive.getvalue()
+
+
+def _is_small(source: Path, status: os.stat_result) -> bool:
+    """Whether a file, or a directory without directories, is worth no thread."""
+    if not stat.S_ISDIR(status.st_mode):
+        return status.st_size <= SMALL
     left, count = SMALL, 0
     with os.scandir(source) as entries:
         for entry in entries:
@@ -158,29 +181,30 @@ def _is_small(source: Path, is_directory: bool) -> bool:
     return True
 
 
-def _send(fd: int, source: Path) -> None:
-    try:
-        with contextlib.suppress(BrokenPipeError):
-            if source.is_dir():
-                _pack_tree(source, fd)
-            else:
-                with source.open("rb") as stream:
-                    while data := stream.read(_CHUNK):
-                        view = memoryview(data)
-                        while view:
-                            view = view[os.write(fd, view) :]
-    finally:
-        os.close(fd)
+_Work = Callable[[Path, IO[bytes], Collection[str]], None]
 
 
-def _pack_tree(source: Path, out: int | IO[bytes]) -> None:
-    root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+def _send(fd: int, work: _Work, source: Path, leave_out: Collection[str]) -> None:
+    with contextlib.suppress(BrokenPipeError), open(fd, "wb") as out:
+        work(source, out, leave_out)
+
+
+def _read_file(source: Path, out: IO[bytes], _: Collection[str]) -> None:
     try:
-        tree.pack(root, str(source), out, whole=True)
+        with open_regular(source) as stream:
+            shutil.copyfileobj(stream, out, _CHUNK)
+    except tree.TreeError as error:
+        raise _refusal(error) from error
+
+
+def _pack_tree(source: Path, out: IO[bytes], leave_out: Collection[str]) -> None:
+    parent = os.open(source.parent if source.name else source, DIRECTORY)
+    try:
+        tree.pack_entry(parent, source.name or ".", out, leave_out=leave_out, whole=True)
     except tree.TreeError as error:
         raise _refusal(error) from error
     finally:
-        os.close(root)
+        os.close(parent)
 
 
 def _refusal(error: tree.TreeError) -> SandboxError:
@@ -195,6 +219,10 @@ def unpack(stream: IO[bytes], target: Path, max_bytes: int | None, keep_empty: b
         left_out = receive(stream, target, max_bytes=max_bytes)
     except tree.TreeError as error:
         raise _refusal(error) from error
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise StorageError(f"cannot write {target}: {error.strerror or error}") from error
     if not keep_empty:
         with contextlib.suppress(OSError):
             target.rmdir()
@@ -270,7 +298,3 @@ async def stream(channel: Channel, request: dict[str, Any]) -> AsyncIterator[byt
                 if not chunks.empty():
                     chunks.get_nowait()
                 await asyncio.wait([work], timeout=0.01)
-
-
-def mode_of(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)

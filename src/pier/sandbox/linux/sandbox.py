@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -222,12 +222,10 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         for process in [process for process in self._processes if process.finished]:
             self._processes.discard(process)
 
-    async def upload(self, source: Path, target: str, *, owner: str | None = None) -> None:
-        source = source.resolve(strict=True)
-        request: dict[str, Any] = {"op": "unpack", "target": target, "owner": owner or [0, 0]}
-        if not source.is_dir():
-            request |= {"op": "write", "mode": copying.mode_of(source)}
-        await copying.upload(self.box.channel, request, source)
+    async def upload(
+        self, source: Path, target: str, *, owner: str | None = None, leave_out: Collection[str] = ()
+    ) -> None:
+        await copying.upload(self.box.channel, source, target, owner, leave_out)
 
     async def write_file(self, target: str, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
         request = {"op": "write", "target": target, "mode": mode, "owner": owner or [0, 0]}

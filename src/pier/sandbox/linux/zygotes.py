@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pier.beneath import remove
 from pier.errors import SandboxError
 from pier.idmap import IdMap, IdRange, mapped_argv
 from pier.sandbox import seccomp
 from pier.sandbox.linux.channel import Answer, Channel
-from pier.sandbox.tree.remove import remove
 
 NO_SANDBOXES = "no_sandboxes"
 """The code of the error that this machine lets nobody here have a sandbox."""

@@ -11,6 +11,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from pier.beneath import remove_some
 from pier.errors import SandboxError
 from pier.lease import Lease
 from pier.sandbox.cgroup import Group, Hierarchies
@@ -19,7 +20,6 @@ from pier.sandbox.linux.channel import Answer, Channel, close_all
 from pier.sandbox.linux.killing import STOP_SECONDS, kill_and_wait
 from pier.sandbox.linux.wire import OUT_OF_MEMORY
 from pier.sandbox.linux.zygotes import Zygotes
-from pier.sandbox.tree.remove import remove_some
 
 KIND = "sandbox"
 _START_SECONDS = 120

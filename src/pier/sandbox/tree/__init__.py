@@ -19,22 +19,23 @@ import stat
 import tarfile
 from typing import Any
 
-from pier.sandbox.tree.beneath import (
+from pier.beneath import (
     BENEATH,
     DIRECTORY,
+    ENTRIES,
     IN_ROOT,
     NO_MAGICLINKS,
     NO_SYMLINKS,
     TreeError,
     make_directory,
     open_in,
+    remove,
     write_all,
 )
-from pier.sandbox.tree.pack import CHUNK, pack
-from pier.sandbox.tree.remove import remove
+from pier.sandbox.tree.pack import CHUNK, pack, pack_entry
 from pier.sandbox.tree.unpack import unpack
 
-__all__ = ["TreeError", "pack", "serve", "unpack", "warm"]
+__all__ = ["TreeError", "pack", "pack_entry", "serve", "unpack", "warm"]
 
 
 def warm() -> None:
@@ -79,7 +80,8 @@ def _name(error: OSError, request: dict[str, Any]) -> str:
 
 
 def _serve_pack(root: int, fd: int, request: dict[str, Any]) -> list[str]:
-    return pack(root, request["source"], fd, exclude=request["exclude"], max_bytes=request["max_bytes"])
+    limits = {"max_bytes": request["max_bytes"], "most": ENTRIES}
+    return pack(root, request["source"], fd, exclude=request["exclude"], **limits)
 
 
 def _serve_unpack(root: int, fd: int, request: dict[str, Any]) -> list[str]:

@@ -8,15 +8,16 @@ import itertools
 import os
 import stat
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import IO, Any
 
-from pier.sandbox.tree.beneath import DIRECTORY, IN_ROOT, NO_MAGICLINKS, TreeError, open_in, write_all
-from pier.sandbox.tree.descent import Descent, visit
+from pier.beneath import DIRECTORY, IN_ROOT, NO_MAGICLINKS, Descent, TreeError, open_in, visit, write_all
 
 CHUNK = 1 << 20
 BUFFER = 1 << 15
 """tarfile copies its buffer at each header, so a larger one makes trees of small files slow."""
+SKIPPED = 1000
+"""How many of the entries that are left out are named."""
 DEPTH = 400
 LENGTH = 3000
 """How deep a tree may be, and how many bytes the path of a directory may have; directories beyond are left out and
@@ -32,22 +33,40 @@ def pack(
     max_bytes: int | None = None,
     most: int | None = None,
     whole: bool = False,
+    leave_out: Collection[str] = (),
 ) -> list[str]:
     """Write `source` as a tar stream to a descriptor or a file: a directory as `.` and what is below, anything else as
-    one entry called `.`. Answers what was left out: devices, fifos, sockets, and what could not be read. A tree with
-    more entries than `most` is given up; a `whole` one if it is too deep."""
+    one entry called `.`. Answers what was left out: devices, fifos, sockets, and what could not be read; the first
+    `SKIPPED` of them. A tree with more entries than `most` is given up; a `whole` one if it is too deep. `exclude` are
+    patterns, `leave_out` are paths below the source."""
     parent, _, name = source.rstrip("/").rpartition("/")
     if name in ("", ".", ".."):
         parent, name = source, "."
     fd = open_in(root, parent or ".", DIRECTORY, IN_ROOT | NO_MAGICLINKS)
     try:
-        stream: Any = _Whole(out) if isinstance(out, int) else out
-        with tarfile.open(fileobj=stream, mode="w|", bufsize=BUFFER, format=tarfile.PAX_FORMAT) as archive:
-            packer = _Packer(archive, exclude, max_bytes, most, whole)
-            packer.add(fd, name, ".")
-        return packer.skipped
+        return pack_entry(fd, name, out, exclude, leave_out, max_bytes=max_bytes, most=most, whole=whole)
     finally:
         os.close(fd)
+
+
+def pack_entry(
+    parent: int,
+    name: str,
+    out: int | IO[bytes],
+    exclude: Sequence[str] = (),
+    leave_out: Collection[str] = (),
+    *,
+    max_bytes: int | None = None,
+    most: int | None = None,
+    whole: bool = False,
+) -> list[str]:
+    """As `pack`, of what has a name in the directory `parent`."""
+    stream: Any = _Whole(out) if isinstance(out, int) else out
+    with tarfile.open(fileobj=stream, mode="w|", bufsize=BUFFER, format=tarfile.PAX_FORMAT) as archive:
+        packer = _Packer(archive, exclude, max_bytes, most, whole)
+        packer.leave_out = leave_out
+        packer.add(parent, name, ".")
+    return packer.skipped
 
 
 _CHANGED = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO}
@@ -64,6 +83,7 @@ class _Packer:
         self._most = most
         self._whole = whole
         self._inodes: dict[tuple[int, int], str] = {}
+        self.leave_out: Collection[str] = ()
         self.skipped: list[str] = []
 
     def add(self, parent: int, name: str, path: str) -> None:
@@ -79,6 +99,8 @@ class _Packer:
             path = child if above == "." else f"{above}/{child}"
             if any(fnmatch.fnmatchcase(path, rule) or fnmatch.fnmatchcase(child, rule) for rule in self._exclude):
                 continue
+            if path in self.leave_out:
+                continue
             try:
                 if self._is_directory(here, child, path):
                     found.append((child, path))
@@ -86,9 +108,13 @@ class _Packer:
                 self._miss(path, error)
         return found[::-1]
 
+    def _skip(self, path: str) -> None:
+        if len(self.skipped) < SKIPPED:
+            self.skipped.append(path)
+
     def _miss(self, path: str, error: OSError) -> None:
         if isinstance(error, PermissionError):
-            self.skipped.append(path)
+            self._skip(path)
         elif error.errno not in _CHANGED:
             raise error
 
@@ -106,7 +132,7 @@ class _Packer:
             entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=parent)
             self._write(entry)
         else:
-            self.skipped.append(path)
+            self._skip(path)
         return False
 
     def _write(self, entry: tarfile.TarInfo, content: Any = None) -> None:
@@ -120,7 +146,7 @@ class _Packer:
             return True
         if self._whole:
             raise TreeError("too_deep", f"directories lie too deep in each other: {entry.name[:200]}...")
-        self.skipped.append(entry.name)
+        self._skip(entry.name)
         return False
 
     def _list(self, fd: int) -> list[str]:
@@ -138,7 +164,7 @@ class _Packer:
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                self.skipped.append(entry.name)
+                self._skip(entry.name)
                 return
             identity = (status.st_dev, status.st_ino)
             if status.st_nlink > 1 and identity in self._inodes:

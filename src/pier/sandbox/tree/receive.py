@@ -8,8 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-from pier.sandbox.tree.beneath import DIRECTORY
-from pier.sandbox.tree.remove import remove
+from pier.beneath import DIRECTORY, remove
 from pier.sandbox.tree.unpack import unpack
 
 _SINGLE = "content"

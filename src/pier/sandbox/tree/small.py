@@ -11,8 +11,8 @@ import os
 import stat
 from typing import Any
 
+from pier.beneath import DIRECTORY, IN_ROOT, NO_MAGICLINKS, NO_SYMLINKS, TreeError, open_in, write_all
 from pier.sandbox.tree import serve
-from pier.sandbox.tree.beneath import DIRECTORY, IN_ROOT, NO_MAGICLINKS, NO_SYMLINKS, TreeError, open_in, write_all
 from pier.sandbox.tree.pack import pack
 
 _IN = 1 << 17

@@ -9,9 +9,10 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
-from pier.sandbox.tree.beneath import (
+from pier.beneath import (
     BENEATH,
     DIRECTORY,
+    ENTRIES,
     NO_MAGICLINKS,
     NO_SYMLINKS,
     TreeError,
@@ -19,9 +20,13 @@ from pier.sandbox.tree.beneath import (
     open_in,
     write_all,
 )
-from pier.sandbox.tree.pack import BUFFER, CHUNK, forget_members
+from pier.sandbox.tree.pack import BUFFER, CHUNK, SKIPPED, forget_members
 
-ENTRIES = 5_000_000
+_NOT_HERE = (errno.ENAMETOOLONG, errno.EILSEQ, errno.EINVAL, errno.EMLINK, errno.EOPNOTSUPP)
+"""What a file system says of an entry that it cannot hold, however much space it has."""
+_Looks = tuple[int, float, int, int, bool]
+"""Mode, time, owner and group of an entry, and whether it is a directory. A million entries of an archive would take a
+hundred times as much memory."""
 
 
 class Unpacked:
@@ -58,9 +63,9 @@ def unpack(
                 try:
                     unpacker.add(archive, entry)
                 except OSError as error:
-                    if error.errno != errno.ENAMETOOLONG:
+                    if error.errno not in _NOT_HERE:
                         raise
-                    raise TreeError("unsafe_archive", f"a name is too long: {entry.name[:200]}...") from None
+                    raise TreeError("unsafe_archive", f"{os.strerror(error.errno)}: {entry.name[:200]}") from None
         _take_padding(stream)
         unpacker.finish()
     except (tarfile.TarError, EOFError, UnicodeError) as error:
@@ -84,7 +89,7 @@ class _Unpacker:
         self._owner = owner
         self._keep = keep
         self._left = left
-        self._directories: list[tuple[str, tarfile.TarInfo]] = []
+        self._directories: list[tuple[str, _Looks]] = []
         self._parent: tuple[str, int] | None = None
         self.single: str | None = None
         self.alone = False
@@ -106,23 +111,23 @@ class _Unpacker:
         elif entry.issym():
             _remove(parent, name)
             os.symlink(entry.linkname, name, dir_fd=parent)
-            if (owner := self._owner_of(entry)) is not None:
+            if (owner := self._owner_of(_looks(entry))) is not None:
                 os.chown(name, *owner, dir_fd=parent, follow_symlinks=False)
-            _set_time(name, entry, dir_fd=parent, follow_symlinks=False)
+            _set_time(name, entry.mtime, dir_fd=parent, follow_symlinks=False)
         elif entry.islnk():
             self._add_link(parent, name, entry)
         elif entry.isfifo() and self._keep:
             _remove(parent, name)
             os.mkfifo(name, 0o600, dir_fd=parent)
-            self._dress(parent, name, entry)
-        else:
+            self._dress(parent, name, _looks(entry))
+        elif len(self.skipped) < SKIPPED:
             self.skipped.append("/".join(parts))
 
     def finish(self) -> None:
         """Dress directories last, deepest first: a read-only one must still take what is in it."""
-        for path, entry in reversed(self._directories):
+        for path, looks in reversed(self._directories):
             parts = split(path)
-            self._dress(self._open_parent(parts), parts[-1], entry)
+            self._dress(self._open_parent(parts), parts[-1], looks)
         self.close()
 
     def close(self) -> None:
@@ -152,7 +157,7 @@ class _Unpacker:
             except OSError:
                 _remove(parent, name)
                 os.mkdir(name, 0o700, dir_fd=parent)
-        self._directories.append((path, entry))
+        self._directories.append((path, _looks(entry)))
 
     def _add_file(self, archive: tarfile.TarFile, parent: int, name: str, entry: tarfile.TarInfo) -> None:
         if self._left is not None:
@@ -165,8 +170,12 @@ class _Unpacker:
         try:
             content = archive.extractfile(entry)
             while content and (data := content.read(CHUNK)):
-                write_all(fd, data)
-            self._dress_open(fd, entry)
+                if len(data) == CHUNK and data[:1] == b"\0" and not data.strip(b"\0"):
+                    # A hole: what is sparse in the sandbox takes no space here either.
+                    os.truncate(fd, os.lseek(fd, CHUNK, os.SEEK_CUR))
+                else:
+                    write_all(fd, data)
+            self._dress_open(fd, _looks(entry))
         finally:
             os.close(fd)
 
@@ -186,28 +195,32 @@ class _Unpacker:
         finally:
             os.close(above)
 
-    def _dress(self, parent: int, name: str, entry: tarfile.TarInfo) -> None:
+    def _dress(self, parent: int, name: str, looks: _Looks) -> None:
         fd = open_in(parent, name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, NO_SYMLINKS | BENEATH)
         try:
-            self._dress_open(fd, entry)
+            self._dress_open(fd, looks)
         finally:
             os.close(fd)
 
-    def _dress_open(self, fd: int, entry: tarfile.TarInfo) -> None:
+    def _dress_open(self, fd: int, looks: _Looks) -> None:
         """Owner first, because a change of owner clears the set-id bits."""
-        if (owner := self._owner_of(entry)) is not None:
+        if (owner := self._owner_of(looks)) is not None:
             os.fchown(fd, *owner)
-        kept = entry.mode & 0o7777 if self._keep else entry.mode & 0o777 | (0o700 if entry.isdir() else 0o400)
-        os.fchmod(fd, kept)
-        _set_time(fd, entry)
+        mode, mtime, _, _, is_directory = looks
+        os.fchmod(fd, mode & 0o7777 if self._keep else mode & 0o777 | (0o700 if is_directory else 0o400))
+        _set_time(fd, mtime)
 
-    def _owner_of(self, entry: tarfile.TarInfo) -> tuple[int, int] | None:
-        return self._owner or ((entry.uid, entry.gid) if self._keep else None)
+    def _owner_of(self, looks: _Looks) -> tuple[int, int] | None:
+        return self._owner or (looks[2:4] if self._keep else None)
 
 
-def _set_time(target: int | str, entry: tarfile.TarInfo, **options: Any) -> None:
+def _looks(entry: tarfile.TarInfo) -> _Looks:
+    return entry.mode, entry.mtime, entry.uid, entry.gid, entry.isdir()
+
+
+def _set_time(target: int | str, mtime: float, **options: Any) -> None:
     try:
-        os.utime(target, (entry.mtime, entry.mtime), **options)
+        os.utime(target, (mtime, mtime), **options)
     except (OverflowError, OSError):
         return  # a time that this file system cannot hold
 

@@ -29,6 +29,7 @@ from pier.trajectory.model import (
     SubagentTrajectoryRef,
     ToolCall,
 )
+from pier.tree import Tree, TreeError, open_regular
 
 EXTENSIONS = {"image/png": "png", "image/jpeg": "jpg", "image/gif": "gif", "image/webp": "webp"}
 
@@ -281,8 +282,11 @@ class Assembler:
         except ValueError:
             return ContentPart(type="text", text=f"[{media_type}, broken base64]")
         name = f"{hashlib.sha256(raw).hexdigest()[:24]}.{EXTENSIONS[media_type]}"
-        self._media.mkdir(parents=True, exist_ok=True)
-        (self._media / name).write_bytes(raw)
+        try:
+            with Tree(self._media.parent) as tree:
+                tree.write(f"{self._media.name}/{name}", raw)
+        except TreeError:
+            return ContentPart(type="text", text=f"[{media_type}, there is no directory for it]")
         return ContentPart(type="image", source=MediaSource(media_type=media_type, path=f"{self._media.name}/{name}"))
 
     def picture_at(self, url: str) -> ContentPart:
@@ -322,7 +326,7 @@ def iso(milliseconds: float | None) -> str | None:
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a log, line by line; a torn or broken line is passed over."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for line in file:
             try:
                 value = json.loads(line)

@@ -8,13 +8,14 @@ from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
 from pier.trajectory.native.assemble import Assembler, Session, records, simple
+from pier.tree import find_files
 
 NAME = "claude-code"
 
 
 def find(root: Path) -> list[Session]:
     """The sessions below a directory (a configuration directory, a project or a trial's logs), or in one file."""
-    paths = [root] if root.is_file() else sorted(root.rglob("*.jsonl"))
+    paths = find_files(root, "*.jsonl")
     return [_session(path) for path in paths if path.parent.name != "subagents" and _is_log(path)]
 
 
@@ -30,7 +31,7 @@ def _is_log(path: Path) -> bool:
 
 def _session(path: Path) -> Session:
     session = Session(NAME, path, read, id=path.stem)
-    for child in sorted((path.parent / path.stem / "subagents").glob("agent-*.jsonl")):
+    for child in find_files(path.parent, "agent-*.jsonl", below=f"{path.stem}/subagents"):
         session.children.append(Session(NAME, child, read, id=child.stem.removeprefix("agent-")))
     return session
 

@@ -10,13 +10,14 @@ from typing import Any
 from pier.trajectory.model import Content, ContentPart, Metrics
 from pier.trajectory.native.assemble import Assembler, Session, iso, simple
 from pier.trajectory.native.documents import members
+from pier.tree import find_files, open_regular
 
 NAME = "cline"
 
 
 def find(root: Path) -> list[Session]:
     """The sessions below a directory, or in one file."""
-    paths = [root] if root.is_file() else sorted(root.rglob("*.messages.json"))
+    paths = find_files(root, "*.messages.json")
     tops: dict[Path, Session] = {}
     below: list[Session] = []
     for path in paths:
@@ -36,7 +37,7 @@ def find(root: Path) -> list[Session]:
 
 
 def _is_log(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         start = file.read(4096)
     return path.name.endswith(".messages.json") and b'"sessionId"' in start and b'"origin"' in start
 

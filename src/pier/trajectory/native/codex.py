@@ -9,6 +9,7 @@ from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
 from pier.trajectory.native.assemble import Assembler, Session, nested, records, simple
+from pier.tree import find_files
 
 NAME = "codex"
 _CALLS = ("function_call", "custom_tool_call", "local_shell_call", "web_search_call")
@@ -17,7 +18,7 @@ _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call
 
 def find(root: Path) -> list[Session]:
     """The sessions below a directory, or in one file. Those that another one started are its children."""
-    paths = [root] if root.is_file() else sorted(root.rglob("rollout-*.jsonl"))
+    paths = find_files(root, "rollout-*.jsonl")
     found: list[tuple[Session, str | None]] = []
     for path in paths:
         first = next(records(path), {})

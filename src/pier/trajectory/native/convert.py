@@ -15,6 +15,7 @@ from pier.errors import UsageError
 from pier.plugin import load
 from pier.trajectory.model import VERSION, Trajectory
 from pier.trajectory.native.assemble import Session, Totals
+from pier.tree import TreeError
 
 READERS = {
     "claude-code": "pier.trajectory.native.claude_code:find",
@@ -34,7 +35,7 @@ READERS = {
 
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]")
 _LONGEST = 150
-_BROKEN = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
+_BROKEN = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError, TreeError)
 """What readers raise where a log is not as its agent writes it."""
 
 
@@ -42,6 +43,7 @@ def find_sessions(root: Path, agent: str | None = None) -> list[Session]:
     """All sessions at `root`, of one agent or of any."""
     if agent is not None and agent not in READERS:
         raise UsageError(f"the logs of {agent!r} cannot be read; those of {', '.join(READERS)} can", code="trajectory")
+    root = root.resolve()
     names = [agent] if agent else list(READERS)
     found: list[Session] = []
     for name in names:

@@ -9,13 +9,14 @@ from typing import Any
 
 from pier.trajectory.model import Metrics
 from pier.trajectory.native.assemble import Assembler, Session, records
+from pier.tree import find_files
 
 NAME = "copilot"
 
 
 def find(root: Path) -> list[Session]:
     """The sessions below a directory, or in one file. Sub-agents are children that read the same file."""
-    paths = [root] if root.is_file() else sorted(root.rglob("events.jsonl"))
+    paths = find_files(root, "events.jsonl")
     found = []
     for path in paths:
         head = next(records(path), {})

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
+
+from pier.tree import open_regular
 
 _CHUNK = 64 * 1024
 _SPACE = " \t\r\n"
@@ -14,7 +17,7 @@ _SPACE = " \t\r\n"
 
 def members(path: Path, listed: str) -> Iterator[tuple[str, Any]]:
     """The members of the object in a file; the one named `listed`, an array, comes as one member for each element."""
-    with path.open(encoding="utf-8", errors="replace") as stream:
+    with open_regular(path) as file, TextIOWrapper(file, encoding="utf-8", errors="replace") as stream:
         window = _Window(stream)
         try:
             window.expect("{")

@@ -8,13 +8,14 @@ from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
 from pier.trajectory.native.assemble import Assembler, Session, nested, records, simple
+from pier.tree import find_files
 
 NAME = "gemini-cli"
 
 
 def find(root: Path) -> list[Session]:
     """The sessions below a directory, or in one file; sub-agents are in a directory with their session's id."""
-    paths = [root] if root.is_file() else sorted(root.rglob("*.jsonl"))
+    paths = find_files(root, "*.jsonl")
     found: list[tuple[Session, str | None]] = []
     for path in paths:
         head = next(records(path), {})

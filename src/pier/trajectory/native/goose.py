@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
 from pier.trajectory.native.assemble import Assembler, Session, iso, nested, simple
+from pier.trajectory.native.database import opened
+from pier.tree import find_files
 
 NAME = "goose"
 _SESSIONS = "SELECT * FROM sessions ORDER BY created_at, id"
@@ -23,11 +25,11 @@ _COMPACTIONS = (
 
 def find(root: Path) -> list[Session]:
     """The sessions of every database below a directory, or of one; those that another one started are its children."""
-    paths = [root] if root.is_file() else sorted(root.rglob("sessions.db"))
+    paths = find_files(root, "sessions.db")
     tops: list[Session] = []
     for path in paths:
         try:
-            with closing(_open(path)) as database:
+            with _open(path) as database:
                 rows = [dict(row) for row in database.execute(_SESSIONS)]
         except sqlite3.DatabaseError:
             continue
@@ -40,25 +42,20 @@ def find(root: Path) -> list[Session]:
     return [session for session in tops if session.children or _has_messages(session)]
 
 
-def _open(path: Path) -> sqlite3.Connection:
-    """The database as it is, unwritten messages of its journal included; where that cannot be, without them."""
-    database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
-    try:
-        database.execute("SELECT 1 FROM sessions LIMIT 1")
-    except sqlite3.OperationalError:
-        database.close()
-        database = sqlite3.connect(f"{path.resolve().as_uri()}?immutable=1", uri=True)
-    database.row_factory = sqlite3.Row
-    return database
+@contextmanager
+def _open(path: Path) -> Iterator[sqlite3.Connection]:
+    with opened(path, "sessions", "messages") as database:
+        database.row_factory = sqlite3.Row
+        yield database
 
 
 def _has_messages(session: Session) -> bool:
-    with closing(_open(session.path)) as database:
+    with _open(session.path) as database:
         return database.execute(_MESSAGES, (session.id,)).fetchone() is not None
 
 
 def read(session: Session, assembler: Assembler) -> Iterator[None]:
-    with closing(_open(session.path)) as database:
+    with _open(session.path) as database:
         waiting = database.execute(_COMPACTIONS, (session.id,)).fetchall()
         for row in database.execute(_MESSAGES, (session.id,)):
             while waiting and waiting[-1]["created_timestamp"] < row["created_timestamp"]:

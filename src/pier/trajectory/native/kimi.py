@@ -9,13 +9,14 @@ from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
 from pier.trajectory.native.assemble import Assembler, Session, iso, records, simple
+from pier.tree import find_files
 
 NAME = "kimi"
 
 
 def find(root: Path) -> list[Session]:
     """The sessions below a directory, or the one of a file; other agents of a session are below its main one."""
-    paths = [root] if root.is_file() else sorted(root.rglob("agents/*/wire.jsonl"))
+    paths = find_files(root, "agents/*/wire.jsonl")
     tops: dict[Path, Session] = {}
     below: list[Session] = []
     for path in paths:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,20 @@ from typing import Any
 from pier.trajectory.model import Content, ContentPart, Metrics
 from pier.trajectory.native.assemble import Assembler, Session, iso, simple
 from pier.trajectory.native.documents import members
+from pier.tree import find_files, open_regular
 
 NAME = "mini-swe-agent"
 
 
 def find(root: Path) -> list[Session]:
     """The trajectory files below a directory, or the one that is given."""
-    paths = [root] if root.is_file() else sorted(root.rglob("*traj*.json"))
+    paths = find_files(root, "*traj*.json")
     return [Session(NAME, path, read, id=path.stem) for path in paths if _is_log(path)]
 
 
 def _is_log(path: Path) -> bool:
-    with path.open("rb") as file:
-        start, size = file.read(4096), path.stat().st_size
+    with open_regular(path) as file:
+        start, size = file.read(4096), os.fstat(file.fileno()).st_size
         file.seek(max(0, size - 4096))
         return b'"trajectory_format"' in start + file.read()
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import ContentPart, Metrics
 from pier.trajectory.native.assemble import Assembler, Session, iso, nested, simple
+from pier.trajectory.native.database import opened
+from pier.tree import find_files
 
 NAME = "opencode"
+_TABLES = ("session", "message", "part")
 _SESSIONS = "SELECT id, parent_id, version, title FROM session ORDER BY time_created, id"
 _MESSAGES = "SELECT id, time_created, data FROM message WHERE session_id = ? ORDER BY time_created, id"
 _PARTS = "SELECT data FROM part WHERE message_id = ? ORDER BY id"
@@ -20,11 +22,11 @@ _PARTS = "SELECT data FROM part WHERE message_id = ? ORDER BY id"
 
 def find(root: Path) -> list[Session]:
     """The sessions of every database below a directory, or of one; those that another one started are its children."""
-    paths = [root] if root.is_file() else sorted(root.rglob("opencode.db"))
+    paths = find_files(root, "opencode.db")
     tops: list[Session] = []
     for path in paths:
         try:
-            with closing(_open(path)) as database:
+            with opened(path, *_TABLES) as database:
                 rows = database.execute(_SESSIONS).fetchall()
         except sqlite3.DatabaseError:
             continue
@@ -36,19 +38,8 @@ def find(root: Path) -> list[Session]:
     return tops
 
 
-def _open(path: Path) -> sqlite3.Connection:
-    """The database as it is, unwritten messages of its journal included; where that cannot be, without them."""
-    database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
-    try:
-        database.execute("SELECT 1 FROM session LIMIT 1")
-    except sqlite3.OperationalError:
-        database.close()
-        database = sqlite3.connect(f"{path.resolve().as_uri()}?immutable=1", uri=True)
-    return database
-
-
 def read(session: Session, assembler: Assembler) -> Iterator[None]:
-    with closing(_open(session.path)) as database:
+    with opened(session.path, *_TABLES) as database:
         for id_, created, data in database.execute(_MESSAGES, (session.id,)):
             message = json.loads(data)
             parts = (json.loads(row[0]) for row in database.execute(_PARTS, (id_,)))

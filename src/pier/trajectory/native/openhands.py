@@ -9,6 +9,7 @@ from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
 from pier.trajectory.native.assemble import Assembler, Session, simple
+from pier.tree import TreeError, find_files, open_regular
 
 NAME = "openhands"
 _BESIDE = frozenset({"ConversationStateUpdateEvent", "TokenEvent", "LLMCompletionLogEvent", "StreamingDeltaEvent"})
@@ -19,10 +20,13 @@ def find(root: Path) -> list[Session]:
     """The conversations below a directory, or the one that an event's file belongs to; sub-agents are below theirs."""
     if root.is_file():
         return [_session(root.parent.parent)] if root.parent.name == "events" and _is_log(root.parent.parent) else []
-    places = [path.parent for path in sorted(root.rglob("events")) if path.is_dir() and _is_log(path.parent)]
-    if (root / "events").is_dir() and root not in places and _is_log(root):
-        places.insert(0, root)
+    places = [place for place in _places(root) if _is_log(place)]
     return [_session(place) for place in places if place.parent.name != "subagents" or place == root]
+
+
+def _places(root: Path, below: str = "") -> list[Path]:
+    """Directories that hold events."""
+    return list(dict.fromkeys(path.parent.parent for path in find_files(root, "events/event-*.json", below=below)))
 
 
 def _is_log(place: Path) -> bool:
@@ -31,15 +35,16 @@ def _is_log(place: Path) -> bool:
 
 def _session(place: Path) -> Session:
     session = Session(NAME, place, read, id=place.name)
-    for child in sorted((place / "subagents").glob("*/")):
-        if _is_log(child):
+    for child in _places(place, "subagents"):
+        if child.parent == place / "subagents" and _is_log(child):
             session.children.append(_session(child))
     return session
 
 
 def _files(place: Path) -> Iterator[Path]:
     """The events' files by their numbers, which outgrow their padding."""
-    found = [path for path in (place / "events").glob("event-*.json") if path.name.split("-")[1].isdigit()]
+    files = (path for path in find_files(place, "event-*.json", below="events") if path.parent == place / "events")
+    found = [path for path in files if path.name.split("-")[1].isdigit()]
     yield from sorted(found, key=lambda path: (int(path.name.split("-")[1]), path.name))
 
 
@@ -70,8 +75,9 @@ def read(session: Session, assembler: Assembler) -> Iterator[None]:
 def _document(path: Path) -> dict[str, Any]:
     """One file's object; empty if the program was stopped while it wrote."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        with open_regular(path) as file:
+            value = json.load(file)
+    except (OSError, ValueError, TreeError):
         return {}
     return value if isinstance(value, dict) else {}
 

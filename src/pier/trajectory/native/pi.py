@@ -8,13 +8,14 @@ from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
 from pier.trajectory.native.assemble import Assembler, Session, records, simple
+from pier.tree import find_files
 
 NAME = "pi"
 
 
 def find(root: Path) -> list[Session]:
     """The sessions below a directory, or in one file."""
-    paths = [root] if root.is_file() else sorted(root.rglob("*.jsonl"))
+    paths = find_files(root, "*.jsonl")
     found = []
     for path in paths:
         head = next(records(path), {})

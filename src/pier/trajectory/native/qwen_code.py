@@ -9,6 +9,7 @@ from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
 from pier.trajectory.native.assemble import Assembler, Session, records, simple
+from pier.tree import TreeError, find_files, open_regular
 
 NAME = "qwen-code"
 _BESIDE = frozenset({"ui_telemetry", "attribution_snapshot", "file_history_snapshot"})
@@ -21,11 +22,11 @@ def find(root: Path) -> list[Session]:
         return [Session(NAME, root, read, id=root.stem)] if _is_log(root) else []
     found = {
         (path.parent.parent, path.stem): Session(NAME, path, read, id=path.stem)
-        for path in sorted(root.rglob("*.jsonl"))
+        for path in find_files(root, "*.jsonl")
         if "subagents" not in path.relative_to(root).parts and _is_log(path)
     }
     orphans: list[Session] = []
-    for path in sorted(root.rglob("agent-*.jsonl")):
+    for path in find_files(root, "agent-*.jsonl"):
         if path.parent.parent.name == "subagents" and _is_log(path):
             child = Session(NAME, path, read, id=path.stem, extra={"call": _call_of(path)})
             parent = found.get((path.parent.parent.parent, path.parent.name))
@@ -45,8 +46,9 @@ def _is_log(path: Path) -> bool:
 def _call_of(path: Path) -> str | None:
     """The id of the tool call that began a sub-agent, from the file beside its log."""
     try:
-        facts = json.loads(path.with_suffix(".meta.json").read_bytes())
-    except (OSError, ValueError):
+        with open_regular(path.with_suffix(".meta.json")) as file:
+            facts = json.load(file)
+    except (OSError, ValueError, TreeError):
         return None
     return facts.get("toolUseId") if isinstance(facts, dict) else None
 

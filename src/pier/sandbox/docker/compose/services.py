@@ -206,7 +206,7 @@ class ServiceGroup:
         sandbox = self.sandboxes[service.name]
         for volume in service.volumes:
             if volume.source is not None and not volume.source.is_dir():
-                await sandbox.upload(volume.source, volume.target)
+                await sandbox.upload(volume.source.resolve(), volume.target)
                 if volume.read_only:
                     await sandbox.box.channel.ask({"op": "seal", "path": volume.target})
 
