@@ -223,7 +223,7 @@ class Gatekeeper:
             targets, watch = self._targets.of_address(address, port), None
         else:
             targets = await self._targets.of_name(name, port)
-            watch = Watch(name) if self._targets.mode == "allowlist" else None
+            watch = self._watch(name, targets, port)
         transfer.allowed = True
         server = await self._outside.dial(targets, port)
         try:
@@ -231,6 +231,12 @@ class Gatekeeper:
             await relay(client, server, watch, transfer)
         finally:
             server[1].close()
+
+    def _watch(self, name: str, targets: list[Address], port: int) -> Watch | None:
+        """Compares what the client says with the name. Where rules name all addresses, TLS may name no server."""
+        if self._targets.mode != "allowlist":
+            return None
+        return Watch(name, nameless_tls=all(self._targets.allows_address(target, port) for target in targets))
 
     def _told(self, address: Address) -> str:
         return self._synthetic.name(address) or str(address)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from pier.network.addresses import objection
+from pier.network.addresses import is_loopback, objection
 from pier.network.outside import Outside, Refused
 from pier.network.policy import NetworkPolicy
 from pier.network.rules import Address, Rules, normal_name
@@ -28,8 +28,8 @@ class Targets:
         return self.mode == "public" or (self.mode == "allowlist" and self._rules.allows_name(name, None))
 
     def allows_address(self, address: Address, port: int | None) -> bool:
-        """Whether a rule names this address."""
-        return self.mode == "allowlist" and self._rules.allows_address(address, port)
+        """Whether a rule names this address. No rule leads to this machine's loopback."""
+        return self.mode == "allowlist" and self._rules.allows_address(address, port) and not is_loopback(address)
 
     async def of_host(self, host: str, port: int) -> list[Address]:
         """Where the host of a URL is: a name or an address."""
