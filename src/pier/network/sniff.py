@@ -112,7 +112,7 @@ class Watch:
             return b""
         if not name and not self._nameless_tls:
             raise Disagreement("TLS without a server name")
-        if name and normal_name(name) != self._name:
+        if name and normal_name(re.sub(r":\d+$", "", name)) != self._name:
             raise Disagreement(f"TLS server name {name}")
         self._passes = True
         held, self._held = self._held, b""
