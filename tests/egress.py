@@ -129,6 +129,11 @@ for name, data in {
     "http second request disagrees": posted + plain,
     "connect method": http("CONNECT refused.test:443 HTTP/1.1", "Host: refused.test:443"),
     "http2 without tls": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "http after an empty line": b"\r\n" + plain,
+    "http in lower case": plain.lower(),
+    "http after an upgrade that is refused": http("GET / HTTP/1.1", "Host: allowed.test", "Upgrade: x") + plain,
+    "http with line feeds": plain.replace(b"\r", b""),
+    "http with two lengths": posted.replace(b"\r\n\r\n", b"\r\nContent-Length: 3\r\n\r\n"),
 }.items():
     attempt(name)(lambda: to_name("allowed.test", 80, data))
 

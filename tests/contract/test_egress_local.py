@@ -75,7 +75,9 @@ def test_names_that_lead_inward_are_not_dialled(allowlist: World) -> None:
     assert allowlist.refused("inward.test")[0]["reason"] == "resolves to a private address"
 
 
-@pytest.mark.parametrize("start", ["http", "connect method", "tls server name disagrees", "port of another rule"])
+@pytest.mark.parametrize(
+    "start", ["http", "connect method", "tls server name disagrees", "tls without server name", "port of another rule"]
+)
 def test_what_disagrees_with_its_name_is_reset(allowlist: World, start: str) -> None:
     assert set(outcomes(allowlist, start).values()) == {"ECONNRESET"}
 

@@ -8,13 +8,12 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 
 from pier.errors import ImageError
 from pier.image import Image, ImageStore, build_image
 from pier.image.importing import import_image
 from pier.image.view import View
-from tests.image_rig import Pieces, directory, entry, link, running_server, sha, tar_of
+from tests.image_rig import Pieces, directory, entry, link, tar_of
 
 BASE = tar_of(
     directory("./"),
@@ -184,19 +183,6 @@ async def test_add_unpacks_archives_and_copies_the_rest(bench: Bench) -> None:
         "/x/z": "644 0:0 zip",
         "/x/plain": "644 0:0 text",
     }
-
-
-async def test_add_fetches_a_url(bench: Bench) -> None:
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(body=b"fetched" if request.path == "/dir/file.txt" else b"", status=200)
-
-    async with running_server(answer) as address:
-        url = f"http://{address}/dir/file.txt"
-        tree = await bench.tree(f"FROM base\nADD {url} /d/\nADD --checksum={sha(b'fetched')} {url} /named\n")
-        assert tree == {"/d": "755 0:0", "/d/file.txt": "600 0:0 fetched", "/named": "600 0:0 fetched"}
-        with pytest.raises(ImageError) as caught:
-            await bench.build(f"FROM base\nADD --checksum=sha256:{'0' * 64} {url} /d/\n")
-    assert caught.value.code == "digest"
 
 
 async def test_here_documents_become_files(bench: Bench) -> None:

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from pier.errors import UsageError
 from pier.network.addresses import CAPACITY, Synthetic, objection
+from pier.network.outside import Outside, Refused
+from pier.network.policy import NetworkPolicy
 from pier.network.rules import Rules, normal_name, parse
+from pier.network.targets import Targets
 
 pytestmark = pytest.mark.plain
 four = ipaddress.IPv4Address
@@ -69,6 +72,26 @@ def test_what_is_no_rule_is_told(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse(text)
     assert caught.value.code == "bad_host_rule" and caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["127.0.0.1", "127.0.0.1:8080", "127.0.0.0/8", "0.0.0.0", "::1", "[::1]:80", "::ffff:127.0.0.1", "192.0.0.1"],
+)
+def test_an_address_inside_the_sandbox_is_no_rule(text: str) -> None:
+    with pytest.raises(UsageError, match="is an address inside the sandbox") as caught:
+        parse(text)
+    assert caught.value.code == "bad_host_rule" and "listen on another of its addresses" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    "text", ["127.0.0.1", "0.0.0.0", "0.1.2.3", "::1", "::", "::ffff:127.0.0.1", "64:ff9b::7f00:1"]
+)
+def test_no_rule_leads_to_the_loopback_of_this_machine(text: str) -> None:
+    targets = Targets(NetworkPolicy("allowlist", ("0.0.0.0/0", "::/0")), Outside())
+    assert not targets.allows_address(ipaddress.ip_address(text), 80)
+    with pytest.raises(Refused):
+        targets.of_address(ipaddress.ip_address(text), 80)
 
 
 @settings(max_examples=50, deadline=None)

@@ -26,8 +26,8 @@ class Maker:
         self.go = asyncio.Event()
         self.fail = False
 
-    async def resolve(self, reference: str, tell: OnProgress) -> Image:
-        return await self.make(reference, tell)
+    async def resolve(self, wish: ImageWish, tell: OnProgress) -> Image:
+        return await self.make(wish.reference or "", tell)
 
     async def build(self, wish: ImageWish, key: str, tell: OnProgress) -> Image:
         return await self.make(key, tell)

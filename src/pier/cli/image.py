@@ -97,7 +97,7 @@ def pull(name: str, quiet: bool, env: str, as_json: bool) -> None:
 @click.option("-t", "--tag", help="The image's name.")
 @click.option("--build-arg", "build_args", multiple=True, metavar="NAME=VALUE", help="The value of an ARG.")
 @click.option("--target", help="The stage to build, instead of the last one.")
-@click.option("--network", type=click.Choice(["public", "none"]), default="public", help="What RUN may reach.")
+@click.option("--network", type=click.Choice(["public", "none"]), default="public", help="What RUN and ADD may reach.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @_json
 def build(

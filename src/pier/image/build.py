@@ -223,7 +223,7 @@ async def _start(build: Build, part: Part) -> Stage:
     if part.base == SCRATCH:
         return Stage(env={"PATH": DEFAULT_PATH})
     try:
-        image = await build.store.resolve(part.base, on_progress=build.on_progress)
+        image = await build.store.resolve(part.base, on_progress=build.on_progress, for_task=True)
     except ImageError as error:
         raise located(error, part.start, build.file) from error
     if image.is_host and not build.host:

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 
 async def fetch(
-    store: ImageStore, reference: str, *, pull: bool = True, on_progress: OnProgress | None = None
+    store: ImageStore,
+    reference: str,
+    *,
+    pull: bool = True,
+    on_progress: OnProgress | None = None,
+    for_task: bool = False,
 ) -> Image:
     """Take an image into the store from wherever it is found. The error of the last place says what was tried."""
     tried = [f"pier's store ({store.root}): not there"]
@@ -24,7 +29,7 @@ async def fetch(
         if (found := await _from_engine(store, reference, tried)) is not None:
             return found
         if pull and not is_digest(reference):
-            return await pull_image(store, reference, on_progress=on_progress)
+            return await pull_image(store, reference, on_progress=on_progress, for_task=for_task)
         tried.append("registry: not asked")
     except ImageError as error:
         if error.code not in ("not_found", "unauthorized", "unreachable"):
@@ -49,7 +54,9 @@ async def _from_engine(store: ImageStore, reference: str, tried: list[str]) -> I
     return found
 
 
-async def pull_image(store: ImageStore, reference: str, *, on_progress: OnProgress | None = None) -> Image:
+async def pull_image(
+    store: ImageStore, reference: str, *, on_progress: OnProgress | None = None, for_task: bool = False
+) -> Image:
     """Pull an image from its registry, also if the store has one of that name: only what changed is downloaded."""
     from pier.image.assemble import LayerSource, Origins, assemble
     from pier.image.registry import open_registry
@@ -59,7 +66,7 @@ async def pull_image(store: ImageStore, reference: str, *, on_progress: OnProgre
     parsed = parse(reference)
     tell = on_progress or (lambda _: None)
     store.prepare("downloads")
-    async with open_registry(parsed) as registry:
+    async with open_registry(parsed, for_task=for_task) as registry:
         tell(f"asking {parsed.registry} for {parsed.familiar}")
         manifest = await registry.manifest()
         raw = await registry.blob(manifest.config)

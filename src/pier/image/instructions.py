@@ -245,7 +245,7 @@ async def _take_source(
         from pier.image.download import download_for_add
 
         directory = await stack.enter_async_context(build.store.layers.scratch())
-        file, digest = await download_for_add(path, directory, instruction.flag("checksum"))
+        file, digest = await download_for_add(path, directory, build.network, instruction.flag("checksum"))
         sources.known.append({"layers": [str(directory)], "path": f"/{file.name}", "reset": True})
         sources.keys.append(key_of("url", path, digest))
     elif re.match(r"(git@|git://|ssh://)", path) or (path.endswith(".git") and "://" in path):
@@ -264,7 +264,7 @@ async def _other_stage(build: Build, name: str) -> tuple[list[str], str]:
     if index is not None and index in build.done:
         stage = build.done[index]
         return [str(layer) for layer in stage.layers], stage.key
-    image = await build.store.resolve(name, on_progress=build.on_progress)
+    image = await build.store.resolve(name, on_progress=build.on_progress, for_task=True)
     if image.is_host and not image.layers:
         raise ImageError("--from=host would read this machine's own files", code="dockerfile", blame="task")
     return [str(layer) for layer in image.layers], image.digest

@@ -1,6 +1,16 @@
 """Talks to OCI registries: finds manifests and downloads blobs, each checked against its digest.
 
 A download that was cut off goes on where it stopped, in this process or in a later one.
+
+A registry leads to other hosts: token servers, and redirects to where blobs are stored. Which of them are reached
+depends on who named the image:
+
+- A registry that the user named, or has credentials for, is reached wherever it is. Other hosts that it names are
+  reached at public and private addresses.
+- A registry that only a task named is reached at public and private addresses. Other hosts that it names are reached
+  at public addresses.
+
+Loopback, link-local and metadata addresses and those of this machine are reached in no other case.
 """
 
 from __future__ import annotations
@@ -22,8 +32,12 @@ from pier.errors import ImageError
 from pier.image.credentials import Credentials, find_credentials
 from pier.image.disk import told_by_disk, write_all
 from pier.image.model import OnProgress
+from pier.image.outbound import HostRefused, open_session
 from pier.image.platforms import choose_platform, digest_of
 from pier.image.reference import DEFAULT_REGISTRY, Reference
+from pier.network.addresses import objection
+from pier.network.outside import Outside, Refused
+from pier.network.rules import Address
 
 _MANIFESTS = ", ".join(
     f"application/vnd.{kind}+json"
@@ -167,7 +181,7 @@ class Registry:
         """Where the registry is. One on this machine's loopback may speak plain HTTP, as with Docker."""
         if self._base:
             return self._base
-        host = "registry-1.docker.io" if self._reference.registry == DEFAULT_REGISTRY else self._reference.registry
+        host = _api_host(self._reference.registry)
         if _is_loopback(host):
             try:
                 async with self._session.get(f"https://{host}/v2/"):
@@ -226,13 +240,45 @@ class Registry:
         )
 
 
+class _Reach:
+    """Which hosts one registry may lead to, and at which addresses."""
+
+    def __init__(self, registry: str, for_task: bool) -> None:
+        self._registry = registry
+        self._for_task = for_task
+        self._outside = Outside()
+
+    async def check(self, host: str, port: int) -> list[Address]:
+        try:
+            addresses: list[Address] = [ipaddress.ip_address(host)]
+        except ValueError:
+            addresses = await self._outside.resolve(host)
+        own = host == _host_name(_api_host(self._registry))
+        usable = [one for one in addresses if not objection(one, private_too=not own)]
+        if not usable and await self._is_trusted():
+            usable = [one for one in addresses if own or not objection(one, private_too=False)]
+        if not usable:
+            raise Refused(objection(addresses[0], private_too=True) if addresses else "has no address")
+        return usable
+
+    async def _is_trusted(self) -> bool:
+        return not self._for_task or await find_credentials(self._registry) is not None
+
+
 @asynccontextmanager
-async def open_registry(reference: Reference) -> AsyncIterator[Registry]:
-    """The registry of a reference; not being able to reach it is an `ImageError` with code `unreachable`."""
-    timeout = aiohttp.ClientTimeout(total=None, connect=30, sock_read=120)
-    async with aiohttp.ClientSession(timeout=timeout, trust_env=True, headers={"User-Agent": "pier"}) as session:
+async def open_registry(reference: Reference, *, for_task: bool = False) -> AsyncIterator[Registry]:
+    """The registry of a reference. Not being able to reach it is an `ImageError` with code `unreachable`, and a host
+    that may not be reached one with code `refused`."""
+    async with open_session(_Reach(reference.registry, for_task).check, connect_seconds=30) as session:
         try:
             yield Registry(session, reference)
+        except HostRefused as error:
+            raise ImageError(
+                f"cannot pull {reference}: it leads to {error}",
+                code="refused",
+                blame="task" if for_task else "infra",
+                hint=f"pier image pull {reference.familiar}, if you trust this registry" if for_task else None,
+            ) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _unreachable(reference, error) from error
 
@@ -255,11 +301,19 @@ def _digest_of(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def _api_host(registry: str) -> str:
+    return "registry-1.docker.io" if registry == DEFAULT_REGISTRY else registry
+
+
+def _host_name(host: str) -> str:
+    return re.sub(r":\d+$", "", host).strip("[]").lower()
+
+
 def _is_loopback(host: str) -> bool:
-    name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
+    name = _host_name(host)
     if name == "localhost":
         return True
     try:
-        return ipaddress.ip_address(name.strip("[]")).is_loopback
+        return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False

@@ -41,10 +41,13 @@ class ImageStore:
         self.steps = Steps(self.root)
         self.caches = Caches(self.root, self.users)
 
-    async def resolve(self, reference: str, *, pull: bool = True, on_progress: OnProgress | None = None) -> Image:
+    async def resolve(
+        self, reference: str, *, pull: bool = True, on_progress: OnProgress | None = None, for_task: bool = False
+    ) -> Image:
         """The image called `reference`: `host`, one of this store, one of a Docker engine, or one of a registry.
 
-        What is not in the store is taken into it. `ImageError` with code `not_found` says all that was tried.
+        What is not in the store is taken into it. `ImageError` with code `not_found` says all that was tried. With
+        `for_task` a task named the image, not the user; `pier.image.registry` says which hosts that may reach.
         """
         if reference == HOST:
             return host_image()
@@ -53,7 +56,8 @@ class ImageStore:
         from pier.image.fetch import fetch
 
         async with self.only_one(f"fetch {reference}"):
-            return self.find(reference) or await fetch(self, reference, pull=pull, on_progress=on_progress)
+            found = self.find(reference)
+            return found or await fetch(self, reference, pull=pull, on_progress=on_progress, for_task=for_task)
 
     def find(self, reference: str) -> Image | None:
         """The image called `reference` if this store has it whole."""

@@ -42,6 +42,12 @@ def objection(address: Address, *, private_too: bool) -> str:
     return "address of this machine" if _is_own(address) else ""
 
 
+def is_loopback(address: Address) -> bool:
+    """Whether dialling an address reaches this machine's loopback, which no rule allows."""
+    inner = _embedded(address) or address
+    return inner.is_loopback or inner.is_unspecified or (inner.version == 4 and inner in _NEVER[0])
+
+
 def _embedded(address: Address) -> ipaddress.IPv4Address | None:
     """The IPv4 address that an IPv6 address only wraps (mapped, compatible, NAT64, 6to4, Teredo)."""
     if not isinstance(address, ipaddress.IPv6Address):

@@ -15,7 +15,7 @@ from typing import Any
 
 from pier.network import packets
 from pier.network.decision import Decision
-from pier.network.outside import Unreachable
+from pier.network.outside import Refused, Unreachable
 from pier.network.packets import Datagram
 from pier.network.rules import Address
 
@@ -26,10 +26,6 @@ _LARGEST = 1 << 16
 
 Target = Callable[[Address, int], Awaitable[Address]]
 """Where a datagram to an address and port really goes; `Refused` if it may not, `Unreachable` if it cannot."""
-
-
-class Refused(Exception):
-    """What was asked for is not allowed; the text says why."""
 
 
 class Datagrams:

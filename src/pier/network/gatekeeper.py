@@ -17,22 +17,21 @@ from contextlib import contextmanager
 from typing import Any
 
 from pier.network import dns, plumbing
-from pier.network.addresses import Synthetic, objection
+from pier.network.addresses import Synthetic
 from pier.network.attempts import read_attempt
-from pier.network.datagrams import Datagrams, Refused
+from pier.network.datagrams import Datagrams
 from pier.network.decision import Decision, Ledger, OnDecision
-from pier.network.outside import NoSuchName, Outside, Streams, Unreachable
+from pier.network.outside import NoSuchName, Outside, Refused, Streams, Unreachable
 from pier.network.policy import NetworkPolicy
 from pier.network.relay import Transfer, relay, reset
-from pier.network.rules import Address, Rules, normal_name
+from pier.network.rules import Address, normal_name
 from pier.network.sniff import Disagreement, Watch
+from pier.network.targets import Targets
 
 _ORIGINAL_DESTINATION = 80
 _GATEWAYS = (ipaddress.ip_address(plumbing.GATEWAY), ipaddress.ip_address(plumbing.GATEWAY6))
 _MOST_AT_ONCE = 256
 """Connections of one sandbox, so that it cannot use up the files that pier may have open."""
-_NEVER_NAMES = ("invalid", "localhost", "arpa")
-"""Last labels that no resolver outside is asked for."""
 
 
 class Gatekeeper:
@@ -53,8 +52,7 @@ class Gatekeeper:
 
     def set_policy(self, policy: NetworkPolicy) -> None:
         """What passes from now on. Connections that are open stay open; `close` ends those."""
-        self._rules = Rules(policy.hosts)
-        self._mode = policy.mode
+        self._targets = Targets(policy, self._outside)
 
     async def serve(self, fds: list[int]) -> None:
         """Serve the descriptors of `plumbing.connect`, which are the gatekeeper's from now on."""
@@ -128,10 +126,10 @@ class Gatekeeper:
         if question is None:
             return None
         name = normal_name(question.name)
-        if name is None or not self._may_look_up(name):
+        if name is None or not self._targets.may_look_up(name):
             self.ledger.note(Decision("dns", question.name[:255], False, reason="not allowed"))
             return dns.answer(question, dns.NO_SUCH_NAME)
-        if self._mode == "public" and question.kind not in (dns.A, dns.AAAA):
+        if self._targets.mode == "public" and question.kind not in (dns.A, dns.AAAA):
             return await self._answer_other(question, data, name)
         try:
             await self._outside.resolve(name)
@@ -159,11 +157,6 @@ class Gatekeeper:
     @property
     def _has_six(self) -> bool:
         return len(self._servers) > 1
-
-    def _may_look_up(self, name: str) -> bool:
-        if name.rpartition(".")[2] in _NEVER_NAMES:
-            return False
-        return self._mode == "public" or (self._mode == "allowlist" and self._rules.allows_name(name, None))
 
     async def _serve_names(self, streams: Streams) -> None:
         reader, writer = streams
@@ -227,12 +220,10 @@ class Gatekeeper:
     async def _pass(self, client: Streams, address: Address, port: int, transfer: Transfer) -> None:
         name = self._synthetic.name(address)
         if name is None:
-            targets, watch = self._literal(address, port), None
+            targets, watch = self._targets.of_address(address, port), None
         else:
-            if not self._may_reach(name, port):
-                raise Refused("not allowed")
-            targets = self._usable(await self._resolve(name), port)
-            watch = Watch(name) if self._mode == "allowlist" else None
+            targets = await self._targets.of_name(name, port)
+            watch = self._watch(name, targets, port)
         transfer.allowed = True
         server = await self._outside.dial(targets, port)
         try:
@@ -241,6 +232,12 @@ class Gatekeeper:
         finally:
             server[1].close()
 
+    def _watch(self, name: str, targets: list[Address], port: int) -> Watch | None:
+        """Compares what the client says with the name. Where rules name all addresses, TLS may name no server."""
+        if self._targets.mode != "allowlist":
+            return None
+        return Watch(name, nameless_tls=all(self._targets.allows_address(target, port) for target in targets))
+
     def _told(self, address: Address) -> str:
         return self._synthetic.name(address) or str(address)
 
@@ -248,40 +245,9 @@ class Gatekeeper:
         """Where a datagram to an address really goes: under the same rules as a connection."""
         name = self._synthetic.name(address)
         if name is None:
-            return self._literal(address, port)[0]
-        if not self._may_reach(name, port):
-            raise Refused("not allowed")
-        usable = self._usable(await self._resolve(name), port)
+            return self._targets.of_address(address, port)[0]
+        usable = await self._targets.of_name(name, port)
         return next((one for one in usable if one.version == address.version), usable[0])
-
-    def _may_reach(self, name: str, port: int) -> bool:
-        return self._mode == "public" or (self._mode == "allowlist" and self._rules.allows_name(name, port))
-
-    async def _resolve(self, name: str) -> list[Address]:
-        try:
-            return await self._outside.resolve(name)
-        except NoSuchName:
-            raise Refused("no such name") from None
-
-    def _usable(self, addresses: list[Address], port: int) -> list[Address]:
-        """Those of a name's addresses that may be dialled: a name cannot lead to what only an address rule may."""
-        objections = ""
-        usable = []
-        for address in addresses:
-            objections = objection(address, private_too=self._mode == "allowlist")
-            if not objections or self._rules.allows_address(address, port):
-                usable.append(address)
-        if not usable:
-            raise Refused(f"resolves to a {objections}" if objections else "has no address")
-        return usable
-
-    def _literal(self, address: Address, port: int) -> list[Address]:
-        why = "not allowed"
-        if self._mode == "allowlist" and self._rules.allows_address(address, port):
-            return [address]
-        if self._mode == "public" and not (why := objection(address, private_too=False)):
-            return [address]
-        raise Refused(why)
 
     # What the kernel refused ----------------------------------------------------------------------------------
 
@@ -299,11 +265,11 @@ class Gatekeeper:
 
     def _is_served(self, address: Address, kind: str, port: int) -> bool:
         """Whether the attempt reaches the gatekeeper itself, which then says what became of it."""
-        if self._mode == "public":
+        if self._targets.mode == "public":
             return kind != "ip"
         local = address in _GATEWAYS or self._synthetic.holds(address)
         if kind == "tcp":
-            return local or self._rules.allows_address(address, None)
+            return local or self._targets.allows_address(address, None)
         return (kind == "icmp" and local) or (kind == "udp" and port == 53 and local)
 
 

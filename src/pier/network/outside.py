@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
+import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 from pier.network.rules import Address
 
 _FRESH_SECONDS = 30.0
 _DIAL_SECONDS = 20.0
 _ASK_SECONDS = 5.0
+_LOOK_UP_SECONDS = 10.0
 _CUT_OFF = 0x02
 _KEPT = 4096
 _AT_ONCE = 16
@@ -19,7 +24,11 @@ _AT_ONCE = 16
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class NoSuchName(Exception):
+class Refused(Exception):
+    """What was asked for is not allowed; the text says why."""
+
+
+class NoSuchName(Refused):
     """The name does not exist."""
 
 
@@ -28,7 +37,11 @@ class Unreachable(Exception):
 
 
 class Outside:
-    """Resolves and dials. Answers are kept for half a minute, so a lookup and the connection after it agree."""
+    """Resolves and dials. Answers are kept for half a minute, so a lookup and the connection after it agree.
+
+    The resolver's calls block, so each runs in a thread that nothing else uses: a slow name server delays neither other
+    sandboxes nor other work of this process. An `Outside` has at most 16 such threads.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, list[Address]]] = {}
@@ -39,23 +52,25 @@ class Outside:
         known = self._known.get(name)
         if known is not None and known[0] > time.monotonic():
             return known[1]
-        async with self._turns:
-            addresses = await self._look_up(name)
+        addresses = await self._look_up(name)
         if len(self._known) >= _KEPT:
             self._known.clear()
         self._known[name] = (time.monotonic() + _FRESH_SECONDS, addresses)
         return addresses
 
     async def _look_up(self, name: str) -> list[Address]:
-        loop = asyncio.get_running_loop()
         try:
-            rows = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            async with asyncio.timeout(_LOOK_UP_SECONDS):
+                await self._turns.acquire()
+                rows = await _in_thread(name, self._turns.release)
+        except TimeoutError:
+            raise Unreachable(f"{name}: the name servers do not answer") from None
         except socket.gaierror as error:
             if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
-                raise NoSuchName(name) from None
+                raise NoSuchName("no such name") from None
             raise Unreachable(f"{name}: {error.strerror}") from None
         except UnicodeError:
-            raise NoSuchName(name) from None
+            raise NoSuchName("no such name") from None
         texts = dict.fromkeys(str(row[4][0]).partition("%")[0] for row in rows)
         return [ipaddress.ip_address(text) for text in texts]
 
@@ -64,7 +79,7 @@ class Outside:
         for server in _name_servers():
             for exchange in (_ask_by_datagram, _ask_by_stream):
                 try:
-                    async with self._turns, asyncio.timeout(_ASK_SECONDS):
+                    async with asyncio.timeout(_ASK_SECONDS), self._turns:
                         reply = await exchange(server, query)
                 except (OSError, TimeoutError, asyncio.IncompleteReadError):
                     break
@@ -84,6 +99,31 @@ class Outside:
             except OSError as error:
                 failure = error.strerror or str(error)
         raise Unreachable(failure)
+
+
+async def _in_thread(name: str, done: Callable[[], None]) -> list[Any]:
+    """Look a name up in a thread that does not hold up the end of the process. `done` is called when the thread has
+    ended, which may be long after the caller gave up."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[list[Any]] = loop.create_future()
+
+    def settle(rows: list[Any], error: Exception | None) -> None:
+        done()
+        if not answer.done():
+            answer.set_result(rows) if error is None else answer.set_exception(error)
+
+    def work() -> None:
+        rows: list[Any] = []
+        failure = None
+        try:
+            rows = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop was closed while this thread waited
+            loop.call_soon_threadsafe(settle, rows, failure)
+
+    threading.Thread(target=work, name="pier-lookup", daemon=True).start()
+    return await answer
 
 
 def _name_servers() -> list[str]:

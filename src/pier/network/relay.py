@@ -1,4 +1,4 @@
-"""Two connections as one: bytes both ways, each side's end passed on, the client's words looked at first."""
+"""Two connections as one: bytes both ways, each side's end passed on, both sides' words looked at first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Transfer:
 async def relay(client: Streams, server: Streams, watch: Watch | None, transfer: Transfer) -> None:
     """Pass bytes until both sides have ended. Raises `Disagreement` before what disagrees was passed on."""
     outward = asyncio.ensure_future(_outward(client[0], server[1], watch, transfer))
-    inward = asyncio.ensure_future(_inward(server[0], client[1], transfer))
+    inward = asyncio.ensure_future(_inward(server, client[1], watch, transfer))
     try:
         done, _ = await asyncio.wait([outward, inward], return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
@@ -52,8 +52,11 @@ async def _outward(
         writer.write_eof()
 
 
-async def _inward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, transfer: Transfer) -> None:
-    while data := await reader.read(_CHUNK):
+async def _inward(server: Streams, writer: asyncio.StreamWriter, watch: Watch | None, transfer: Transfer) -> None:
+    while data := await server[0].read(_CHUNK):
+        if watch and (freed := watch.heard(data)):
+            transfer.sent += len(freed)
+            server[1].write(freed)
         transfer.received += len(data)
         writer.write(data)
         await writer.drain()

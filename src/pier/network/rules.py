@@ -17,6 +17,15 @@ from pier.errors import UsageError
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
+_INSIDE = [
+    ipaddress.ip_network(text)
+    for text in (
+        "0.0.0.0/8", "127.0.0.0/8", "192.0.0.0/24", "198.18.0.0/15", "::/128", "::1/128", "::ffff:127.0.0.0/104",
+        "fd70:6965:72::/48",
+    )
+]  # fmt: skip
+"""Addresses that mean the sandbox itself: its loopback, and those of the link to pier."""
+
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)")
 
 
@@ -45,6 +54,7 @@ def parse(text: str) -> Rule:
     """Read one rule; `UsageError` says what is wrong with it."""
     host, port = _split_port(text.strip())
     if "*" not in host and (network := _network(host, text)) is not None:
+        _check_outside(network, text)
         return Rule(network=network, port=port)
     below = host.startswith("*.")
     name = normal_name(host[2:] if below else host)
@@ -98,8 +108,15 @@ def _network(host: str, text: str) -> Network | None:
     raise _bad(text, "has host bits set; write the network's first address")
 
 
-def _bad(text: str, why: str) -> UsageError:
-    hint = "write a host such as example.org, *.example.org, example.org:8443, 192.0.2.7 or 10.0.0.0/8"
+def _check_outside(network: Network, text: str) -> None:
+    if any(network.network_address in inside and network.prefixlen >= inside.prefixlen for inside in _INSIDE):
+        why = "is an address inside the sandbox, which needs no rule and never leads out of it"
+        hint = "let a service of this machine listen on another of its addresses, and allow that: 192.168.1.10:8080"
+        raise _bad(text, why, hint)
+
+
+def _bad(text: str, why: str, hint: str = "") -> UsageError:
+    hint = hint or "write a host such as example.org, *.example.org, example.org:8443, 192.0.2.7 or 10.0.0.0/8"
     return UsageError(f"the allowed host {text!r} {why}", code="bad_host_rule", hint=hint)
 
 

@@ -1,209 +1,160 @@
 """What a client says about where it wants to go: the server name of a TLS hello, the hosts of HTTP requests.
 
-Each is compared with the name that the connection was made to. A connection may say nothing (other protocols do not);
-it may not say something else.
+Each is compared with the name that the connection was made to. A protocol that is neither TLS nor HTTP passes by that
+name, as long as it cannot be taken for HTTP: until the server has answered with something else than HTTP, nothing
+passes that a lenient server could read as a request to another of its hosts.
 """
 
 from __future__ import annotations
 
 import re
 
+from pier.network.http_stream import LIMIT, Disagreement, Requests
 from pier.network.rules import normal_name
 
-LIMIT = 64 * 1024
-"""A hello or the head of a request is never larger than this; what is, is refused."""
-_LINE = 4096
+__all__ = ["Disagreement", "Watch", "server_name"]
 
-_REQUEST = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}) ([^ \r\n]*) HTTP/(\d)\.(\d)\r?\n")
-_BLANK_LINE = re.compile(rb"\r?\n\r?\n")
-_METHOD = re.compile(rb"[A-Z][A-Z-]{1,31} ")
-
-
-class Disagreement(Exception):
-    """The client named another host than the one that it connected to, or hid which one it means."""
+_TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]"
+_TEXT = rb"[^\x00-\x1f\x7f]"
+_LINE = re.compile(_TOKEN + rb"{1,32} " + _TEXT + rb"*\r?\n")
+_BEGINNING = re.compile(rb"\r|" + _TOKEN + rb"{1,32}(?: " + _TEXT + rb"*\r?)?")
+_METHOD = re.compile(rb"(?:GET|HEAD|POST|PUT|DELETE|OPTIONS|TRACE|PATCH|CONNECT) ")
+_VERSION = re.compile(rb"HTTP/\d", re.IGNORECASE)
+_BLANK = re.compile(rb"[\x00-\x20\x7f-\xff]+")
+_LIKE_HTTP = re.compile(rb"HTTP/\d|\nhost ?:|[ \n]https?://", re.IGNORECASE)
+_OLD_HELLO = re.compile(rb"[\x80-\xff].\x01[\x00\x03]", re.DOTALL)
+_MEMORY = 64
 
 
 class Watch:
-    """Looks at what a client sends on one connection to `name`. `feed` answers what may be passed on."""
+    """Looks at what passes on one connection to `name`. With `nameless_tls` a TLS hello may name no server."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, nameless_tls: bool = False) -> None:
         self._name = name
-        self._held = bytearray()
-        self._looked = 0
+        self._nameless_tls = nameless_tls
+        self._held = b""
         self._wanted = 1
-        self._remaining = 0
-        self._step = self._begin
+        self._requests: Requests | None = None
+        self._other: _Other | None = None
+        self._first = _FirstAnswer()
+        self._passes = self._ended = False
 
     def feed(self, data: bytes) -> bytes:
-        """Take what came and give what may go on; raises `Disagreement`."""
+        """Take what the client sent, and return what may be passed on; raises `Disagreement`."""
+        if self._passes:
+            return data
+        if self._requests is not None:
+            return self._requests.feed(data)
+        if self._other is not None:
+            return self._other.feed(data)
         self._held += data
-        out = b""
-        while len(self._held) >= self._wanted:
-            self._wanted = 1
-            passed = self._step()
-            if not passed:
-                if len(self._held) > LIMIT:
-                    raise Disagreement("a hello or request head of more than 64 KiB")
-                self._wanted = max(self._wanted, len(self._held) + 1)
-                break
-            out += passed
-        return out
+        return self._begin() if len(self._held) >= self._wanted else b""
+
+    def heard(self, data: bytes) -> bytes:
+        """Take what the server sent, and return what of the client's may be passed on because of it. Raises
+        `Disagreement` if the server's words must not be passed on."""
+        if self._passes:
+            return b""
+        if self._requests is not None:
+            return self._heard_http(self._requests, data)
+        if self._first.is_other(data):
+            self._passes = True
+            held, self._held = self._held, b""
+            return b"" if self._ended else held
+        if self._other is not None and self._first.is_http:
+            raise Disagreement("an HTTP answer to what is not HTTP")
+        return b""
+
+    def _heard_http(self, requests: Requests, data: bytes) -> bytes:
+        answers = requests.answers
+        waited = answers.switching
+        answers.feed(data)
+        if answers.switched:
+            self._passes = True
+        if not waited or (answers.switching and not answers.switched) or self._ended:
+            return b""
+        return requests.release() if self._passes else requests.feed(b"")
 
     def end(self) -> bytes:
-        """What is still held when the client stops sending: too little to say anything."""
-        return self._all()
-
-    def _take(self, count: int) -> bytes:
-        taken = bytes(self._held[:count])
-        del self._held[:count]
-        self._looked = 0
-        return taken
-
-    def _all(self) -> bytes:
-        return self._take(len(self._held))
+        """The client stops sending: return what may be passed on of what was held. Half a request is not."""
+        self._ended = True
+        if self._passes or self._requests or self._other or self._held.startswith(b"\x16"):
+            return b""
+        held, self._held = self._held, b""
+        return _Other().feed(held)
 
     def _begin(self) -> bytes:
-        held = self._held
-        if held[:1] == b"\x16":
-            self._step = self._hello
-        elif held.startswith(b"PRI "):
-            raise Disagreement("HTTP/2 without TLS")
-        elif _METHOD.match(held):
-            self._step = self._head
-        elif len(held) < 33 and re.fullmatch(rb"[A-Z][A-Z-]*", held):
+        if self._held.startswith(b"\x16"):
+            return self._hello()
+        if self._held.startswith(b"\r\n") or self._is_request():
+            self._requests = Requests(self._name)
+            return self._requests.feed(self._held)
+        if _BEGINNING.fullmatch(self._held):
+            if len(self._held) > LIMIT:
+                raise Disagreement("a first line of more than 64 KiB")
             return b""
-        else:
-            self._step = self._all
-        return self._step()
+        self._other = _Other()
+        held, self._held = self._held, b""
+        return self._other.feed(held)
+
+    def _is_request(self) -> bool:
+        if _METHOD.match(self._held):
+            return True
+        line = _LINE.match(self._held)
+        return line is not None and _VERSION.search(line[0]) is not None
 
     def _hello(self) -> bytes:
         name = server_name(self._held)
         if isinstance(name, int):
+            if name > LIMIT:
+                raise Disagreement("a TLS hello of more than 64 KiB")
             self._wanted = name
             return b""
-        if name and _host_name(name.encode("latin-1")) != self._name:
+        if not name and not self._nameless_tls:
+            raise Disagreement("TLS without a server name")
+        if name and normal_name(re.sub(r":\d+$", "", name)) != self._name:
             raise Disagreement(f"TLS server name {name}")
-        self._step = self._all
-        return self._all()
-
-    def _head(self) -> bytes:
-        end = _BLANK_LINE.search(self._held, max(0, self._looked - 3))
-        if end is None:
-            self._looked = len(self._held)
-            return b""
-        head = bytes(self._held[: end.end()])
-        request = _REQUEST.match(head)
-        if request is None:
-            raise Disagreement("a malformed HTTP request")
-        method, target = request[1], request[2]
-        fields = _fields(head[request.end() :])
-        self._check_hosts(method, target, fields.get(b"host", []))
-        self._follow(fields)
-        return self._take(end.end())
-
-    def _check_hosts(self, method: bytes, target: bytes, hosts: list[bytes]) -> None:
-        if method == b"CONNECT":
-            raise Disagreement(f"CONNECT {target.decode(errors='replace')}")
-        if len(hosts) > 1:
-            raise Disagreement("two Host fields")
-        if not target.startswith((b"/", b"*")):
-            absolute = re.match(rb"[a-z]+://([^/?#]*)", target, re.IGNORECASE)
-            hosts = [*hosts, absolute[1] if absolute else target]
-        for host in hosts:
-            if host and _host_name(host) != self._name:
-                raise Disagreement(f"HTTP host {host.decode(errors='replace')}")
-
-    def _follow(self, fields: dict[bytes, list[bytes]]) -> None:
-        """What comes after this head: a body, then the next request."""
-        coding = b",".join(fields.get(b"transfer-encoding", [])).lower()
-        lengths = set(fields.get(b"content-length", []))
-        if b"upgrade" in fields:
-            self._step = self._all
-        elif coding:
-            if coding.strip() != b"chunked" or lengths:
-                raise Disagreement("an HTTP body of unclear length")
-            self._step = self._chunk
-        elif lengths:
-            if len(lengths) > 1 or not (length := lengths.pop()).isdigit():
-                raise Disagreement("an HTTP body of unclear length")
-            self._remaining = int(length)
-            self._step = self._body if self._remaining else self._next
-        else:
-            self._step = self._next
-
-    def _next(self) -> bytes:
-        """Between requests: clients may send empty lines."""
-        blank = re.match(rb"[\r\n]+", self._held)
-        if blank:
-            return self._take(blank.end())
-        if self._held.startswith(b"PRI "):
-            raise Disagreement("HTTP/2 without TLS")
-        self._step = self._head
-        return self._head()
-
-    def _body(self) -> bytes:
-        taken = self._take(self._remaining)
-        self._remaining -= len(taken)
-        if not self._remaining:
-            self._step = self._next
-        return taken
-
-    def _chunk(self) -> bytes:
-        line = re.match(rb"([0-9A-Fa-f]{1,16})[^\r\n]*\r?\n", self._held)
-        if line is None:
-            if b"\n" in self._held or len(self._held) > _LINE:
-                raise Disagreement("a malformed HTTP chunk")
-            return b""
-        size = int(line[1], 16)
-        if size == 0:
-            self._step = self._trailer
-            return self._take(line.end())
-        self._remaining = size
-        self._step = self._chunk_data
-        return self._take(line.end())
-
-    def _chunk_data(self) -> bytes:
-        taken = self._take(self._remaining)
-        self._remaining -= len(taken)
-        if not self._remaining:
-            self._step = self._chunk_end
-        return taken
-
-    def _chunk_end(self) -> bytes:
-        end = re.match(rb"\r?\n", self._held)
-        if end is None:
-            if len(self._held) > 1:
-                raise Disagreement("a malformed HTTP chunk")
-            return b""
-        self._step = self._chunk
-        return self._take(end.end())
-
-    def _trailer(self) -> bytes:
-        line = re.match(rb"[^\n]*\n", self._held)
-        if line is None:
-            if len(self._held) > _LINE:
-                raise Disagreement("a malformed HTTP trailer")
-            return b""
-        if not line[0].strip():
-            self._step = self._next
-        return self._take(line.end())
+        self._passes = True
+        held, self._held = self._held, b""
+        return held
 
 
-def _fields(block: bytes) -> dict[bytes, list[bytes]]:
-    fields: dict[bytes, list[bytes]] = {}
-    for row in block.split(b"\n"):
-        if not row.strip():
-            continue
-        name, colon, value = row.partition(b":")
-        if row[:1] in b" \t" or not colon or name != name.strip():
-            raise Disagreement("a malformed HTTP field")
-        fields.setdefault(name.lower(), []).append(value.strip())
-    return fields
+class _FirstAnswer:
+    """The first bytes that a server sends, which say whether it speaks HTTP."""
+
+    def __init__(self) -> None:
+        self._bytes = b""
+
+    def is_other(self, data: bytes) -> bool:
+        self._bytes += data[: 5 - len(self._bytes)]
+        return not b"HTTP/".startswith(self._bytes)
+
+    @property
+    def is_http(self) -> bool:
+        return self._bytes == b"HTTP/"
 
 
-def _host_name(host: bytes) -> str | None:
-    text = host.rpartition(b"@")[2].decode("latin-1")
-    return normal_name(re.sub(r":\d*$", "", text))
+class _Other:
+    """A protocol that is neither TLS nor HTTP, until its server has answered. What servers skip or take for white space
+    counts as such, however long it is."""
+
+    def __init__(self) -> None:
+        self._start = b""
+        self._seen = b""
+
+    def feed(self, data: bytes) -> bytes:
+        self._start += data[: 4 - len(self._start)]
+        if _OLD_HELLO.match(self._start):
+            raise Disagreement("TLS without a server name")
+        seen = _BLANK.sub(_as_blank, self._seen + data)
+        if _LIKE_HTTP.search(seen):
+            raise Disagreement("HTTP in a form that not all servers read alike")
+        self._seen = seen[-_MEMORY:]
+        return data
+
+
+def _as_blank(found: re.Match[bytes]) -> bytes:
+    return b"\n" if b"\n" in found[0] or b"\r" in found[0] else b" "
 
 
 def server_name(data: bytes | bytearray) -> str | int:

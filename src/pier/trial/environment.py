@@ -104,7 +104,7 @@ def _services_room(
     compose = read_compose(path, compose_variables(table, path.parent, environ))
     wish = service_wish(compose.main)
     if choice.image:
-        wish = ImageWish(choice.image)
+        wish = ImageWish(choice.image, chosen=True)
     elif wish is None or (table.docker_image and wish.context == path.parent and not choice.force_build):
         context = path.parent if (path.parent / "Dockerfile").is_file() else None
         wish = _room(task, table, context, choice).wish
@@ -113,7 +113,7 @@ def _services_room(
 
 def _room(task: Task, table: Environment, context: Path | None, choice: SandboxChoice) -> Room:
     if choice.image:
-        return Room(table, ImageWish(choice.image), task.environment_dir)
+        return Room(table, ImageWish(choice.image, chosen=True), task.environment_dir)
     if table.docker_image and not (choice.force_build and context):
         return Room(table, ImageWish(table.docker_image), None if task.dockerfile else task.environment_dir)
     if context is None:

@@ -33,16 +33,18 @@ class ImageWish:
     args: tuple[tuple[str, str], ...] = ()
     target: str | None = None
     network: NetworkPolicy | None = None
-    """What its RUN steps may reach; None is everything that the machine can offer."""
+    """What its RUN and ADD steps may reach; None is everything that the machine can offer."""
     host: bool = False
     """Whether the user chose this machine's root, which a task cannot."""
+    chosen: bool = False
+    """Whether the user named the reference, not a task."""
 
     @property
     def is_build(self) -> bool:
         return self.reference is None
 
 
-Resolve = Callable[[str, OnProgress], Awaitable[Image]]
+Resolve = Callable[[ImageWish, OnProgress], Awaitable[Image]]
 Build = Callable[[ImageWish, str, OnProgress], Awaitable[Image]]
 Close = Callable[[], Awaitable[None]]
 
@@ -115,7 +117,7 @@ class TrialImages:
 
     async def _make(self, wish: ImageWish, key: str, tell: OnProgress) -> Image:
         if wish.reference is not None:
-            return await self._resolve(wish.reference, tell)
+            return await self._resolve(wish, tell)
         if self._build is None or wish.context is None:
             raise ImageError(
                 "this task brings a Dockerfile, and nothing here can build it",
@@ -151,7 +153,7 @@ def _file_key(context: Path, file: Path | None) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-async def _pull(backend: Backend, store: ImageStore, reference: str, tell: OnProgress) -> Image:
+async def _pull(backend: Backend, store: ImageStore, wish: ImageWish, reference: str, tell: OnProgress) -> Image:
     """By the backend, else by pier; if neither can, both say why."""
     refused: ImageError | None = None
     try:
@@ -162,7 +164,7 @@ async def _pull(backend: Backend, store: ImageStore, reference: str, tell: OnPro
             raise
         refused = error
     try:
-        return await store.resolve(reference, on_progress=tell)
+        return await store.resolve(reference, on_progress=tell, for_task=not wish.chosen)
     except ImageError as error:
         if refused is None:
             raise
@@ -179,9 +181,10 @@ def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
     store = ImageStore()
     builder = backend if backend.name == "local" else open_backend("local", backend.lease)
 
-    async def resolve(reference: str, tell: OnProgress) -> Image:
+    async def resolve(wish: ImageWish, tell: OnProgress) -> Image:
+        reference = wish.reference or ""
         found = await backend.find_image(reference) or store.find(reference)
-        return found or await _pull(backend, store, reference, tell)
+        return found or await _pull(backend, store, wish, reference, tell)
 
     async def build(wish: ImageWish, key: str, tell: OnProgress) -> Image:
         from pier.image.build import build_image

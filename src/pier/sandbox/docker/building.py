@@ -71,6 +71,19 @@ async def _refuse_network(docker: aiodocker.Docker, order: BuildOrder) -> None:
         if _DOCKER not in {part.get("Name") for part in parts}:
             message = "this engine is not Docker's: its builder may not keep a build without a network"
             raise PolicyError(f"{message}, which this task asks for", hint=hint)
+        if _adds_urls(order):
+            message = f"{order.file}: an engine's builder fetches the URLs of ADD also in a build without a network"
+            raise PolicyError(f"{message}, which this task asks for", hint=hint)
+
+
+def _adds_urls(order: BuildOrder) -> bool:
+    """Whether an ADD may fetch something: it has a URL, or a variable that may have one."""
+    texts: dict[str, str] = {"ADD": "", "ARG": " ".join(order.args.values()), "ENV": ""}
+    for instruction in read(order.file).instructions:
+        if instruction.name in texts:
+            texts[instruction.name] += f" {instruction.text}"
+    values = texts["ARG"] + texts["ENV"]
+    return "://" in texts["ADD"] or ("$" in texts["ADD"] and "://" in values)
 
 
 async def _pull_bases(images: EngineImages, order: BuildOrder) -> None:
