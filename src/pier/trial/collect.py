@@ -58,7 +58,8 @@ async def collect_artifacts(
             found.append(replace(row, service=artifact.service or MAIN))
     record.redactor.tree(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    files.write_json(directory / "manifest.json", [_manifest_row(row) for row in found], durable=False)
+    rows = record.redactor.value([_manifest_row(row) for row in found])
+    files.write_json(directory / "manifest.json", rows, durable=False)
     return found
 
 
@@ -143,7 +144,8 @@ async def hand_over(sandbox: Sandbox, collected: Iterable[Collected], directory:
 async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRecord, look: Look | None = None) -> None:
     """Take a directory of logs out into `target`, beside what is there already, which stays. Logs that cannot be taken
     are a warning: what the agent or the tests did to that place is not the trial's failure. `look` sees the directory
-    as it came, before secrets are taken out of it, and what was left out."""
+    as it came, before secrets are taken out of it, and what was left out. Only the user may read what is kept, since
+    logs hold conversations."""
     target.mkdir(parents=True, exist_ok=True)
     incoming = _unused(target)
     try:
@@ -152,8 +154,7 @@ async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRe
             return
         if look is not None and incoming.is_dir() and not incoming.is_symlink():
             look(incoming, left_out)
-        if record.redactor.longest:
-            await asyncio.to_thread(record.redactor.tree, incoming)
+        await asyncio.to_thread(record.redactor.tree, incoming, mode=0o600)
         if not incoming.is_dir() or incoming.is_symlink():
             record.warn(f"{source}: not a directory, not collected")
             return

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pier.errors import VerifierError
 from pier.network.policy import NONE, NetworkPolicy
+from pier.redact import Redactor
 from pier.sandbox.contract import Change, Sandbox
 from pier.task import Step, resolve_env
 from pier.trial.agents import Deadline, user_text
@@ -17,7 +18,6 @@ from pier.trial.collect import Collected, hand_over, take_logs
 from pier.trial.environment import Room, agent_room, furnish, verifier_room
 from pier.trial.model import Integrity, IntegrityNote
 from pier.trial.record import TrialRecord
-from pier.trial.redact import Redactor
 from pier.trial.spec import TrialSpec
 from pier.verifier import Grading, Note, RewardFiles, Rewards, grade, secure
 from pier.verifier.folders import VERIFIER_LOGS

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from pier.errors import PierError
+from pier.redact import Redactor
 from pier.task import Step
 from pier.trial.model import AgentResult, ExceptionInfo, Integrity, StepResult, TimingInfo, VerifierResult
-from pier.trial.redact import Redactor
 
 _HARBOR_NAMES = {
     "agent_timeout": "AgentTimeoutError",

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pier import files
 from pier.trajectory.model import (
     Content,
     ContentPart,
@@ -282,7 +283,7 @@ class Assembler:
             return ContentPart(type="text", text=f"[{media_type}, broken base64]")
         name = f"{hashlib.sha256(raw).hexdigest()[:24]}.{EXTENSIONS[media_type]}"
         self._media.mkdir(parents=True, exist_ok=True)
-        (self._media / name).write_bytes(raw)
+        files.write(self._media / name, raw, mode=0o600, durable=False)
         return ContentPart(type="image", source=MediaSource(media_type=media_type, path=f"{self._media.name}/{name}"))
 
     def picture_at(self, url: str) -> ContentPart:
