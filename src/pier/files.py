@@ -11,7 +11,7 @@ import fcntl
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,19 @@ _numbers = itertools.count()
 
 def write(path: Path, data: bytes | str, *, mode: int = 0o644, durable: bool = True) -> None:
     """Replace `path` by `data`, all of it or not at all. `durable` waits until the data is on disk."""
-    content = memoryview(data.encode() if isinstance(data, str) else data)
+    write_parts(path, (data.encode() if isinstance(data, str) else data,), mode=mode, durable=durable)
+
+
+def write_parts(path: Path, parts: Iterable[bytes], *, mode: int = 0o644, durable: bool = False) -> None:
+    """The same for data that comes in parts."""
     name = f"{path.parent}/.{path.name}.{os.getpid()}-{next(_numbers)}-{os.urandom(3).hex()}.tmp"
     fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         try:
-            while content:
-                content = content[os.write(fd, content) :]
+            for part in parts:
+                content = memoryview(part)
+                while content:
+                    content = content[os.write(fd, content) :]
             os.fchmod(fd, mode)
             if durable:
                 os.fsync(fd)
@@ -48,8 +54,9 @@ def write_json(path: Path, value: Any, *, mode: int = 0o644, durable: bool = Tru
 class Journal:
     """An append-only file of JSON lines. Each line is one `write` call, so that lines of several writers never mix."""
 
-    def __init__(self, path: Path, *, durable: bool = False) -> None:
+    def __init__(self, path: Path, *, durable: bool = False, mode: int = 0o644) -> None:
         self.path = path
+        self._mode = mode
         self._durable = durable
         self._fd: int | None = None
 
@@ -60,7 +67,7 @@ class Journal:
     def append_lines(self, lines: bytes) -> None:
         """Add lines that are encoded already, each with its newline, in one `write` call."""
         if self._fd is None:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, self._mode)
             if _is_torn(self._fd):
                 os.write(self._fd, b"\n")
         written = os.write(self._fd, lines)

@@ -15,7 +15,7 @@ from pier.job.flags import apply_flags, pairs
 from pier.job.layout import to_disk
 from pier.job.load import NOT_DONE, load_job, merge, parse
 from pier.job.templates import fill, hide, read_env_file, secrets_in
-from pier.trial.redact import HIDDEN
+from pier.secret import HIDDEN
 
 pytestmark = pytest.mark.plain
 

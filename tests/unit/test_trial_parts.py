@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from pier.errors import JobError, PierError, PolicyError, TaskError, UsageError
 from pier.lease import Lease
 from pier.network.policy import NONE, NetworkPolicy
+from pier.redact import Redactor
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Capabilities
+from pier.secret import env_on_disk, secret_values
 from pier.task.config import Environment
 from pier.trial.agents import Deadline, make_agent
 from pier.trial.configfile import trial_config
@@ -27,7 +29,6 @@ from pier.trial.network import check_network, plan_network, with_hosts
 from pier.trial.outcome import StepOutcome, combined_rewards, exception_info, stops_after
 from pier.trial.read import read_result
 from pier.trial.record import OutputFile, TrialRecord, printable
-from pier.trial.redact import Redactor, env_on_disk, secret_values
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialSpec
 from tests.trial_runs import TOML, write_task
 

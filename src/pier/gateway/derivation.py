@@ -129,7 +129,7 @@ class Derivation:
         with Tree(self._target.parent) as tree:
             for path, data in media.items():
                 if tree.find(path) is None:
-                    tree.write(path, data)
+                    tree.write(path, data, 0o600)
         atif_file.write(self._target, self.trajectory, durable=durable)
         return _summary(self._target, self.trajectory, _kinds(lineage))
 
@@ -182,6 +182,8 @@ def turn_of(call: Call, request: Request) -> Turn | None:
         source = _parse_answer(call.upstream.answer, call.upstream.dialect)
     usage = call.usage or (source or turn).usage
     tokens = (source.tokens if source else None) or turn.tokens or _noted_tokens(call)
+    if any(note.get("redacted") for note in call.notes):
+        tokens = None  # a secret was removed, and its tokens with it
     native = source.native_stop if source else turn.native_stop
     named = (source.model if source else turn.model if call.upstream else None) or served or request.model
     return replace(turn, usage=usage, tokens=tokens, model=named, native_stop=native)

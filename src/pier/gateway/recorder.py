@@ -5,6 +5,9 @@ answer: killing the gateway at any instant loses no turn that the agent has. Wha
 before it is passed on, but for bursts, which follow within a twentieth of a second. All of it is on disk within a
 second, and with `durable="power"` the end of a call is so before its last event is delivered. What comes again in the
 next request (messages, tools, a long system prompt) is stored once and referred to.
+
+Secrets are removed from every line, also where they are split over the events of a stream: an event in which one may
+begin waits for the next. A call in which one was found keeps no token ids, which would spell it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from pier.gateway.canonical import Usage
 from pier.gateway.faults import Fault
 from pier.gateway.flushing import HOLD, Flusher
 from pier.gateway.redact import redacted
+from pier.redact import Redactor, StreamRedactor
 
 FORMAT = 1
 Durable = Literal["kill", "power"]
@@ -52,8 +56,10 @@ class Recorder:
         *,
         durable: Durable = "kill",
         flusher: Flusher | None = None,
+        redactor: Redactor | None = None,
     ) -> None:
-        self._journal = Journal(path) if path else None
+        self._journal = Journal(path, mode=0o600) if path else None
+        self.redactor = redactor or Redactor()
         self._info = info
         self._durable = durable
         self._flusher = flusher
@@ -70,11 +76,14 @@ class Recorder:
     def _start_over(self) -> None:
         """Refer to nothing that was written so far: at first, and when a write has failed."""
         self._blobs: dict[bytes, int] = {}
+        self._secret: set[int] = set()
+        """The blobs that a secret was removed from."""
+        self._found = False
         self._steps: dict[tuple[int, int], int] = {}
         self._places: list[tuple[int, int]] = [(0, 0)]
         self._lists = 0
         self._last: dict[tuple[str, str], _Written] = {}
-        self._waiting = [_line({"t": "session", "format": FORMAT, "at": _now(), **self._info})]
+        self._waiting = [self.redactor.data(_line({"t": "session", "format": FORMAT, "at": _now(), **self._info}))]
 
     @property
     def on(self) -> bool:
@@ -103,7 +112,7 @@ class Recorder:
         if self._journal is None:
             return
         self._raise_failure()
-        self._waiting += lines
+        self._waiting += [self.redactor.data(line) for line in lines] if self.redactor else lines
         if not later:
             self._write_waiting()
         elif self._flusher:
@@ -169,10 +178,13 @@ class Recorder:
         else:
             self.rest()
 
-    def pieces(self, body: Body | bytes) -> tuple[list[bytes], list[Any]]:
-        """The lines that define what is new in a body, and the body in terms of what is defined."""
+    def pieces(self, body: Body | bytes) -> tuple[list[bytes], list[Any], bool]:
+        """The lines that define what is new in a body, the body in terms of what is defined, and whether a secret is
+        removed from it."""
         if isinstance(body, bytes):
-            return [], [body.decode(errors="surrogateescape")] if body else []
+            text = body.decode(errors="surrogateescape")
+            return [], [text] if body else [], self.redactor.data(body) != body
+        self._found = False
         lines: list[bytes] = []
         pieces: list[Any] = []
         at = 0
@@ -187,7 +199,9 @@ class Recorder:
                 pieces.append({"blob": self._blob(body.text[start:end], lines)})
                 at = end
         pieces.append(body.text[at:])
-        return lines, pieces
+        if self.redactor and not self._found:
+            self._found = any(self.redactor.text(piece) != piece for piece in pieces if isinstance(piece, str))
+        return lines, pieces, self._found
 
     def _array(self, name: str, body: Body, array: Array, lines: list[bytes]) -> tuple[int, int]:
         """Where these elements are. Those that an earlier body had already are known."""
@@ -199,6 +213,7 @@ class Recorder:
             count = len(array.spans)
         blobs, steps = last.blobs[:count], last.steps[: count + 1]
         blobs += [self._blob(array.text[a:b], lines) for a, b in array.spans[count:]]
+        self._found = self._found or not self._secret.isdisjoint(blobs)
         self._list(blobs, steps, lines)
         self._last[name, array.text[:64]] = _Written(ref(array), blobs, steps)
         if len(self._last) > _REMEMBERED:
@@ -211,10 +226,13 @@ class Recorder:
         number = self._blobs.get(digest)
         if number is None:
             number = self._blobs[digest] = len(self._blobs) + 1
+            if self.redactor and self.redactor.data(data) != data:
+                self._secret.add(number)
             if b"\n" in data:
                 lines.append(_line({"t": "blob", "n": number, "text": text}))
             else:
                 lines.append(b'{"t":"blob","n":%d,"json":%b}\n' % (number, data))
+        self._found = self._found or number in self._secret
         return number
 
     def _list(self, blobs: list[int], steps: list[int], lines: list[bytes]) -> None:
@@ -255,6 +273,14 @@ class CallRecord:
     """What the upstream sent last."""
     fault: Fault | None = field(default=None, init=False)
     """What holds the call up: the fault of the last attempt, until a later one is answered."""
+    _secret: bool = field(default=False, init=False)
+    """Whether a secret was found in the request."""
+    _streams: dict[str, StreamRedactor] = field(default_factory=dict, init=False)
+    """What removes secrets from each side's bytes."""
+    _found: bool = field(default=False, init=False)
+    """Whether a secret was found in an answer that is over."""
+    _tokens: list[dict[str, Any]] = field(default_factory=list, init=False)
+    """Notes of tokens, which wait until it is known whether they spell a secret."""
 
     def edited(self, edits: list[Mapping[str, Any]]) -> None:
         """The gateway changed the request, for the reasons given."""
@@ -265,7 +291,8 @@ class CallRecord:
         """The request goes to an upstream, with this body (None: as the agent sent it). Written while that works."""
         if self.recorder.on:
             lines = self._first_lines()
-            more, pieces = self.recorder.pieces(body) if body is not None else ([], None)
+            more, pieces, found = self.recorder.pieces(body) if body is not None else ([], None, False)
+            self._secret = self._secret or found
             line = _line_of("attempt", self.number, time.time(), {**facts, "body": pieces})
             self.recorder.write_lines([*lines, *more, line])
 
@@ -282,18 +309,42 @@ class CallRecord:
         if side == "upstream" and status < 300:
             self.fault = None
         fields = {"side": side, "status": status, "headers": redacted(headers), "streamed": streamed}
+        if self.recorder.redactor:
+            self._end_stream(side)
+            self._streams[side] = StreamRedactor(
+                self.recorder.redactor, drop_tokens=self._secret, is_whole=not streamed
+            )
         self._write("status", fields, later=True)
 
     def chunk(self, side: Side, data: bytes) -> None:
         """Bytes of an answer, before they go on."""
         if not self.recorder.on:
-            return
+            return None
+        if self.recorder.redactor:
+            if side not in self._streams:
+                self._streams[side] = self._redactor()
+            return self._write_chunk(side, self._streams[side].feed(data))
         if side == "delivered" and data and data == self._given:
-            rest = '"same":true'
-        else:
-            rest = f'"text":{encode_basestring(data.decode(errors="surrogateescape"))}'
+            return self._write_line(f'"side":"{side}","same":true')
         self._given = data if side == "upstream" else self._given
-        line = f'{{"t":"chunk","c":{self.number},"at":{time.time():.5f},"side":"{side}",{rest}}}\n'
+        return self._write_chunk(side, data)
+
+    def _write_chunk(self, side: str, data: bytes) -> None:
+        if data or not self.recorder.redactor:
+            text = encode_basestring(data.decode(errors="surrogateescape"))
+            self._write_line(f'"side":"{side}","text":{text}')
+
+    def _redactor(self, *, is_whole: bool = False) -> StreamRedactor:
+        return StreamRedactor(self.recorder.redactor, drop_tokens=self._secret, is_whole=is_whole)
+
+    def _end_stream(self, side: str) -> None:
+        """Write what was held back of a side's answer."""
+        if stream := self._streams.pop(side, None):
+            self._write_chunk(side, stream.close())
+            self._found = self._found or stream.found
+
+    def _write_line(self, rest: str) -> None:
+        line = f'{{"t":"chunk","c":{self.number},"at":{time.time():.5f},{rest}}}\n'
         lines = [] if self._unwritten is None else self._first_lines()
         self.recorder.write_lines([*lines, _encoded(line)], later=self.recorder.holds)
 
@@ -309,11 +360,24 @@ class CallRecord:
         """The call is over; `fault` says whose fault it is that there is no whole answer."""
         known = ((name, getattr(usage, name)) for name in _COUNTS) if usage else ()
         counts = {name: value for name, value in known if value is not None} or None
+        if self.recorder.redactor and self.recorder.on:
+            self._end_redaction()
         self._write("end", {"outcome": outcome, "status": status, "error": error, "usage": counts, "fault": fault})
 
     def note(self, **facts: Any) -> None:
         """Anything else worth keeping, e.g. the tokens of a policy's answer."""
+        if self.recorder.redactor and "tokens" in facts:
+            self._tokens.append(facts)
+            return
         self._write("note", facts, later=self.recorder.holds)
+
+    def _end_redaction(self) -> None:
+        """Write what was held back. Tokens are kept only of a call without secrets."""
+        for side in list(self._streams):
+            self._end_stream(side)
+        redacted = self._secret or self._found
+        for facts in [{"redacted": True}] if redacted else self._tokens:
+            self._write("note", facts, later=True)
 
     def _write(self, kind: str, fields: Mapping[str, Any], *, later: bool = False) -> None:
         if self.recorder.on:
@@ -325,7 +389,7 @@ class CallRecord:
         if self._unwritten is None:
             return []
         (at, facts, body), self._unwritten = self._unwritten, None
-        lines, pieces = self.recorder.pieces(body)
+        lines, pieces, self._secret = self.recorder.pieces(body)
         return [*lines, _line_of("call", self.number, at, {**facts, "body": pieces})]
 
 

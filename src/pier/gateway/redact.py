@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
+from pier.secret import looks_secret
+
 SECRET_HEADERS = frozenset(
     {
         "authorization",
@@ -22,19 +24,25 @@ SECRET_HEADERS = frozenset(
 REDACTED = "[redacted]"
 _SHORTEST_SECRET = 16
 """Shorter keys are stand-ins such as `EMPTY`, which may well be words of an answer."""
-_SECRET_NAME = re.compile(r"auth|key|token|secret|password", re.IGNORECASE)
+_USER_INFO = re.compile(r"(?<=://)[^/?#@\s]*:[^/?#\s]*@")
+_PARAMETER = re.compile(r"([?&]([^=&]+)=)[^&]*")
 _KEY_IN_QUERY = re.compile(r"([?&](?:key|api[_-]?key|access_token)=)[^&]*", re.IGNORECASE)
 
 
 def redacted(headers: Mapping[str, str]) -> dict[str, str]:
     """The headers with lower-case names and without what they would give away."""
     lowered = ((name.lower(), value) for name, value in headers.items())
-    return {name: REDACTED if name in SECRET_HEADERS else value for name, value in lowered}
+    return {name: REDACTED if is_secret_name(name) else value for name, value in lowered}
 
 
 @lru_cache(512)
 def redacted_path(path: str) -> str:
-    return _KEY_IN_QUERY.sub(rf"\g<1>{REDACTED}", path)
+    """A path or an address without passwords and keys in it."""
+
+    def clean(found: re.Match[str]) -> str:
+        return found[1] + REDACTED if looks_secret(found[2]) else found[0]
+
+    return _PARAMETER.sub(clean, _USER_INFO.sub(f"{REDACTED}@", path))
 
 
 def without_key(query: str) -> str:
@@ -42,9 +50,10 @@ def without_key(query: str) -> str:
     return "&".join(part for part in query.split("&") if not _KEY_IN_QUERY.match(f"?{part}"))
 
 
+@lru_cache(512)
 def is_secret_name(header: str) -> bool:
     """Whether a header of this name most likely holds a credential."""
-    return header.lower() in SECRET_HEADERS or _SECRET_NAME.search(header) is not None
+    return header.lower() in SECRET_HEADERS or looks_secret(header)
 
 
 class Scrubber:

@@ -1,7 +1,8 @@
 """An earlier recording answers again, call by call.
 
 A request is answered by the next recorded call that has not been used and asks the same. A request that nobody made
-before is an error that shows where it differs from the one that was expected; nothing is guessed.
+before is an error that shows where it differs from the one that was expected; nothing is guessed. A secret that was
+removed from the recording stands for any text.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from pier.errors import UsageError
 from pier.gateway.exchange import Exchange
 from pier.gateway.recording import Call, read
+from pier.redact import REDACTED
 
 _VOLATILE = frozenset({"metadata", "user", "prompt_cache_key", "client_metadata", "safety_identifier"})
 """Fields that identify a client's run and change nothing in what is asked."""
@@ -59,7 +61,8 @@ class Replay:
     def _take(self, x: Exchange) -> Call:
         asked = _essence(x.body.value)
         for index, call in enumerate(self._left):
-            if call.dialect == x.caller.route.dialect and call.stream == x.stream and _essence(call.request) == asked:
+            same_way = call.dialect == x.caller.route.dialect and call.stream == x.stream
+            if same_way and next(differences(_essence(call.request), asked), None) is None:
                 return self._left.pop(index)
         if not self._left:
             raise UsageError("the recording is used up: the agent asks more than it did then", code="replay-over")
@@ -98,6 +101,8 @@ def _is_billing(part: Any) -> bool:
 
 def differences(old: Any, new: Any, where: str = "$") -> Iterator[str]:
     """Where two JSON values differ, in words."""
+    if old == new:
+        return
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(name for name in new if name not in old)]:
             if name not in new:
@@ -111,9 +116,21 @@ def differences(old: Any, new: Any, where: str = "$") -> Iterator[str]:
             yield from differences(before, after, f"{where}[{index}]")
         if len(old) != len(new):
             yield f"{where} has {len(new)} entries instead of {len(old)}"
-    elif old != new:
+    elif not _stands_for(old, new):
         at = _same_until(old, new) if isinstance(old, str) and isinstance(new, str) else 0
         yield f"{where} was {_short(old, at)}, is {_short(new, at)}"
+
+
+def _stands_for(old: Any, new: Any) -> bool:
+    """Whether a text without its secrets may have been the other one."""
+    if not isinstance(old, str) or not isinstance(new, str) or REDACTED not in old:
+        return False
+    first, *parts, last = old.split(REDACTED)
+    at, end = len(first), len(new) - len(last)
+    for part in parts:
+        found = new.find(part, at + 1, end)
+        at = end if found < 0 else found + len(part)
+    return at < end and new.startswith(first) and new.endswith(last)
 
 
 def _same_until(old: str, new: str) -> int:

@@ -118,6 +118,7 @@ def _replacing(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        scratch.touch(0o600)
         yield scratch
         scratch.replace(path)
     finally:

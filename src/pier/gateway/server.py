@@ -29,6 +29,7 @@ from pier.gateway.recorder import Durable
 from pier.gateway.session import Session, Terms
 from pier.gateway.shelf import Shelf
 from pier.gateway.upstream import Upstreams
+from pier.redact import Redactor
 
 _MOST = 512
 """Connections of one session at an address of its own, so that an agent cannot use up the files of all others."""
@@ -111,9 +112,11 @@ class Gateway:
         context_window: int | None = None,
         max_output_tokens: int | None = None,
         labels: Mapping[str, str] | None = None,
+        redactor: Redactor | None = None,
     ) -> Session:
         """A new session. `model` serves every name that the agent uses, but for those in `models` (patterns to model
-        names); without one, each name finds its own provider. `pool` is a budget shared with other sessions."""
+        names); without one, each name finds its own provider. `pool` is a budget shared with other sessions;
+        `redactor` removes secrets from the recording."""
         terms = Terms(
             model=model,
             models=models or {},
@@ -126,6 +129,7 @@ class Gateway:
             context_window=context_window,
             max_output_tokens=max_output_tokens,
             labels=labels or {},
+            redactor=redactor,
         )
         if upstream is not None and model is None:
             raise UsageError("an upstream needs a model", hint="give the model's name too")

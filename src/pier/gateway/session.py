@@ -32,6 +32,7 @@ from pier.gateway.metrics import Measured
 from pier.gateway.recorder import Durable, Outcome, Recorder
 from pier.gateway.tally import Tally
 from pier.gateway.translate import Memory
+from pier.redact import Redactor
 
 if TYPE_CHECKING:
     from pier.gateway.server import Gateway
@@ -57,6 +58,8 @@ class Terms:
     context_window: int | None = None
     max_output_tokens: int | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    redactor: Redactor | None = None
+    """Removes secrets from the recording."""
 
 
 class Session:
@@ -79,7 +82,9 @@ class Session:
         self._others: dict[str, Answerer] = {}
         self._calls: set[asyncio.Task[Any]] = set()
         info = {"id": self.id, "model": terms.model, "labels": dict(terms.labels), "closed_book": terms.closed_book}
-        self.recorder = Recorder(terms.recording, info, durable=terms.durable, flusher=gateway.flusher)
+        self.recorder = Recorder(
+            terms.recording, info, durable=terms.durable, flusher=gateway.flusher, redactor=terms.redactor
+        )
 
     def __repr__(self) -> str:
         return f"Session({self.id}, model={self.terms.model!r}, turns={self.meter.turns})"

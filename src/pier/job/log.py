@@ -8,7 +8,7 @@ from pathlib import Path
 from pier.job.ledger import Outcome, now
 from pier.job.plan import PlannedTrial
 from pier.job.progress import tell
-from pier.trial.redact import Redactor
+from pier.redact import Redactor
 
 
 class JobLog:

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from pier.errors import PierError
 from pier.job.ledger import Fault, Outcome
+from pier.redact import Redactor
 from pier.trial.model import AgentResult, TrialResult
-from pier.trial.redact import Redactor
 
 RESULT = "result.json"
 CANCELLED = "CancelledError"

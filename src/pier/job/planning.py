@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pier.job.config import DatasetConfig, JobConfig, TaskConfig
 from pier.job.consent import Consent
 from pier.job.layout import to_disk
 from pier.job.plan import Plan, PlannedTask, make_plan
+from pier.job.templates import job_secrets
+from pier.redact import Redactor
 from pier.task.sources import Selection, resolve_sources
 
 NOT_ASKED = (
@@ -38,7 +41,9 @@ def plan_job(
     tasks want to know of this environment; `warn` is told of keys that nothing reads."""
     consent = Consent(env, given=yes)
     disk = to_disk(config, env)
+    redactor = Redactor(job_secrets(config.model_dump(mode="json"), env))
     found = [task for source in (*config.datasets, *config.tasks) for task in _tasks_of(source, config, consent, warn)]
+    found = [replace(task, **redactor.value({"path": task.path, "git_url": task.git_url})) for task in found]
     consent.ask()
     settings = {key: value for key, value in disk.items() if key not in _OUTSIDE_TRIALS}
     return make_plan(found, disk["agents"], settings, config.n_attempts), disk

@@ -15,8 +15,9 @@ from pier.errors import TaskError, UsageError
 from pier.job.config import AgentConfig, EnvironmentConfig, JobConfig
 from pier.job.plan import Plan, PlannedTask, PlannedTrial
 from pier.job.regrade import stand_in
-from pier.job.templates import fill, secrets_in
+from pier.job.templates import fill, job_secrets
 from pier.plugin import find
+from pier.redact import Redactor
 from pier.sandbox import BACKENDS
 from pier.sandbox.contract import Limits, Mount
 from pier.task import Task, load_task
@@ -26,7 +27,6 @@ from pier.task.model import Origin
 from pier.trial.agents import check_choice, make_agent
 from pier.trial.environment import agent_room
 from pier.trial.images import ImageWish
-from pier.trial.redact import Redactor
 from pier.trial.spec import AgentChoice, Multipliers, SandboxChoice, TrialSpec, VerifierChoice
 
 CACHED_TASKS = 64
@@ -64,7 +64,7 @@ class Specs:
         )
         self.builds = config.n_concurrent_builds
         self._artifacts = _read(tuple[Artifact, ...], config.artifacts, "artifacts")
-        self._secrets = tuple(sorted(set(secrets_in(dumped, env))))
+        self._secrets = tuple(sorted(set(job_secrets(dumped, env))))
         self.redactor = Redactor(self._secrets)
 
     def spec(self, trial: PlannedTrial, directory: Path) -> TrialSpec:

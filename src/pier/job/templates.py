@@ -1,22 +1,24 @@
 """`${NAME}` templates, and what of a configuration may be written to disk.
 
-Templates stay templates in every file: they are filled in memory only, right before use. A literal value under a name
-that looks secret is written as `${NAME}` when the host's variable of that name holds the same, else as `****`; such a
-value cannot be read back, so resuming from the files alone asks for it.
+Templates stay templates in every file: they are filled in memory only, right before use. A literal value that is
+secret (see `pier.secret`) is written as `${NAME}` when the host's variable of that name holds the same, else as `****`,
+and a secret inside a longer text as `[REDACTED]`; such a value cannot be read back, so resuming from the files alone
+asks for it.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pier.errors import UsageError
-from pier.trial.redact import HIDDEN, looks_secret
+from pier.redact import REDACTED, Redactor
+from pier.secret import HIDDEN, is_secret, looks_secret, secrets_in, secrets_in_text, value_on_disk
 
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
-_MIN_SECRET = 6
 
 
 def fill(value: Any, env: Mapping[str, str], where: str = "") -> Any:
@@ -26,7 +28,7 @@ def fill(value: Any, env: Mapping[str, str], where: str = "") -> Any:
     if isinstance(value, list):
         return [fill(each, env, f"{where}[{index}]") for index, each in enumerate(value)]
     if not isinstance(value, str) or not (match := _TEMPLATE.fullmatch(value)):
-        if value == HIDDEN:
+        if isinstance(value, str) and (value == HIDDEN or REDACTED in value):
             raise UsageError(
                 f"{where}: this value is secret and was not written to disk",
                 hint="run the command that started the job again, it continues the job",
@@ -41,31 +43,31 @@ def fill(value: Any, env: Mapping[str, str], where: str = "") -> Any:
     return default
 
 
-def hide(value: Any, env: Mapping[str, str], name: str = "") -> Any:
-    """`value` as it may be written to disk."""
+def hide(value: Any, env: Mapping[str, str]) -> Any:
+    """A configuration as it may be written to disk."""
+    return Redactor(job_secrets(value, env)).value(_hide(value, env))
+
+
+def _hide(value: Any, env: Mapping[str, str], name: str = "", *, given: bool = False) -> Any:
     if isinstance(value, dict):
-        return {key: hide(each, env, str(key)) for key, each in value.items()}
+        theirs = given or name in ("env", "headers")
+        return {key: _hide(each, env, str(key), given=theirs) for key, each in value.items()}
     if isinstance(value, list):
-        return [hide(each, env, name) for each in value]
-    if isinstance(value, str) and value and looks_secret(name) and not _TEMPLATE.fullmatch(value):
-        return f"${{{name}}}" if env.get(name) == value else HIDDEN
-    return value
+        return [_hide(each, env, name, given=given) for each in value]
+    return value_on_disk(name, value, env, given=given) if isinstance(value, str) else value
 
 
-def secrets_in(value: Any, env: Mapping[str, str], name: str = "") -> Iterator[str]:
-    """The secret values that `value` holds or stands for."""
-    if isinstance(value, dict):
-        for key, each in value.items():
-            yield from secrets_in(each, env, str(key))
-    elif isinstance(value, list):
-        for each in value:
-            yield from secrets_in(each, env, name)
-    elif isinstance(value, str):
-        match = _TEMPLATE.fullmatch(value)
-        real = env.get(match.group(1), "") if match else value
-        secret = looks_secret(name) or (match is not None and looks_secret(match.group(1)))
-        if secret and len(real) >= _MIN_SECRET:
-            yield real
+def job_secrets(config: Any, env: Mapping[str, str]) -> Iterator[str]:
+    """The secrets of a job: those of its configuration, of its env file, and the keys of this machine's environment,
+    which a provider may send back."""
+    yield from secrets_in(config, env)
+    for name, value in env.items():
+        if os.environ.get(name) != value:
+            if is_secret(name, value, given=True):
+                yield value
+            yield from secrets_in_text(value)
+        elif looks_secret(name):
+            yield value
 
 
 def read_env_file(path: Path) -> dict[str, str]:

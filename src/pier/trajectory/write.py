@@ -44,7 +44,7 @@ def _compact(piece: str) -> str:
 
 def write(path: Path, trajectory: Trajectory, *, durable: bool = True) -> None:
     """Replace the file at `path`, all of it or not at all."""
-    files.write(path, dump(trajectory), durable=durable)
+    files.write(path, dump(trajectory), mode=0o600, durable=durable)
 
 
 def file_content(path: Path) -> bytes:

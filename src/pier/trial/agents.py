@@ -17,6 +17,7 @@ from pier.agent.oracle import OracleAgent
 from pier.agent.registry import check_options, find_agent
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import AgentError, JobError, PierError, ProviderError, UsageError
+from pier.redact import Redactor
 from pier.sandbox.contract import Change, Mount, OnOutput, Result, Sandbox
 from pier.task import Step, Task
 from pier.trial.model import AgentResult
@@ -171,12 +172,19 @@ async def _read_home(sandbox: Sandbox, name: str) -> str:
 
 @asynccontextmanager
 async def model_session(
-    spec: TrialSpec, services: TrialServices, agent: Agent, sandbox: Sandbox, logs: Path, *, closed_book: bool = False
+    spec: TrialSpec,
+    services: TrialServices,
+    agent: Agent,
+    sandbox: Sandbox,
+    logs: Path,
+    *,
+    closed_book: bool = False,
+    redactor: Redactor | None = None,
 ) -> AsyncIterator[Session | None]:
     """A session at the gateway, served inside the sandbox while the agent runs; None if no model is asked for, or the
     agent calls its provider itself.
 
-    With `closed_book` the model has no internet either.
+    With `closed_book` the model has no internet either. `redactor` removes secrets from the recording.
     """
     if spec.agent.model is None or spec.agent.direct:
         yield None
@@ -197,6 +205,7 @@ async def model_session(
         recording=logs / RECORDING,
         closed_book=closed_book,
         labels=labels,
+        redactor=redactor,
     )
     try:
         listener = await sandbox.listen(GATEWAY_PORT, services.gateway.protocol_factory(session))

@@ -75,7 +75,8 @@ async def collect_artifacts(
         row = await _collect(place, artifact, directory, workdir, found, record)
         if row is not None:
             found.append(replace(row, service=artifact.service or MAIN))
-    files.write_json(directory / "manifest.json", [_manifest_row(row) for row in found], durable=False)
+    rows = record.redactor.value([_manifest_row(row) for row in found])
+    files.write_json(directory / "manifest.json", rows, durable=False)
     return found
 
 
@@ -198,7 +199,7 @@ async def _put(sandbox: Sandbox, kept: Tree, row: Collected, left_out: frozenset
 async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRecord, look: Look | None = None) -> None:
     """Take a directory of logs out into `target`, next to what is there already, which stays. What the agent or the
     tests made of that place is a warning, not the trial's failure. `look` sees the directory as it came, before secrets
-    are taken out of it, and what was left out."""
+    are taken out of it, and what was left out. Only the user may read what is kept, since logs hold conversations."""
     target.mkdir(parents=True, exist_ok=True)
     incoming = _unused(target)
     try:
@@ -211,8 +212,7 @@ async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRe
             with Tree(incoming) as logs:
                 if look is not None:
                     look(logs, left_out)
-                if record.redactor.longest:
-                    await asyncio.to_thread(record.redactor.tree, incoming)
+                await asyncio.to_thread(record.redactor.tree, incoming, mode=0o600)
                 _merge(logs, target)
     except FileNotFoundError:
         return

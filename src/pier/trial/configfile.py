@@ -8,8 +8,8 @@ from typing import Any
 
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import BACKENDS
+from pier.secret import env_on_disk
 from pier.task import Origin
-from pier.trial.redact import env_on_disk
 from pier.trial.spec import SandboxChoice, TrialSpec
 
 _HARBOR_BACKENDS = frozenset({"docker", "modal", "podman", "daytona", "e2b", "gke", "ec2"})

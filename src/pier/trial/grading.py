@@ -11,6 +11,7 @@ from typing import Protocol
 from pier.errors import VerifierError
 from pier.network.decision import OnDecision
 from pier.network.policy import NONE, NetworkPolicy
+from pier.redact import Redactor
 from pier.sandbox.contract import Change, Mount, Sandbox
 from pier.sandbox.tree.pack import SKIPPED
 from pier.task import Step, resolve_env
@@ -24,7 +25,6 @@ from pier.trial.model import GradingRun, Integrity, IntegrityNote
 from pier.trial.network import StepNetwork
 from pier.trial.outcome import finally_do
 from pier.trial.record import TrialRecord
-from pier.trial.redact import Redactor
 from pier.trial.spec import TrialSpec
 from pier.verifier import Grading, Note, RewardFiles, Rewards, grade, look_again, secure
 from pier.verifier.folders import VERIFIER_LOGS

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from pier.errors import PierError, StorageError
+from pier.redact import Redactor
 from pier.task import Step
 from pier.tree import FAULTS
 from pier.trial.model import AgentResult, ExceptionInfo, Integrity, StepResult, TimingInfo, TrialResult, VerifierResult
-from pier.trial.redact import Redactor
 
 _HARBOR_NAMES = {
     "agent_timeout": "AgentTimeoutError",

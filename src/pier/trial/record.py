@@ -14,9 +14,9 @@ from pier import files
 from pier.beneath import write_all
 from pier.errors import UsageError
 from pier.network.decision import Decision, OnDecision
+from pier.redact import Redactor, StreamRedactor
 from pier.sandbox.contract import Stream
 from pier.trial.model import TrialResult
-from pier.trial.redact import Redactor
 
 OUTPUT_LIMIT = 64 * 1024 * 1024
 """How many bytes of a program's output are kept in its file."""
@@ -75,7 +75,7 @@ class TrialRecord:
 
     def _write(self, name: str, value: dict[str, Any] | TrialResult, *, durable: bool) -> None:
         try:
-            content = b"" if self.redactor.longest else to_json(value, indent=2)
+            content = b"" if self.redactor else to_json(value, indent=2)
         except PydanticSerializationError:
             content = b""
         if not content:
@@ -118,39 +118,31 @@ def printable(text: str) -> str:
 class OutputFile:
     """What a program prints, appended to a file as it comes. Use as a context manager; call it as `on_output`.
 
-    A secret that arrives in two pieces is found too: the last bytes are held back until more come.
+    A secret that arrives in two pieces is found too: where one may have begun, the end is held back until more comes.
     """
 
     def __init__(self, path: Path, redactor: Redactor, limit: int = OUTPUT_LIMIT) -> None:
         self.path = path
-        self._redactor = redactor
         self._left = limit
         self._dropped = 0
-        self._held: dict[Stream, bytes] = {"stdout": b"", "stderr": b""}
+        self._clean = {name: StreamRedactor(redactor) for name in ("stdout", "stderr")} if redactor else {}
         self._fd = -1
 
     def __enter__(self) -> OutputFile:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         try:
-            self._fd = os.open(self.path, flags, 0o644)
+            self._fd = os.open(self.path, flags, 0o600)
         except FileNotFoundError:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.path, flags, 0o644)
+            self._fd = os.open(self.path, flags, 0o600)
         return self
 
     def __call__(self, stream: Stream, data: bytes) -> None:
-        if not self._redactor.longest:
-            self._write(data)
-            return
-        clean = self._redactor.data(self._held[stream] + data)
-        keep = self._redactor.longest - 1
-        cut = max(0, len(clean) - keep)
-        self._held[stream] = clean[cut:]
-        self._write(clean[:cut])
+        self._write(self._clean[stream].feed(data) if self._clean else data)
 
     def __exit__(self, *_: object) -> None:
-        for held in self._held.values():
-            self._write(held)
+        for stream in self._clean.values():
+            self._write(stream.close())
         if self._dropped:
             os.write(self._fd, f"\n[{self._dropped} more bytes were not kept]\n".encode())
         os.close(self._fd)

@@ -22,8 +22,10 @@ from pier.errors import AgentError, SandboxError
 from pier.image.model import Image, OnProgress
 from pier.network.decision import Decision, OnDecision
 from pier.network.policy import PUBLIC, NetworkPolicy
+from pier.redact import Redactor
 from pier.sandbox.compose import Composition
 from pier.sandbox.contract import Mount, Sandbox
+from pier.secret import looks_secret, secret_values, secrets_in, secrets_in_text
 from pier.task import resolve_env
 from pier.trial.agents import Brought, bring_agent, make_agent
 from pier.trial.clock import Clock, limit, now
@@ -37,7 +39,6 @@ from pier.trial.model import AgentInfo, ModelInfo, PierInfo, TimingInfo, TrialRe
 from pier.trial.network import NetworkPlan, check_network, plan_network
 from pier.trial.outcome import StepOutcome, captured, combined_rewards, exception_info, judge_as_harbor, stops_after
 from pier.trial.record import TrialRecord
-from pier.trial.redact import Redactor, looks_secret, secret_values
 from pier.trial.spec import OnPhase, TrialServices, TrialSpec
 from pier.trial.steps import Stage, run_step
 
@@ -74,12 +75,12 @@ class _Trial:
         self.image: Image | None = None
         self.images: dict[ImageWish, Image] = {}
         config = trial_config(spec, self.environ)
-        self.config = self.redactor.value(config) if self.redactor.longest else config
+        self.config = self.redactor.value(config) if self.redactor else config
         self.result = TrialResult(
             task_name=spec.task.name,
             trial_name=spec.name,
             trial_uri=(_resolved(spec.directory.parent) / spec.directory.name).as_uri(),
-            task_id=task_reference(spec.task.origin),
+            task_id=self.redactor.value(task_reference(spec.task.origin)),
             source=spec.task.origin.source,
             task_checksum=spec.task.digest.removeprefix("sha256:"),
             config=self.config,
@@ -89,12 +90,19 @@ class _Trial:
         )
 
     def _secrets(self) -> Iterable[str]:
-        """The values of secret variables of the run and the task, as far as they can be filled in."""
+        """The secrets of the run and the task, as far as they can be filled in."""
         spec, config = self.spec, self.spec.task.config
-        tables = [spec.agent.env, spec.verifier.env, spec.sandbox.env, config.environment.env, config.solution.env]
+        for table in (spec.agent.env, spec.verifier.env, spec.sandbox.env):
+            yield from secret_values(table, self.environ, given=True)
+        tables = [config.environment.env, config.solution.env]
         for step in spec.task.steps:
             tables += [step.verifier.env, step.verifier_environment.table.env]
-        return (value for table in tables for value in secret_values(table, self.environ))
+        for table in tables:
+            yield from secret_values(table, self.environ)
+        servers = (*config.environment.mcp_servers, *spec.agent.mcp_servers)
+        known = [dict(spec.agent.options), *(server.model_dump(mode="json") for server in servers)]
+        yield from secrets_in(known, self.environ)
+        yield from secrets_in_text(spec.task.origin.git_url or "")
 
     async def run(self) -> TrialResult:
         self.record.open()

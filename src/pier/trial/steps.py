@@ -133,9 +133,11 @@ async def _run_agent(
 
     async with finally_do(keep_logs):
         with stage.clock.phase("agent") as outcome.agent_execution:
-            closed = policy.mode != "public"
+            closed, redactor = policy.mode != "public", stage.record.redactor
             async with (
-                model_session(spec, stage.services, agent, sandbox, logs, closed_book=closed) as session,
+                model_session(
+                    spec, stage.services, agent, sandbox, logs, closed_book=closed, redactor=redactor
+                ) as session,
                 followed(logs, told, recorded=session is not None),
             ):
                 with stage.record.output(logs / f"{agent.name}.txt") as output:

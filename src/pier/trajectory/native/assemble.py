@@ -284,7 +284,7 @@ class Assembler:
         name = f"{hashlib.sha256(raw).hexdigest()[:24]}.{EXTENSIONS[media_type]}"
         try:
             with Tree(self._media.parent) as tree:
-                tree.write(f"{self._media.name}/{name}", raw)
+                tree.write(f"{self._media.name}/{name}", raw, 0o600)
         except TreeError:
             return ContentPart(type="text", text=f"[{media_type}, there is no directory for it]")
         return ContentPart(type="image", source=MediaSource(media_type=media_type, path=f"{self._media.name}/{name}"))

@@ -1,0 +1,397 @@
+"""Removes secrets from everything that is kept.
+
+One `Redactor` is made from the secrets of a job (`pier.secret` says which values are). It finds each of them as it
+stands, quoted for a URL, escaped for JSON or HTML (also several times over), and inside base64. A `StreamRedactor` also
+finds a secret that is split over the pieces of a stream, or over the text fields of JSON lines.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, quote_plus
+
+from pier.secret import is_never_secret
+from pier.tree import Entry, Tree
+
+REDACTED = "[REDACTED]"
+_MARK = REDACTED.encode()
+_CHUNK = 1024 * 1024
+_LONGEST_LINE = 256 * 1024
+"""A longer line is not read as JSON."""
+_DEEPEST = 64
+_ESCAPES = 8
+_PLAIN = re.compile(r"[A-Za-z0-9._-]+")
+"""Characters that stand for themselves in every encoding."""
+_TOKEN_FIELDS = ("logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs", "logprobsResult")
+"""Fields that spell a text once more, token by token."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Secret:
+    """One secret: text that is part of each of its forms, a pattern for all of them, and the size of the largest."""
+
+    cores: tuple[bytes, ...]
+    pattern: re.Pattern[bytes]
+    longest: int
+
+    def __call__(self, data: bytes) -> bytes:
+        if any(core in data for core in self.cores):
+            return self.pattern.sub(_MARK, data)
+        return data
+
+    def find(self, data: bytes) -> Iterable[re.Match[bytes]]:
+        return self.pattern.finditer(data) if any(core in data for core in self.cores) else ()
+
+
+class Redactor:
+    """Replaces secrets in text, bytes, nested values and files. Without secrets it does nothing and is false."""
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        wanted = {secret for secret in secrets if not is_never_secret(secret)}
+        self._secrets = [_compile(secret) for secret in sorted(wanted, key=lambda secret: (-len(secret), secret))]
+        self._forms = tuple({form for secret in wanted for form in _forms(secret)})
+        self.longest = max((secret.longest for secret in self._secrets), default=0)
+        self.has_lines = any("\n" in secret for secret in wanted)
+        """Whether a secret has several lines, as private keys do."""
+
+    def __bool__(self) -> bool:
+        return bool(self._secrets)
+
+    def data(self, data: bytes) -> bytes:
+        for secret in self._secrets:
+            data = secret(data)
+        return data
+
+    def text(self, text: str) -> str:
+        """`text` without secrets, and without what cannot be written as UTF-8: names of files need not be text."""
+        data = text.encode(errors="backslashreplace")
+        return text if text.isascii() and not self._secrets else self.data(data).decode()
+
+    def value(self, value: Any) -> Any:
+        """The same for all texts in lists and dicts, keys included."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, dict):
+            return {self.text(str(key)): self.value(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.value(item) for item in value]
+        return value
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Where secrets stand in a text, in order and without overlaps."""
+        data, spans = text.encode(errors="surrogatepass"), list[tuple[int, int]]()
+        found = (found.span() for secret in self._secrets for found in secret.find(data))
+        for start, end in sorted(found):
+            if spans and start < spans[-1][1]:
+                start, end = spans[-1][0], max(end, spans.pop()[1])
+            spans.append((start, end))
+        if text.isascii():
+            return spans
+        return [tuple(len(data[:at].decode(errors="surrogatepass")) for at in span) for span in spans]  # type: ignore
+
+    def begun(self, text: str) -> int:
+        """How many characters at the end of a text may be the beginning of a secret."""
+        most = 0
+        for form in self._forms:
+            at = text.find(form[0], max(0, len(text) - len(form) + 1))
+            while 0 <= at < len(text) - most:
+                if form.startswith(text[at:]):
+                    most = len(text) - at
+                at = text.find(form[0], at + 1)
+        return most
+
+    def tree(self, root: Path, *, mode: int | None = None) -> None:
+        """Remove secrets from all files, names and links below the directory `root`, which came out of a sandbox: no
+        link is followed. `mode` becomes the mode of each file. A file that cannot be rewritten is removed, and its
+        error is raised in the end."""
+        if not self and mode is None:
+            return
+        failed: OSError | None = None
+        named: list[str] = []
+        with Tree(root) as tree:
+            for entry in tree.entries(limit=sys.maxsize):
+                try:
+                    self._clean_entry(tree, entry, mode)
+                except OSError as error:
+                    failed = error
+                    tree.unlink(entry.path)
+                name = entry.path.rpartition("/")[2]
+                if self and self.text(name) != name:
+                    named.append(entry.path)
+            for place in reversed(named):
+                with tree.reached(place) as path:
+                    if os.path.lexists(path):
+                        path.rename(_unused(path.with_name(self.text(path.name))))
+        if failed is not None:
+            raise failed
+
+    def _clean_entry(self, tree: Tree, entry: Entry, mode: int | None) -> None:
+        with tree.reached(entry.path) as path:
+            if entry.kind == "link":
+                if self and self.text(entry.leads) != entry.leads:
+                    path.unlink()
+                    path.symlink_to(self.text(entry.leads))
+            elif entry.kind != "other":
+                found = stat.S_IMODE(path.lstat().st_mode)
+                readable = found | (stat.S_IRWXU if entry.kind == "directory" else stat.S_IRUSR)
+                wanted = mode if mode is not None and entry.kind == "file" else readable
+                if wanted != found:
+                    path.chmod(wanted)
+                if self and entry.kind == "file" and any(changed for _, changed in self._cleaned(tree, entry.path)):
+                    tree.write(entry.path, (part for part, _ in self._cleaned(tree, entry.path)), wanted)
+
+    def _cleaned(self, tree: Tree, path: str) -> Iterator[tuple[bytes, bool]]:
+        """A file's content in parts, and whether something was removed so far."""
+        with tree.open(path) as stream:
+            chunk = stream.read(_CHUNK)
+            clean = StreamRedactor(self, lines=b"\0" not in chunk[:8192])
+            while chunk:
+                yield clean.feed(chunk), clean.found
+                chunk = stream.read(_CHUNK)
+            yield clean.close(), clean.found
+
+
+def _unused(path: Path) -> Path:
+    number = 1
+    while os.path.lexists(path if number == 1 else path.with_name(f"{path.name}.{number}")):
+        number += 1
+    return path if number == 1 else path.with_name(f"{path.name}.{number}")
+
+
+def _compile(secret: str) -> _Secret:
+    """What finds a secret. The cores are looked for first, which is many times as fast as the pattern."""
+    escaped = [_character(character) for character in secret]
+    patterns = ["".join(pattern for pattern, _ in escaped)]
+    longest = sum(size for _, size in escaped)
+    cores = [max(_PLAIN.findall(secret), key=len, default="")]
+    for form in _base64(secret):
+        escaped = [_character(character) for character in form]
+        swapped = ({"+": "-|", "/": "_|"}.get(character, "") for character in form)
+        patterns.append("".join(f"(?:{swap}{pattern})" for swap, (pattern, _) in zip(swapped, escaped, strict=True)))
+        longest = max(longest, sum(size for _, size in escaped))
+        cores.append(max(re.findall(r"[A-Za-z0-9]+", form), key=len, default=""))
+    return _Secret(tuple(core.encode() for core in cores), re.compile("|".join(patterns).encode()), longest)
+
+
+def _character(character: str) -> tuple[str, int]:
+    """A pattern for one character of a secret in any encoding, and the most bytes that it may take."""
+    if _PLAIN.fullmatch(character):
+        return re.escape(character), 1
+    raw = character.encode(errors="surrogatepass")
+    units = character.encode("utf-16-be", errors="surrogatepass")
+    slashes = rf"\\{{0,{_ESCAPES}}}"
+    unicode = "".join(rf"\\{{1,{_ESCAPES}}}u(?i:{units[i : i + 2].hex()})" for i in range(0, len(units), 2))
+    percent = "".join(f"%(?:25)?(?i:{byte:02x})" for byte in raw)
+    found = [slashes + re.escape(character), unicode, percent]
+    if (entity := html.escape(character)) != character:
+        found.append(f"(?:{re.escape(entity)}|&#0?{ord(character)};)")
+    short = {"\n": "n", "\t": "t", "\r": "r"}.get(character)
+    found += [rf"\\{{1,{_ESCAPES}}}{short}"] if short else [r"\+"] if character == " " else []
+    size = max(_ESCAPES + len(raw), (_ESCAPES + 5) * len(units) // 2, 5 * len(raw))
+    return f"(?:{'|'.join(found)})", size
+
+
+def _base64(secret: str) -> Iterator[str]:
+    """What is the same in every base64 text that holds the secret, for each place where it may begin."""
+    raw = secret.encode(errors="surrogatepass")
+    for pad, skipped in enumerate((0, 2, 3)):
+        encoded = base64.b64encode(b"\0" * pad + raw).decode().rstrip("=")
+        partial = (pad + len(raw)) % 3 != 0
+        yield encoded[skipped : len(encoded) - partial]
+
+
+def _forms(secret: str) -> Iterator[str]:
+    """The forms in which a secret may be split over pieces."""
+    once = json.dumps(secret)[1:-1]
+    yield from (secret, quote(secret, safe=""), quote_plus(secret), once, json.dumps(once)[1:-1])
+    yield json.dumps(secret, ensure_ascii=False)[1:-1]
+    for form in _base64(secret):
+        yield form
+        yield form.replace("+", "-").replace("/", "_")
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A text in a JSON line, and how to replace it there."""
+
+    line: _Line
+    text: str
+    put: Callable[[str], None]
+
+    def set(self, text: str) -> None:
+        self.text = text
+        self.put(text)
+        self.line.changed = True
+
+
+@dataclass(slots=True)
+class _Line:
+    """A line that may have to wait for the next ones. `waits` counts the pieces in which a secret may have begun."""
+
+    raw: bytes
+    before: bytes = b""
+    value: Any = None
+    after: bytes = b""
+    changed: bool = False
+    waits: int = 0
+
+    def render(self) -> bytes:
+        if not self.changed:
+            return self.raw
+        value = json.dumps(without_tokens(self.value), separators=(",", ":")).encode()
+        return self.before + (value[1:-1] if isinstance(self.value, list) else value) + self.after
+
+
+@dataclass(slots=True)
+class StreamRedactor:
+    """Removes secrets from bytes that come in pieces. Of the end, as much is held back as a secret may begin in.
+
+    With `lines`, each line with a JSON object in it (as server-sent events and logs of agents have) is read: texts at
+    the same place of following lines are one text that may hold a secret. A line in which something was removed loses
+    its token ids and log-probs as well, since these spell the same text; with `drop_tokens`, every line does.
+    """
+
+    redactor: Redactor
+    lines: bool = True
+    drop_tokens: bool = False
+    is_whole: bool = False
+    """The bytes are one JSON value, however many lines it has; nothing comes out before the end."""
+    found: bool = False
+    """Whether something was removed."""
+    _held: bytes = b""
+    _rest: bytes = b""
+    _waiting: list[_Line] = field(default_factory=list)
+    _open: dict[tuple[object, ...], list[_Piece]] = field(default_factory=dict)
+
+    def feed(self, data: bytes) -> bytes:
+        if self.is_whole:
+            self._rest += data
+            return b""
+        if self.lines and not self.redactor.has_lines:
+            return self._read(data)
+        clean = self._cut(self._held + data)
+        keep = min(len(clean), self.redactor.longest - 1)
+        self._held = clean[len(clean) - keep :]
+        return self._read(clean[: len(clean) - keep])
+
+    def close(self) -> bytes:
+        """What is left, at the end."""
+        out = b"" if self.is_whole else self._read(self._held)
+        if self._rest:
+            self._take(self._rest)
+        out += b"".join(line.render() for line in self._waiting)
+        self._held, self._rest, self._waiting, self._open = b"", b"", [], {}
+        return out
+
+    def _cut(self, data: bytes) -> bytes:
+        clean = self.redactor.data(data)
+        self.found = self.found or clean != data
+        return clean
+
+    def _read(self, data: bytes) -> bytes:
+        if not self.lines:
+            return data
+        *whole, self._rest = (self._rest + data).splitlines(keepends=True) or [b""]
+        if self._rest.endswith(b"\n"):
+            whole, self._rest = [*whole, self._rest], b""
+        elif len(self._rest) > _LONGEST_LINE:
+            rest = self._cut(self._rest)
+            cut = max(0, len(rest) - self.redactor.longest + 1)
+            whole, self._rest = [*whole, rest[:cut]], rest[cut:]
+        for line in whole:
+            self._take(line)
+        ready = next((place for place, line in enumerate(self._waiting) if line.waits), len(self._waiting))
+        out = b"".join(line.render() for line in self._waiting[:ready])
+        del self._waiting[:ready]
+        return out
+
+    def _take(self, data: bytes) -> None:
+        raw = self._cut(data)
+        line = _Line(raw)
+        self._waiting.append(line)
+        start, end = raw.find(b"{"), raw.rfind(b"}") + 1
+        if start < 0 or end <= start:
+            return
+        try:
+            line.value = _parse(raw[start:end])
+            texts = list(_texts(line.value))
+        except (ValueError, RecursionError):
+            return
+        line.before, line.after = raw[:start], raw[end:]
+        if self.drop_tokens or _MARK in raw:
+            line.changed = without_tokens(line.value) != line.value
+        for place, text, put in texts:
+            self._join(place, _Piece(line, text, put))
+
+    def _join(self, place: tuple[object, ...], piece: _Piece) -> None:
+        """Look at a text together with what came before it at the same place."""
+        pieces = [*self._open.pop(place, ()), piece]
+        for each in pieces[:-1]:
+            each.line.waits -= 1
+        for start, end in reversed(self.redactor.spans("".join(each.text for each in pieces))):
+            self.found = True
+            _replace(pieces, start, end)
+        begun, kept = self.redactor.begun("".join(each.text for each in pieces)), list[_Piece]()
+        while begun > 0:
+            kept.insert(0, pieces.pop())
+            begun -= len(kept[0].text)
+        for each in kept:
+            each.line.waits += 1
+        if kept:
+            self._open[place] = kept
+
+
+def _parse(data: bytes) -> Any:
+    """A JSON object, or several with commas between them as a list."""
+    try:
+        return json.loads(data)
+    except ValueError:
+        return json.loads(b"[" + data + b"]")
+
+
+def _replace(pieces: list[_Piece], start: int, end: int) -> None:
+    """Replace a part of the text that the pieces make up."""
+    at, mark = 0, REDACTED
+    for piece in pieces:
+        first, last = max(start - at, 0), min(end - at, len(piece.text))
+        at += len(piece.text)
+        if first < last:
+            piece.set(piece.text[:first] + mark + piece.text[last:])
+            mark = ""
+
+
+_Text = tuple[tuple[object, ...], str, Callable[[str], None]]
+
+
+def _texts(value: Any, place: tuple[object, ...] = (), depth: int = 0) -> Iterator[_Text]:
+    """All texts of a JSON value: where they are, but for their places in lists, and how to replace them. A value that
+    is nested too deep is a `ValueError`."""
+    if depth > _DEEPEST:
+        raise ValueError("nested too deep")
+    if isinstance(value, dict):
+        told = tuple(value[key] for key in ("type", "index", "output_index") if isinstance(value.get(key), str | int))
+        items = [(key, (*place, *told, key)) for key in value]
+    else:
+        items = [(number, place) for number in range(len(value))]
+    for key, where in items:
+        if isinstance(each := value[key], str):
+            yield where, each, lambda text, key=key: value.__setitem__(key, text)
+        elif isinstance(each, dict | list):
+            yield from _texts(each, where, depth + 1)
+
+
+def without_tokens(value: Any) -> Any:
+    """A JSON value without token ids and log-probs."""
+    if isinstance(value, dict):
+        return {key: without_tokens(each) for key, each in value.items() if key not in _TOKEN_FIELDS}
+    return [without_tokens(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,161 @@
+"""Decides which values are secret.
+
+A value is secret when the name of its variable looks like one (`API_KEY`, `DB_PASSWORD`), or when the user gave it to a
+trial (`--ae`, `--ve`, `--env-file`, a task's `${NAME}`) and it looks random. So are the password of a URL, its
+parameters with such names, what follows `Bearer`, and what follows a flag with such a name. Short values, numbers,
+words, and names of models and files are never secret, whatever their variable is called: they stand in ordinary text,
+and removing them would damage it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+SHORTEST = 8
+"""A shorter value is never secret."""
+
+HIDDEN = "****"
+TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?\}", re.DOTALL)
+
+_NAME = re.compile(
+    r"KEY|SECRET|TOKEN(?!S)|PASSW|PASSPHRASE|CREDENTIAL|AUTH(?!OR(?!IZ))|COOKIE|BEARER|(?:^|_)PASS(?:$|_)|_PWD$",
+    re.IGNORECASE,
+)
+_NUMBER_SIZE = 16
+"""A number of fewer digits is never secret."""
+_WORD_SIZE = 20
+_COMMON = re.compile(
+    r"(?:my|db|test|root|admin|user|mysql|postgres|your|dummy|fake|super|top|not|the)?"
+    r"(?:passwor[dt]|secrets?|token|apikey|key|credentials?)(?:here)?|"
+    r"postgres(?:ql)?|mysql(?:root)?|mariadb|mongodb|rabbitmq|minioadmin|wordpress|change(?:me|it|this)|letmein|"
+    r"welcome|qwerty(?:uiop)?|abcdefgh|iloveyou|insecure|admin(?:admin|istrator)?|root(?:root)?|guest|username|"
+    r"default|localhost|example|placeholder|redacted|undefined|disabled|enabled|anonymous|unknown|dummy|"
+    r"production|development|staging|testing"
+)
+_MODEL = re.compile(
+    r"(?:[\w.-]+/)*(?:gpt|chatgpt|codex|claude|gemini|gemma|o\d|llama|qwen|mi[sx]tral|deepseek|grok|kimi|glm|phi)"
+    r"(?![a-z])[\w.:-]*",
+    re.IGNORECASE,
+)
+_HOST = re.compile(r"(?:[A-Za-z0-9_-]+\.)+[A-Za-z]{2,}\.?(?::\d+)?|[\d.]+(?::\d+)?|[A-Za-z][A-Za-z-]*:\d+")
+_PATH = re.compile(r"(?:~|\.{1,2})?/|[A-Za-z]:\\")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>\\]+")
+_BEARER = re.compile(r"\b(?:bearer|basic|token)\s+([^\s\"',;]+)", re.IGNORECASE)
+_FLAG = re.compile(r"(?:^|[\s\"'])--?([A-Za-z][\w-]*)(?:=|\s+)[\"']?([^\s\"']+)")
+_PASSPHRASE = re.compile(r"[A-Za-z]+(?:[-_][A-Za-z]+){3,}")
+_CONSONANTS = re.compile(r"[^aeiouy]{6}")
+
+
+def looks_secret(name: str) -> bool:
+    """Whether a variable, header or parameter of this name most likely holds a secret."""
+    return _NAME.search(name) is not None
+
+
+def is_never_secret(value: str) -> bool:
+    """Whether a value is too short or too common to be removed from text."""
+    letters = re.sub(r"[^a-z]", "", value.lower())
+    return (
+        len(value) < SHORTEST
+        or len(set(value)) <= 2
+        or _COMMON.fullmatch(letters) is not None
+        or (value.isdigit() and len(value) < _NUMBER_SIZE)
+        or (value.isalpha() and value.isascii() and not _is_random(value))
+        or _MODEL.fullmatch(value) is not None
+        or (_PATH.match(value) is not None and not looks_random(value))
+        or (_URL.fullmatch(value) is not None and not looks_random(value))
+    )
+
+
+def looks_random(value: str) -> bool:
+    """Whether a value has a part that people do not make up: letters and digits mixed, long digits, odd letters."""
+    return any(_is_random(chunk) for chunk in re.findall(r"[A-Za-z0-9]+", value)) or (
+        _PASSPHRASE.fullmatch(value) is not None
+    )
+
+
+def _is_random(chunk: str) -> bool:
+    if chunk.isdigit():
+        return len(chunk) > 4 and not re.fullmatch(r"(?:19|20)\d{6}", chunk)
+    if chunk.isalpha():
+        words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", chunk)
+        odd = len(chunk) >= SHORTEST and (len(chunk) < 3 * len(words) or _CONSONANTS.search(chunk.lower()) is not None)
+        return odd or any(len(word) > _WORD_SIZE for word in words)
+    return len(chunk) >= 6 and not re.fullmatch(r"[A-Za-z]+\d{1,4}|\d{1,4}[A-Za-z]{1,4}", chunk)
+
+
+def is_secret(name: str, value: str, *, given: bool = False) -> bool:
+    """Whether the value of a variable is secret. `given` says that the user gave it to a trial."""
+    if is_never_secret(value):
+        return False
+    if looks_secret(name):
+        return True
+    settled = _HOST.fullmatch(value) or _URL.fullmatch(value) or _PATH.match(value) or value.startswith("-")
+    return given and not settled and looks_random(value)
+
+
+def secrets_in_text(text: str) -> Iterator[str]:
+    """The secrets that stand inside a text: in URLs, after `Bearer`, and after flags such as `--api-key`."""
+    for found in _URL.findall(text):
+        yield from _in_url(found)
+    yield from (found[1] for found in _BEARER.finditer(text))
+    yield from (found[2] for found in _FLAG.finditer(text) if looks_secret(found[1]))
+
+
+def _in_url(url: str) -> Iterator[str]:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return
+    who, at, _ = parts.netloc.rpartition("@")
+    user, colon, password = who.partition(":")
+    found = [password] if colon else [user] if at and looks_random(user) else []
+    for part in re.split("[&;]", f"{parts.query}&{parts.fragment}"):
+        name, equals, value = part.partition("=")
+        if equals and (looks_secret(name) or name.lower() in ("sig", "signature", "pass", "pwd", "code")):
+            found.append(value)
+    for value in found:
+        yield value
+        yield unquote(value)
+
+
+def secret_values(env: Mapping[str, str], environ: Mapping[str, str], *, given: bool = False) -> Iterator[str]:
+    """The secrets that the variables of `env` hold, or that their templates stand for. A template makes its value one
+    that the user gave."""
+    for name, value in env.items():
+        match = TEMPLATE.fullmatch(value)
+        real = environ.get(match[1], match[2] or "") if match else value
+        if (
+            looks_secret(name)
+            or (match and looks_secret(match[1]))
+            or is_secret(name, real, given=given or match is not None)
+        ):
+            yield real
+        yield from secrets_in_text(real)
+
+
+def secrets_in(value: Any, environ: Mapping[str, str], name: str = "", *, given: bool = False) -> Iterator[str]:
+    """The secrets that a configuration holds or stands for. Its tables named `env` and `headers` are the user's."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from secrets_in(each, environ, str(key), given=given or name in ("env", "headers"))
+    elif isinstance(value, list):
+        for before, each in zip([None, *value], value, strict=False):
+            flag = before if isinstance(before, str) and before.startswith("-") else ""
+            yield from secrets_in(each, environ, flag or name, given=given)
+    elif isinstance(value, str):
+        yield from filter(None, secret_values({name: value}, environ, given=given))
+
+
+def env_on_disk(env: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """`env` as it may be written down: templates stay, a secret literal becomes a template or is hidden."""
+    return {name: value_on_disk(name, value, environ, given=True) for name, value in env.items()}
+
+
+def value_on_disk(name: str, value: str, environ: Mapping[str, str], *, given: bool = False) -> str:
+    """One value as it may be written down."""
+    if not value or TEMPLATE.fullmatch(value) or not (looks_secret(name) or is_secret(name, value, given=given)):
+        return value
+    return f"${{{name}}}" if environ.get(name) == value else HIDDEN
