@@ -14,8 +14,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from pier.errors import SandboxError
+from pier.errors import ArgumentError, DirectoryInTheWayError, NoDirectoryError, PathError, SandboxError
 from pier.sandbox import tree
+from pier.sandbox.arguments import check_bytes
 from pier.sandbox.linux.channel import Channel
 from pier.sandbox.linux.incoming import SMALL, Incoming
 from pier.sandbox.tree.receive import receive
@@ -25,6 +26,11 @@ T = TypeVar("T")
 _CHUNK = 1 << 20
 _FEW = 64
 """Entries of a tree that are worth no thread."""
+_OF_PATHS = {
+    errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EEXIST, errno.ENOTEMPTY, errno.EXDEV, errno.EBUSY,
+    errno.EROFS, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENODEV, errno.ETXTBSY, errno.EOPNOTSUPP,
+}  # fmt: skip
+"""What the kernel says of a path or of what is there: doing the same again does not help, and the machine is sound."""
 _BLAMED_ON_TASK = {"not_regular", "too_large", "unsafe_archive", "no_such_user", "broken_archive"}
 
 
@@ -121,7 +127,17 @@ def _raise_if_failed(message: dict[str, Any]) -> None:
         raise SandboxError(text, code="disk_full", retryable=False)
     if code in _BLAMED_ON_TASK:
         raise SandboxError(text, code=code, blame="task", retryable=False)
-    raise SandboxError(text, code=code)
+    if code == ArgumentError.code:
+        raise ArgumentError(text)
+    raise _path_error(text, code, message.get("errno") or 0) or SandboxError(text, code=code)
+
+
+def _path_error(text: str, code: str, number: int) -> PathError | None:
+    if number == errno.EISDIR:
+        return DirectoryInTheWayError(text, number)
+    if number == errno.ENOTDIR or code == NoDirectoryError.code:
+        return NoDirectoryError(text, errno.ENOTDIR)
+    return PathError(text, number) if number in _OF_PATHS else None
 
 
 def _feed(fd: int, data: bytes) -> None:
@@ -211,7 +227,8 @@ async def feed_stream(fd: int, stream: AsyncIterator[bytes]) -> None:
     os.set_blocking(fd, False)
     try:
         async for data in stream:
-            view = memoryview(data)
+            check_bytes("a part of stream", data)
+            view = memoryview(data).cast("B")
             while view:
                 try:
                     view = view[os.write(fd, view) :]

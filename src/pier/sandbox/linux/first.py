@@ -34,10 +34,10 @@ def main(control: socket.socket, config: dict[str, Any]) -> None:
     try:
         if control.recv(1) == GO:
             _begin(control, config)
-    except OSError as error:
-        with contextlib.suppress(OSError):
+    except Exception as error:  # noqa: BLE001 - the boundary to pier, which waits for an answer
+        with contextlib.suppress(OSError, ValueError):
             wire.receive(control)
-            wire.send(control, {"id": 0, "error": str(error), "errno": error.errno or 0})
+            wire.send(control, wire.failure({"id": 0}, error))
     finally:
         os._exit(1)
 
@@ -61,8 +61,8 @@ def _begin(control: socket.socket, config: dict[str, Any]) -> None:
     try:
         root.build(plan, texts, trees, many_ids=many_ids)
         wire.send(control, {"id": 0, "ready": True, "proof": proof}, [sock.fileno() for sock in sockets])
-    except OSError as error:
-        wire.send(control, {"id": 0, "error": str(error), "errno": error.errno or 0})
+    except Exception as error:  # noqa: BLE001 - as above
+        wire.send(control, wire.failure({"id": 0}, error))
         return
     for sock in sockets:
         sock.close()
@@ -123,8 +123,8 @@ class First(Init):
             assert message is not None
             try:
                 super()._change_network(message)
-            except OSError as error:
-                wire.send(self.control, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
+            except Exception as error:  # noqa: BLE001 - no request ends this process
+                wire.send(self.control, wire.failure(message, error))
             finally:
                 self._done.release()
 
