@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def _drain(sandbox: Sandbox, source: Any) -> Any:
     return take()
 
 
-async def _chunks(*parts: Any) -> Any:
+async def _chunks(*parts: Any) -> AsyncIterator[bytes]:
     for part in parts:
         yield part
 
