@@ -5,7 +5,9 @@
     ├── TaskError        a task directory or dataset is wrong
     ├── ImageError       an image cannot be found, read, pulled or built
     ├── SandboxError     a sandbox could not be started, reached or controlled
-    │   └── PolicyError  a network policy cannot be enforced here, so nothing was started
+    │   ├── PolicyError  a network policy cannot be enforced here, so nothing was started
+    │   ├── ArgumentError   an argument of a call is wrong; also a ValueError
+    │   └── PathError    a path in a sandbox is not of the kind that the call needs; also an OSError
     ├── AgentError       the agent program failed
     ├── ProviderError    the model provider failed
     ├── VerifierError    the verifier gave no usable verdict
@@ -83,6 +85,38 @@ class PolicyError(SandboxError):
     blame = "user"
     retryable = False
     code = "policy"
+
+
+class ArgumentError(SandboxError, ValueError):
+    """Raised before anything is sent, so the sandbox is as it was."""
+
+    blame = "user"
+    retryable = False
+    code = "bad_argument"
+
+
+class PathError(SandboxError, OSError):
+    """A path is too long, read-only, busy, or something else than the call needs. `errno` says which."""
+
+    blame = "user"
+    retryable = False
+    code = "bad_path"
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.errno = number
+
+
+class DirectoryInTheWayError(PathError, IsADirectoryError):
+    """A file was to be written or removed where a directory is."""
+
+    code = "is_directory"
+
+
+class NoDirectoryError(PathError, NotADirectoryError):
+    """A path leads through something that is not a directory."""
+
+    code = "not_directory"
 
 
 class AgentError(PierError):

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from pier.agent.contract import AGENT_LOGS, Agent, AgentRun, Launch
 from pier.agent.options import merged
 from pier.endpoint import Endpoint
-from pier.errors import AgentError, PierError
+from pier.errors import AgentError, ArgumentError, PierError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
 from pier.tree import drop_links
 
@@ -94,7 +94,9 @@ class HarborAgent(Agent):
             agent = self.kind(**self._arguments(run, logs))
             await agent.setup(environment)
             await agent.run(run.instruction, environment, _context())
-        except (PierError, TimeoutError):
+        except ArgumentError as error:
+            raise AgentError(f"the agent {self.name!r} failed: {error}", code=error.code) from error
+        except PierError:
             raise
         except Exception as error:
             said = str(error) or type(error).__name__

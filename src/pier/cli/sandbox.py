@@ -322,7 +322,7 @@ async def _take_output(reader: asyncio.StreamReader) -> int:
             return json.loads(payload)["exit_code"]
         elif kind == remote.ERROR:
             told = json.loads(payload)
-            raise SandboxError(told["message"], code=told["code"])
+            raise SandboxError(told["message"], code=told["code"], blame=told.get("blame"))
     raise SandboxError("the sandbox is gone", code="sandbox_gone")
 
 

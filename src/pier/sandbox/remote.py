@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pier.errors import PierError, SandboxError, UsageError
+from pier.errors import ArgumentError, PierError, SandboxError, UsageError
 from pier.files import write_json
 from pier.home import pier_home
 from pier.sandbox.contract import Process, Sandbox
@@ -76,7 +76,8 @@ async def serving(sandbox: Sandbox, running: Running, stop: Callable[[], None]) 
             await _answer(sandbox, reader, writer, stop)
         except PierError as error:
             with contextlib.suppress(ConnectionError):
-                await send(writer, ERROR, json.dumps({"message": error.message, "code": error.code}).encode())
+                told = {"message": error.message, "code": error.code, "blame": error.blame}
+                await send(writer, ERROR, json.dumps(told).encode())
         finally:
             writer.close()
 
@@ -97,8 +98,8 @@ async def _answer(
     frame = await receive(reader)
     if frame is None or frame[0] != REQUEST:
         return
-    request = json.loads(frame[1])
-    if request["op"] == "stop":
+    request = _parsed(frame[1])
+    if request.get("op") == "stop":
         stop()
         await send(writer, EXIT, b"{}")
         return
@@ -107,7 +108,7 @@ async def _answer(
         await send(writer, STDOUT if stream == "stdout" else STDERR, data)
 
     process = await sandbox.spawn(
-        request["argv"],
+        request.get("argv", ()),
         cwd=request.get("cwd"),
         env=request.get("env"),
         user=request.get("user"),
@@ -124,6 +125,16 @@ async def _answer(
         await send(writer, EXIT, json.dumps({"exit_code": result.exit_code}).encode())
 
 
+def _parsed(payload: bytes) -> dict[str, Any]:
+    try:
+        request = json.loads(payload)
+    except (ValueError, RecursionError):
+        request = None
+    if not isinstance(request, dict):
+        raise ArgumentError("invalid request: expected a JSON object")
+    return request
+
+
 async def _feed(process: Process, reader: asyncio.StreamReader) -> None:
     """Pass on what the other side says; when it is gone, so is the command."""
     while (frame := await receive(reader)) is not None:
@@ -132,7 +143,7 @@ async def _feed(process: Process, reader: asyncio.StreamReader) -> None:
             await process.write(payload)
         elif kind == STDIN_END:
             await process.close_stdin()
-        elif kind == RESIZE:
+        elif kind == RESIZE and len(payload) == 4:
             await process.resize(*struct.unpack("!HH", payload))
     await process.kill()
 

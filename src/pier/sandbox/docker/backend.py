@@ -21,6 +21,7 @@ from pier.image.engine import engine_address
 from pier.image.model import Image, OnProgress
 from pier.lease import Held, Lease
 from pier.network.rules import Rules
+from pier.sandbox import arguments
 from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Sandbox, SandboxSpec
 from pier.sandbox.docker.box import IMAGE_MISSING, KIND, LABEL, ContainerBox, remove
 from pier.sandbox.docker.building import build_there
@@ -98,6 +99,7 @@ class DockerBackend(Backend):
         self, spec: SandboxSpec, more: Mapping[str, Any] | None = None, kind: type[DockerSandbox] = DockerSandbox
     ) -> DockerSandbox:
         """Start one container; `more` replaces parts of what the engine is told of its host side, and adds `Binds`."""
+        arguments.check_spec(spec)
         offered = await self.capabilities()
         if spec.network.mode not in offered.networks:
             raise PolicyError(

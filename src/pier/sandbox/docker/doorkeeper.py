@@ -45,12 +45,18 @@ def _serve(sock: socket.socket) -> None:
     gc.freeze()
     signal.signal(signal.SIGCHLD, _reap)
     with contextlib.suppress(ConnectionError):
-        while (received := wire.receive(sock)) is not None:
+        while True:
+            try:
+                received = wire.receive(sock)
+            except ValueError:
+                continue
+            if received is None:
+                return
             message, fds = received
             try:
                 _look(sock, message) if message["op"] == "changes" else _enter(sock, message, fds)
-            except OSError as error:
-                wire.send(sock, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
+            except Exception as error:  # noqa: BLE001 - the boundary to pier: no request ends this process
+                wire.send(sock, wire.failure(message, error))
             finally:
                 for fd in fds:
                     os.close(fd)

@@ -22,7 +22,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from pier.errors import PolicyError, SandboxError
+from pier.errors import PierError
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import seccomp
 from pier.sandbox.docker import keeper
@@ -141,13 +141,14 @@ class Far:
         task.add_done_callback(self._tasks.discard)
 
     def _on_message(self, message: dict[str, Any]) -> None:
-        key = message.pop("key")
+        """Serve a request. Whatever goes wrong with one is its answer: others are served here, too."""
+        key = str(message.pop("key", ""))
         attended = self._attended.get(key)
         if not key:
             self._start(self._manage(message))
         elif attended is None:
-            self._answer(key, message["id"], _NOT_ATTENDED)
-        elif message["op"] in ("listen", "network", "settle"):
+            self._answer(key, message, _NOT_ATTENDED)
+        elif message.get("op") in ("listen", "network", "settle"):
             self._start(self._arrange(attended, message))
         else:
             self._pass_on(attended, message)
@@ -155,11 +156,11 @@ class Far:
     def _pass_on(self, attended: Attended, message: dict[str, Any]) -> None:
         try:
             attended.take(message)
-        except OSError as error:
-            self._answer(attended.key, message["id"], {"error": str(error), "code": "sandbox"})
+        except Exception as error:  # noqa: BLE001 - the boundary to pier, see `_on_message`
+            self._answer(attended.key, message, _failure(error))
 
-    def _answer(self, key: str, id: int, answer: dict[str, Any]) -> None:
-        self._mux.send({"key": key, "id": id} | answer)
+    def _answer(self, key: str, message: dict[str, Any], answer: dict[str, Any]) -> None:
+        self._mux.send({"key": key, "id": message.get("id", -1)} | answer)
 
     async def _manage(self, message: dict[str, Any]) -> None:
         """Enter a container, leave one, or say that all is well."""
@@ -176,11 +177,11 @@ class Far:
             elif message["op"] == "leave":
                 await self._leave(message["container"])
         except KeyError:
-            self._answer("", message["id"], _NOT_ATTENDED)
-        except (SandboxError, OSError) as error:
-            self._answer("", message["id"], {"error": str(error), "code": getattr(error, "code", "sandbox")})
+            self._answer("", message, _NOT_ATTENDED)
+        except Exception as error:  # noqa: BLE001 - the boundary to pier, see `_on_message`
+            self._answer("", message, _failure(error))
         else:
-            self._answer("", message["id"], answer)
+            self._answer("", message, answer)
 
     async def _open_hub(self, message: dict[str, Any]) -> None:
         """Private networks for several containers; they go with the connection at the latest."""
@@ -223,8 +224,14 @@ class Far:
                 answer = await attended.settle()
             else:
                 answer = await attended.set_network(NetworkPolicy(message["mode"], tuple(message["hosts"])))
-        except (PolicyError, SandboxError, OSError) as error:
-            told = {"error": str(error), "code": getattr(error, "code", "sandbox")}
-            self._answer(attended.key, message["id"], told)
+        except Exception as error:  # noqa: BLE001 - the boundary to pier, see `_on_message`
+            self._answer(attended.key, message, _failure(error))
         else:
-            self._answer(attended.key, message["id"], answer)
+            self._answer(attended.key, message, answer)
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    """What went wrong as an answer: with the error's own code, or else that the request made no sense."""
+    if isinstance(error, (PierError, OSError)):
+        return {"error": str(error), "code": getattr(error, "code", "sandbox")}
+    return {"error": f"invalid request: {type(error).__name__}: {error}", "code": "bad_argument"}

@@ -169,6 +169,8 @@ class Helper(Entrance):
         self._channels.clear()
 
     def _on_message(self, message: dict[str, Any]) -> None:
+        if "key" not in message:
+            raise Broken("the helper sent a malformed message")
         key = message.pop("key")
         channel = self._channels.get(key) if key else self._own
         if channel is not None:

@@ -32,10 +32,20 @@ class Broken(Exception):
     """What came is not what the other end would send."""
 
 
+def _parsed(payload: bytes) -> dict[str, Any]:
+    """A message; an empty one if what came is none."""
+    try:
+        message = json.loads(payload)
+    except (ValueError, RecursionError):
+        return {}
+    return message if isinstance(message, dict) else {}
+
+
 class Mux:
     """One end of a connection. `feed` it what comes; `run` sends what goes out until `close`.
 
-    `first` is 0 at one end and 1 at the other, so that both may number streams. `on_message` gets every message.
+    `first` is 0 at one end and 1 at the other, so that both may number streams. `on_message` gets every message,
+    and an empty one in the place of a malformed one.
     """
 
     def __init__(self, first: int, on_message: Callable[[dict[str, Any]], None]) -> None:
@@ -84,7 +94,7 @@ class Mux:
 
     def _take(self, kind: int, number: int, payload: bytes) -> None:
         if kind == _MESSAGE:
-            self._on_message(json.loads(payload))
+            self._on_message(_parsed(payload))
             return
         stream = self._streams.get(number)
         if stream is not None:
@@ -313,7 +323,7 @@ class Stream:
     def resize(self, rows: int, columns: int) -> None:
         """Tell a terminal its size."""
         if self._source >= 0:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, struct.error):
                 fcntl.ioctl(self._source, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def close(self) -> None:

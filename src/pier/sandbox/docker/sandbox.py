@@ -7,11 +7,11 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from pier.errors import SandboxError
+from pier.sandbox import arguments
 from pier.sandbox.contract import OUTPUT_LIMIT, OnOutput, ProtocolFactory, SandboxSpec
 from pier.sandbox.docker.box import ContainerBox
 from pier.sandbox.docker.far_channel import FarChannel
-from pier.sandbox.linux.channel import close_all
+from pier.sandbox.linux.channel import close_all, failure_of
 from pier.sandbox.linux.process import LinuxProcess
 from pier.sandbox.linux.sandbox import Home, LinuxListener, LinuxSandbox
 
@@ -38,6 +38,7 @@ class DockerSandbox(LinuxSandbox[ContainerBox]):
         return await self._start(request, on_output, OUTPUT_LIMIT, tty=tty, wants_input=stdin)
 
     async def listen(self, port: int, factory: ProtocolFactory, *, host: str = "127.0.0.1") -> LinuxListener:
+        arguments.check_listener(port, factory, host)
         channel = self.box.channel
         if not isinstance(channel, FarChannel):
             return await super().listen(port, factory, host=host)
@@ -72,7 +73,7 @@ class FarListener(LinuxListener):
             raise self._channel.lost()
         if "error" in message:
             self._channel.forget(self._number)
-            raise SandboxError(message["error"], code=message.get("code", "sandbox"))
+            raise failure_of(message)
         self.port = message["port"]
 
     def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:

@@ -55,9 +55,9 @@ def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
             sock.close()
         attendant.serve()
         signal.pidfd_send_signal(container, signal.SIGKILL)
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - the boundary to pier, which waits for an answer
         with contextlib.suppress(OSError):
-            wire.send(control, {"id": 0, "error": str(error), "errno": error.errno or 0})
+            wire.send(control, wire.failure({"id": 0}, error))
     finally:
         os._exit(1)
 
@@ -81,19 +81,15 @@ class Attendant(Init):
             os._exit(0)
         super()._hear(fd)
 
-    def _take(self, message: dict[str, Any], fds: list[int]) -> None:
+    def _do(self, message: dict[str, Any], fds: list[int]) -> None:
         if message["op"] in ("hub", "join"):
-            try:
-                self._by_child(message, lambda: self._share_network(message, fds))
-            finally:
-                for fd in fds:
-                    os.close(fd)
+            self._by_child(message, lambda: self._share_network(message, fds))
         elif message["op"] == "seal":
             self._by_child(message, lambda: self._seal(message))
         elif message["op"] == "exec" and message.get("first"):
             self._begin(message, fds)
         else:
-            super()._take(message, fds)
+            super()._do(message, fds)
 
     def _tell(self, answer: dict[str, Any]) -> None:
         """A command that was killed because the container ends did not end by itself: that is another story."""
@@ -131,9 +127,6 @@ class Attendant(Init):
                 raise
         except OSError as error:
             wire.send(self.control, {"id": message["id"], "error": str(error), "code": "cannot_start"})
-        finally:
-            for fd in fds:
-                os.close(fd)
 
     def _introduce(self, keeper: int, message: dict[str, Any], fds: list[int]) -> None:
         """Have a keeper make the namespaces, and let its program run once they are known here."""
@@ -241,8 +234,8 @@ class Attendant(Init):
         def try_it() -> None:
             try:
                 work()
-            except OSError as error:
-                wire.send(self.control, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
+            except Exception as error:  # noqa: BLE001 - pier waits for an answer
+                wire.send(self.control, wire.failure(message, error))
 
         if not self._is_done(try_it):
             wire.send(

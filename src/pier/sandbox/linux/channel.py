@@ -14,7 +14,7 @@ import termios
 from collections.abc import Callable
 from typing import Any
 
-from pier.errors import SandboxError
+from pier.errors import ArgumentError, SandboxError
 from pier.sandbox.linux import wire
 
 Answer = tuple[dict[str, Any], list[int]]
@@ -81,7 +81,7 @@ class Channel:
             raise self.lost()
         if "error" in message:
             close_all(fds)
-            raise SandboxError(message["error"], code=message.get("code", "sandbox"))
+            raise failure_of(message)
         return message, fds
 
     def send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
@@ -160,6 +160,14 @@ class Channel:
             callback({}, [])
         if self._ended is not None:
             self._ended()
+
+
+def failure_of(answer: dict[str, Any]) -> SandboxError:
+    """The error that an answer reports."""
+    code = answer.get("code", SandboxError.code)
+    if code == ArgumentError.code:
+        return ArgumentError(answer["error"])
+    return SandboxError(answer["error"], code=code)
 
 
 def close_all(fds: list[int]) -> None:

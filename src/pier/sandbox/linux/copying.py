@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from pier.beneath import DIRECTORY
-from pier.errors import SandboxError, StorageError
+from pier.errors import ArgumentError, DirectoryInTheWayError, NoDirectoryError, PathError, SandboxError, StorageError
 from pier.sandbox import tree
+from pier.sandbox.arguments import check_bytes
 from pier.sandbox.linux.channel import Channel
 from pier.sandbox.linux.incoming import SMALL, Incoming
 from pier.sandbox.tree.receive import receive
@@ -28,6 +29,11 @@ T = TypeVar("T")
 _CHUNK = 1 << 20
 _FEW = 64
 """Entries of a tree that are worth no thread."""
+_OF_PATHS = {
+    errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EEXIST, errno.ENOTEMPTY, errno.EXDEV, errno.EBUSY,
+    errno.EROFS, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENODEV, errno.ETXTBSY, errno.EOPNOTSUPP,
+}  # fmt: skip
+"""What the kernel says of a path or of what is there: doing the same again does not help, and the machine is sound."""
 _BLAMED_ON_TASK = {"not_regular", "too_large", "unsafe_archive", "no_such_user", "broken_archive"}
 
 
@@ -126,7 +132,17 @@ def _raise_if_failed(message: dict[str, Any]) -> None:
         raise SandboxError(text, code="storage")
     if code in _BLAMED_ON_TASK:
         raise SandboxError(text, code=code, blame="task", retryable=False)
-    raise SandboxError(text, code=code)
+    if code == ArgumentError.code:
+        raise ArgumentError(text)
+    raise _path_error(text, code, message.get("errno") or 0) or SandboxError(text, code=code)
+
+
+def _path_error(text: str, code: str, number: int) -> PathError | None:
+    if number == errno.EISDIR:
+        return DirectoryInTheWayError(text, number)
+    if number == errno.ENOTDIR or code == NoDirectoryError.code:
+        return NoDirectoryError(text, errno.ENOTDIR)
+    return PathError(text, number) if number in _OF_PATHS else None
 
 
 def _feed(fd: int, data: bytes) -> None:
@@ -239,7 +255,8 @@ async def feed_stream(fd: int, stream: AsyncIterator[bytes]) -> None:
     os.set_blocking(fd, False)
     try:
         async for data in stream:
-            view = memoryview(data)
+            check_bytes("a part of stream", data)
+            view = memoryview(data).cast("B")
             while view:
                 try:
                     view = view[os.write(fd, view) :]

@@ -35,10 +35,10 @@ def main(control: socket.socket, config: dict[str, Any]) -> None:
     try:
         if control.recv(1) == GO:
             _begin(control, config)
-    except OSError as error:
-        with contextlib.suppress(OSError):
+    except Exception as error:  # noqa: BLE001 - the boundary to pier, which waits for an answer
+        with contextlib.suppress(OSError, ValueError):
             wire.receive(control)
-            wire.send(control, {"id": 0, "error": str(error), "errno": error.errno or 0})
+            wire.send(control, wire.failure({"id": 0}, error))
     finally:
         os._exit(1)
 
@@ -62,8 +62,8 @@ def _begin(control: socket.socket, config: dict[str, Any]) -> None:
     try:
         root.build(plan, texts, trees, many_ids=many_ids)
         wire.send(control, {"id": 0, "ready": True, "proof": proof}, [sock.fileno() for sock in sockets])
-    except OSError as error:
-        wire.send(control, {"id": 0, "error": str(error), "errno": error.errno or 0})
+    except Exception as error:  # noqa: BLE001 - as above
+        wire.send(control, wire.failure({"id": 0}, error))
         return
     for sock in sockets:
         sock.close()
@@ -125,7 +125,7 @@ class First(Init):
             assert self._wanted is not None
             try:
                 self._outcome = self._wanted()
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - no request ends this process
                 self._outcome = error
             finally:
                 self._done.release()
@@ -135,7 +135,7 @@ class First(Init):
         self._ask.release()
         self._done.acquire()
         outcome, self._outcome = self._outcome, None
-        if isinstance(outcome, OSError):
+        if isinstance(outcome, Exception):
             raise outcome
         return outcome
 

@@ -68,7 +68,10 @@ class Init:
                     os.read(self.wake_in, 4096)
                     self._reap()
                 elif fd == self.control.fileno():
-                    received = wire.receive(self.control)
+                    try:
+                        received = wire.receive(self.control)
+                    except ValueError:
+                        continue
                     if received is None:
                         return
                     self._take(*received)
@@ -107,31 +110,37 @@ class Init:
         return pid
 
     def _take(self, message: dict[str, Any], fds: list[int]) -> None:
+        """Serve a request. Whatever goes wrong with one is its answer: no request ends this process."""
         try:
-            if message["op"] in ("exec", "copy", "probe"):
-                self._dispatch(message, fds)
-            elif message["op"] == "signal":
-                self._pass_on(message)
-            elif message["op"] == "kill":
-                self._kill(message["job"])
-                wire.send(self.control, {"id": message["id"]})
-            elif message["op"] == "kill_all":
-                killed = self._kill_enclosed() if message.get("private") else self._kill_all()
-                wire.send(self.control, {"id": message["id"], "killed": killed})
-            elif message["op"] == "enclose":
-                self._enclose(message)
-            elif message["op"] == "release":
-                self._release()
-                wire.send(self.control, {"id": message["id"]})
-            elif message["op"] == "listen":
-                self._listen(message)
-            elif message["op"] == "network":
-                self._change_network(message)
-        except OSError as error:
-            wire.send(self.control, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
+            self._do(message, fds)
+        except Exception as error:  # noqa: BLE001 - the boundary to pier, see above
+            wire.send(self.control, wire.failure(message, error))
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _do(self, message: dict[str, Any], fds: list[int]) -> None:
+        if message["op"] in ("exec", "copy", "probe"):
+            self._dispatch(message, fds)
+        elif message["op"] == "signal":
+            self._pass_on(message)
+        elif message["op"] == "kill":
+            self._kill(message["job"])
+            wire.send(self.control, {"id": message["id"]})
+        elif message["op"] == "kill_all":
+            killed = self._kill_enclosed() if message.get("private") else self._kill_all()
+            wire.send(self.control, {"id": message["id"], "killed": killed})
+        elif message["op"] == "enclose":
+            self._enclose(message)
+        elif message["op"] == "release":
+            self._release()
+            wire.send(self.control, {"id": message["id"]})
+        elif message["op"] == "listen":
+            self._listen(message)
+        elif message["op"] == "network":
+            self._change_network(message)
+        else:
+            raise ValueError(f"unknown operation {message['op']!r}")
 
     def _dispatch(self, message: dict[str, Any], fds: list[int]) -> None:
         alone = self._is_alone() and not message.get("private")
@@ -194,7 +203,7 @@ class Init:
             received = wire.receive(self.workers[pid])
         except BlockingIOError:
             return
-        except OSError:
+        except (OSError, ValueError):
             received = None
         if received is None:
             self._lose(pid)

@@ -160,6 +160,8 @@ def _fork(program: Program, fds: list[int], *, terminal: bool) -> int:
             os.write(report_out, b"%d" % (worst.errno or 0 if worst else errno.ENOENT))
         except OSError as error:
             os.write(report_out, b"%s%d" % (step, error.errno or 0))
+        except Exception:  # noqa: BLE001 - whoever forked this process must not take it for the command
+            os.write(report_out, b"a0")
         finally:
             os._exit(127)
     os.close(report_out)
@@ -168,6 +170,8 @@ def _fork(program: Program, fds: list[int], *, terminal: bool) -> int:
     if not report:
         return pid
     os.waitpid(pid, 0)
+    if report.startswith(b"a"):
+        raise Refused("the command or its environment holds something that cannot be passed on", "bad_argument")
     if report.startswith(b"f"):
         raise Refused(f"the program cannot be process 1: {os.strerror(int(report[1:]))}", "cannot_start")
     if report.startswith(b"u"):

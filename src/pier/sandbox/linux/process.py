@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pier.errors import SandboxError
+from pier.errors import ArgumentError, SandboxError
+from pier.sandbox import arguments
 from pier.sandbox.contract import OnOutput, Process, Result, Stream
-from pier.sandbox.linux.channel import Channel, close_all
+from pier.sandbox.linux.channel import Channel, close_all, failure_of
 
 _CHUNK = 256 * 1024
 _STRAGGLE = 0.2
@@ -26,7 +27,14 @@ _STRAGGLE = 0.2
 class Output:
     """One stream being read: kept up to a limit, or handed on."""
 
-    def __init__(self, fd: int, stream: Stream, limit: int, on_output: OnOutput | None) -> None:
+    def __init__(
+        self,
+        fd: int,
+        stream: Stream,
+        limit: int,
+        on_output: OnOutput | None,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
         os.set_blocking(fd, False)
         self._fd = fd
         self._stream: Stream = stream
@@ -34,11 +42,11 @@ class Output:
         self._on_output = on_output
         self._kept: list[bytes] = []
         self._size = 0
+        self._on_failure = on_failure
         self._handing: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._drop = False
         self.dropped = 0
-        self.failure: BaseException | None = None
         self.ended = self._loop.create_future()
         self._loop.add_reader(fd, self._read)
 
@@ -57,7 +65,7 @@ class Output:
         return True
 
     def _take(self, data: bytes) -> None:
-        if self._drop or self.failure is not None:
+        if self._drop:
             return
         if self._on_output is None:
             room = max(0, self._limit - self._size)
@@ -69,7 +77,7 @@ class Output:
         try:
             answer = self._on_output(self._stream, data)
         except Exception as error:  # noqa: BLE001 - the caller's own function: its failure is raised by `wait`
-            self.failure = error
+            self._fail(error)
             return
         if inspect.isawaitable(answer):
             self._loop.remove_reader(self._fd)
@@ -79,11 +87,20 @@ class Output:
         try:
             await answer
         except Exception as error:  # noqa: BLE001 - the caller's own function: its failure is raised by `wait`
-            self.failure = error
+            self._fail(error)
         finally:
             self._handing = None
             if not self.ended.done():
                 self._loop.add_reader(self._fd, self._read)
+
+    def _fail(self, error: Exception) -> None:
+        self._drop = True
+        self._on_failure(error)
+
+    @property
+    def is_calling(self) -> bool:
+        """Whether this is called by the function that output is handed to."""
+        return self._handing is not None and self._handing is asyncio.current_task()
 
     async def settle(self) -> None:
         """After the command's end: take all that it wrote, wait a little for an end, then drop what comes later."""
@@ -116,15 +133,15 @@ class LinuxProcess(Process):
     def __init__(
         self,
         channel: Channel,
-        outputs: dict[Stream, Output],
-        stdin: int,
         oom_kills: Callable[[], int],
         disk_kills: Callable[[], int],
+        limit: int,
+        on_output: OnOutput | None,
     ) -> None:
         self.number = channel.number()
         self._channel = channel
-        self._outputs = outputs
-        self._stdin = stdin
+        self._outputs: dict[Stream, Output] = {}
+        self._stdin = -1
         self._oom_kills = oom_kills
         self._oom_before = oom_kills()
         self._disk_kills = disk_kills
@@ -134,14 +151,24 @@ class LinuxProcess(Process):
         self._started: asyncio.Future[int] = self._loop.create_future()
         self._ended: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self._terminal = -1
-        self._killed = False
-        self._limit = 0
-        self._on_output: OnOutput | None = None
+        self._killing: asyncio.Future[None] | None = None
+        self._failed: asyncio.Future[BaseException] = self._loop.create_future()
+        self._limit = limit
+        self._on_output = on_output
         channel.hear(self.number, self._on_message)
 
-    def expect_terminal(self, limit: int, on_output: OnOutput | None) -> None:
-        """The streams come later, with a terminal that is made inside."""
-        self._limit, self._on_output = limit, on_output
+    def open_pipes(self, *, wants_input: bool) -> list[int]:
+        """Make the streams and give the command's ends of them. Without this they come later, with a terminal that is
+        made inside."""
+        source, self._stdin = _input(wants_input)
+        theirs = [source]
+        names: tuple[Stream, Stream] = ("stdout", "stderr")
+        for name in names:
+            read, write = os.pipe2(os.O_CLOEXEC)
+            os.fchmod(write, 0o666)
+            theirs.append(write)
+            self._outputs[name] = Output(read, name, self._limit, self._on_output, self.fail)
+        return theirs
 
     def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
         if message.get("started"):
@@ -158,7 +185,7 @@ class LinuxProcess(Process):
 
     def _take_terminal(self, fd: int) -> None:
         self._terminal = fd
-        self._outputs["stdout"] = Output(os.dup(fd), "stdout", self._limit, self._on_output)
+        self._outputs["stdout"] = Output(os.dup(fd), "stdout", self._limit, self._on_output, self.fail)
         self._stdin = os.dup(fd)
         os.set_blocking(self._stdin, False)
 
@@ -177,13 +204,14 @@ class LinuxProcess(Process):
         if not message:
             raise self._channel.lost()
         if "error" in message:
-            code = message.get("code", "sandbox")
-            if code == "cannot_start":
-                raise SandboxError(message["error"], code=code)
-            raise SandboxError(message["error"], code=code, blame="task", retryable=False)
+            error = failure_of(message)
+            if error.code not in ("cannot_start", ArgumentError.code):
+                error.blame, error.retryable = "task", False
+            raise error
 
     async def write(self, data: bytes) -> None:
-        view = memoryview(data)
+        arguments.check_bytes("data", data)
+        view = memoryview(data).cast("B")
         while view and self._stdin >= 0 and not self._ended.done():
             try:
                 view = view[os.write(self._stdin, view) :]
@@ -209,28 +237,45 @@ class LinuxProcess(Process):
             self._stdin = -1
 
     async def resize(self, rows: int, columns: int) -> None:
+        arguments.check_terminal(rows, columns)
         if self._terminal >= 0:
             self._channel.resize(self.number, self._terminal, rows, columns)
 
     async def signal(self, number: int) -> None:
+        arguments.check_signal(number)
         if not self._ended.done():
             self._channel.send({"op": "signal", "id": 0, "job": self.number, "number": number})
 
     async def kill(self) -> None:
-        if self._killed:
-            return
-        self._killed = True
+        """Every caller waits until the tree is dead. The function that output is handed to may call this too; then its
+        own end is not waited for."""
+        if self._killing is None:
+            self._killing = asyncio.ensure_future(self._kill())
+        await asyncio.shield(self._killing)
+        if not any(output.is_calling for output in self._outputs.values()):
+            await self._settle()
+
+    async def _kill(self) -> None:
         with contextlib.suppress(SandboxError):
             await self._channel.ask({"op": "kill", "job": self.number})
-        await self._settle()
+
+    def fail(self, error: BaseException) -> None:
+        """The function that output is handed to has failed: `wait` kills the command and raises this."""
+        if not self._failed.done():
+            self._failed.set_result(error)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the function raised that output is handed to."""
+        return self._failed.result() if self._failed.done() else None
 
     async def wait(self) -> Result:
-        await asyncio.wait([self._ended])
-        await self._settle()
-        for output in self._outputs.values():
-            if output.failure is not None:
-                await asyncio.shield(self.kill())
-                raise output.failure
+        await asyncio.wait([self._ended, self._failed], return_when=asyncio.FIRST_COMPLETED)
+        if self.failure is None:
+            await self._settle()
+        if self.failure is not None:
+            await asyncio.shield(self.kill())
+            raise self.failure
         message = self._ended.result()
         self._raise_if_failed(message)
         return self.result(message["exit"])
@@ -271,3 +316,13 @@ class LinuxProcess(Process):
         for output in self._outputs.values():
             output.close()
         self._close_input()
+
+
+def _input(wanted: bool) -> tuple[int, int]:
+    """What the command reads from, and pier's end of it (-1 without one)."""
+    if not wanted:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), -1
+    read, write = os.pipe2(os.O_CLOEXEC)
+    os.fchmod(read, 0o666)
+    os.set_blocking(write, False)
+    return read, write

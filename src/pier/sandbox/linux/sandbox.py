@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from pier.errors import SandboxError
 from pier.image.model import Image
 from pier.network.policy import NetworkPolicy
+from pier.sandbox import arguments
 from pier.sandbox.contract import (
     OUTPUT_LIMIT,
     Change,
@@ -24,13 +25,12 @@ from pier.sandbox.contract import (
     Result,
     Sandbox,
     SandboxSpec,
-    Stream,
     Survivor,
 )
 from pier.sandbox.linux import copying
 from pier.sandbox.linux.channel import Channel
 from pier.sandbox.linux.network import Network
-from pier.sandbox.linux.process import LinuxProcess, Output
+from pier.sandbox.linux.process import LinuxProcess
 
 
 class Box(Protocol):
@@ -121,6 +121,8 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         on_output: OnOutput | None = None,
         output_limit: int = OUTPUT_LIMIT,
     ) -> LinuxProcess:
+        arguments.check_streams(tty, on_output, output_limit)
+        arguments.check_flag("stdin", stdin)
         request = self._request(command, cwd, env, user)
         return await self._start(request, on_output, output_limit, tty=tty, wants_input=stdin)
 
@@ -152,6 +154,10 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         on_output: OnOutput | None = None,
         output_limit: int = OUTPUT_LIMIT,
     ) -> Result:
+        arguments.check_streams(tty, on_output, output_limit)
+        arguments.check_timeout(timeout)
+        if stdin is not None:
+            arguments.check_bytes("stdin", stdin)
         request = self._request(command, cwd, env, user) | {"tell": tty}
         if tty:
             request["tty"] = _TERMINAL_SIZE
@@ -166,6 +172,8 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
                 return await process.wait()
         except TimeoutError:
             await asyncio.shield(process.kill())
+            if process.failure is not None:
+                raise process.failure from None
             return process.result(137, timed_out=True)
         except asyncio.CancelledError:
             await asyncio.shield(process.kill())
@@ -177,6 +185,7 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
     def _request(
         self, command: Command, cwd: str | None, env: Mapping[str, str] | None, user: str | None
     ) -> dict[str, Any]:
+        arguments.check_command(command, cwd, env, user)
         config = self.spec.image.config
         argv = [*config.shell, command] if isinstance(command, str) else list(command)
         return {
@@ -193,19 +202,8 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         channel = self.box.channel
         if channel.closed:
             raise channel.lost()
-        theirs: list[int] = []
-        outputs: dict[Stream, Output] = {}
-        stdin = -1
-        if "tty" not in request:
-            source, stdin = _input(wants_input)
-            theirs.append(source)
-            for name in ("stdout", "stderr"):
-                read, write = os.pipe2(os.O_CLOEXEC)
-                os.fchmod(write, 0o666)
-                theirs.append(write)
-                outputs[name] = Output(read, name, limit, on_output)
-        process = LinuxProcess(channel, outputs, stdin, self.box.oom_kills, self.box.disk_kills)
-        process.expect_terminal(limit, on_output)
+        process = LinuxProcess(channel, self.box.oom_kills, self.box.disk_kills, limit, on_output)
+        theirs = [] if "tty" in request else process.open_pipes(wants_input=wants_input)
         self._processes.add(process)
         try:
             channel.send(request | {"id": process.number}, theirs)
@@ -225,9 +223,16 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
     async def upload(
         self, source: Path, target: str, *, owner: str | None = None, leave_out: Collection[str] = ()
     ) -> None:
+        arguments.check_source(source)
+        arguments.check_path("target", target)
+        arguments.check_owner(owner)
         await copying.upload(self.box.channel, source, target, owner, leave_out)
 
     async def write_file(self, target: str, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
+        arguments.check_path("target", target)
+        arguments.check_bytes("data", data)
+        arguments.check_mode(mode)
+        arguments.check_owner(owner)
         request = {"op": "write", "target": target, "mode": mode, "owner": owner or [0, 0]}
         await copying.put(self.box.channel, request, data)
 
@@ -240,6 +245,11 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         max_bytes: int | None = None,
         keep_empty: bool = True,
     ) -> list[str]:
+        arguments.check_path("source", source)
+        arguments.check_host_path("target", target)
+        arguments.check_texts("exclude", exclude)
+        arguments.check_size("max_bytes", max_bytes, optional=True)
+        arguments.check_flag("keep_empty", keep_empty)
         request = {"op": "pack", "source": source, "exclude": list(exclude), "max_bytes": max_bytes}
         far, near = await copying.take(
             self.box.channel, request, lambda stream: copying.unpack(stream, target, max_bytes, keep_empty)
@@ -247,10 +257,14 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         return [*far, *near]
 
     async def read_file(self, source: str, *, max_bytes: int = OUTPUT_LIMIT) -> bytes:
+        arguments.check_path("source", source)
+        arguments.check_size("max_bytes", max_bytes)
         request = {"op": "read", "source": source, "max_bytes": max_bytes}
         return (await copying.take(self.box.channel, request, lambda stream: stream.read()))[1]
 
     async def put_tar(self, stream: AsyncIterator[bytes], target: str) -> None:
+        arguments.check_stream(stream)
+        arguments.check_path("target", target)
         request = {"op": "unpack", "target": target, "owner": None}
         await copying.copy(
             self.box.channel,
@@ -261,14 +275,19 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         )
 
     async def put_packed(self, archive: bytes, target: str, *, clear: Sequence[str] = ()) -> None:
+        arguments.check_bytes("archive", archive)
+        arguments.check_path("target", target)
+        arguments.check_paths("clear", clear)
         request = {"op": "unpack", "target": target, "owner": None, "clear": list(clear)}
         await copying.put(self.box.channel, request, archive)
 
     def get_tar(self, source: str) -> AsyncIterator[bytes]:
+        arguments.check_path("source", source)
         request = {"op": "pack", "source": source, "exclude": [], "max_bytes": None}
         return copying.stream(self.box.channel, request)
 
     async def remove(self, target: str) -> None:
+        arguments.check_path("target", target)
         request = {"op": "remove", "target": target}
         await copying.put(self.box.channel, request, b"")
 
@@ -291,10 +310,12 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
             raise
 
     async def set_network(self, policy: NetworkPolicy) -> None:
+        arguments.check_policy(policy)
         async with self._lock:
             await self.network.enforce(self.box.channel, policy)
 
     async def listen(self, port: int, factory: ProtocolFactory, *, host: str = "127.0.0.1") -> LinuxListener:
+        arguments.check_listener(port, factory, host)
         listener = LinuxListener(host, port, factory)
         await self._serve(listener)
         self._listeners.append(listener)
@@ -405,16 +426,6 @@ class IsolatedSandbox(LinuxSandbox[BoxT]):
     async def stop(self) -> None:
         with contextlib.suppress(SandboxError):
             await self._whole.box.channel.ask({"op": "release"})
-
-
-def _input(wanted: bool) -> tuple[int, int]:
-    """What the command reads from, and pier's end of it (-1 without one)."""
-    if not wanted:
-        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), -1
-    read, write = os.pipe2(os.O_CLOEXEC)
-    os.fchmod(read, 0o666)
-    os.set_blocking(write, False)
-    return read, write
 
 
 async def _feed(process: LinuxProcess, data: bytes) -> None:

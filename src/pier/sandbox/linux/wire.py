@@ -50,7 +50,8 @@ def send_packet(sock: socket.socket, data: bytes, fds: list[int]) -> None:
 
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """The next message and its files, which are closed on exec; None at the end of the connection."""
+    """The next message and its files, which are closed on exec; None at the end of the connection. A ValueError says
+    that what came is not a message; the connection goes on after it."""
     flags = socket.MSG_CMSG_CLOEXEC
     data, ancillary, _, _ = sock.recvmsg(_PACKET + 1, socket.CMSG_SPACE(_FDS * 4), flags)
     fds: list[int] = []
@@ -61,10 +62,33 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         for fd in fds:
             os.close(fd)
         return None
-    if data == _ELSEWHERE:
-        fd = fds.pop(0)
-        try:
-            data = os.pread(fd, os.fstat(fd).st_size, 0)
-        finally:
+    try:
+        if data == _ELSEWHERE:
+            data = _read_file(fds)
+        message = json.loads(data)
+        if not isinstance(message, dict):
+            raise ValueError("expected a JSON object")
+    except (ValueError, OSError, RecursionError) as error:
+        for fd in fds:
             os.close(fd)
-    return json.loads(data), fds
+        raise ValueError(f"malformed message: {error}") from error
+    return message, fds
+
+
+def _read_file(fds: list[int]) -> bytes:
+    if not fds:
+        raise ValueError("the file with the message is missing")
+    fd = fds.pop(0)
+    try:
+        return os.pread(fd, os.fstat(fd).st_size, 0)
+    finally:
+        os.close(fd)
+
+
+def failure(message: dict[str, Any], error: Exception) -> dict[str, Any]:
+    """The answer to a request that failed: what the system refused, or else that the request made no sense."""
+    id = message.get("id")
+    id = id if isinstance(id, int) else -1
+    if isinstance(error, OSError):
+        return {"id": id, "error": str(error), "errno": error.errno or 0}
+    return {"id": id, "error": f"invalid request: {type(error).__name__}: {error}", "code": "bad_argument"}

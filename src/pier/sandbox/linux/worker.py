@@ -76,7 +76,10 @@ def _serve(own: socket.socket, worker: Worker) -> None:
             if fd == wake_in:
                 os.read(wake_in, 4096)
             else:
-                received = wire.receive(own)
+                try:
+                    received = wire.receive(own)
+                except ValueError:
+                    continue
                 if received is None:
                     return
                 worker.take(*received)
@@ -107,19 +110,22 @@ class Worker:
         self.answer: dict[str, Any] = {}
 
     def take(self, message: dict[str, Any], fds: list[int]) -> None:
-        """Begin a job, or pass a signal on to the one that runs."""
+        """Begin a job, or pass a signal on to the one that runs. A job that cannot be done is answered, too."""
         if message["op"] == "signal":
             if self.pid:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
                     os.killpg(self.pid, message["number"])
             return
         self.job, self.busy = message["id"], True
-        if message["op"] == "exec":
-            self._run(message, fds)
-        elif message["op"] == "probe":
-            self._probe(message["mode"])
-        else:
-            self._answer(copy(message["request"], fds[0]) or {})
+        try:
+            if message["op"] == "exec":
+                self._run(message, fds)
+            elif message["op"] == "probe":
+                self._probe(message["mode"])
+            else:
+                self._answer(copy(message["request"], fds[0]) or {})
+        except Exception as error:  # noqa: BLE001 - the boundary to pier: no request ends this process
+            self._answer(wire.failure(message, error))
 
     def _run(self, message: dict[str, Any], fds: list[int]) -> None:
         master = -1
@@ -183,13 +189,13 @@ class Worker:
 def copy(request: dict[str, Any], fd: int, *, small: bool = False) -> dict[str, Any] | None:
     """Do a request about files, whose owner may be given by name. Closes `fd`; or gives None, if it is to be done only
     if it is small and may not be."""
-    try:
-        if isinstance(request.get("owner"), str):
-            found = users.find(request["owner"])
-            request["owner"] = [found.uid, found.gid]
-    except users.NoSuchUser as error:
-        os.close(fd)
-        return {"ok": False, "code": "no_such_user", "message": str(error)}
+    if isinstance(owner := request.get("owner"), str):
+        try:
+            found = users.find(owner)
+        except users.NoSuchUser as error:
+            os.close(fd)
+            return {"ok": False, "code": "no_such_user", "message": str(error)}
+        request["owner"] = [found.uid, found.gid]
     return serve_small(request, fd) if small else tree.serve(request, fd)
 
 

@@ -90,7 +90,10 @@ class Zygote:
                     os.read(wake_in, 4096)
                     self._reap()
                     continue
-                received = wire.receive(self.sock)
+                try:
+                    received = wire.receive(self.sock)
+                except ValueError:
+                    continue
                 if received is None:
                     self.spares.end()
                     return
@@ -116,11 +119,13 @@ class Zygote:
                 self._look(message)
             elif message["op"] == "forget":
                 self._forget(message["path"])
+            else:
+                raise ValueError(f"unknown operation {message['op']!r}")
         except ConnectionError:
             problem = "the init that was to run the sandbox has been killed"
             wire.send(self.sock, {"id": message["id"], "error": problem, "code": "sandbox_gone"})
-        except OSError as error:
-            wire.send(self.sock, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
+        except Exception as error:  # noqa: BLE001 - the boundary to pier: no request ends this process
+            wire.send(self.sock, wire.failure(message, error))
         finally:
             for fd in fds:
                 os.close(fd)
@@ -153,7 +158,7 @@ class Zygote:
             wire.send(spare.control, plan, fds)
             answer = {"id": message["id"], "pid": spare.pid, "shifted": shifted}
             wire.send(self.sock, answer, [spare.pidfd, spare.control.fileno()])
-        except OSError:
+        except BaseException:
             os.kill(spare.pid, signal.SIGKILL)
             raise
         finally:
@@ -304,8 +309,8 @@ class Zygote:
         if os.fork() == 0:
             try:
                 wire.send(self.sock, {"id": message["id"]} | look(message, lowers))
-            except OSError as error:
-                wire.send(self.sock, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
+            except Exception as error:  # noqa: BLE001 - pier waits for an answer
+                wire.send(self.sock, wire.failure(message, error))
             finally:
                 os._exit(0)
 
@@ -317,8 +322,8 @@ class Zygote:
             try:
                 remove(path)
                 wire.send(self.sock, {"id": message["id"]})
-            except OSError as error:
-                wire.send(self.sock, {"id": message["id"], "error": str(error), "errno": error.errno or 0})
+            except Exception as error:  # noqa: BLE001 - pier waits for an answer
+                wire.send(self.sock, wire.failure(message, error))
             finally:
                 os._exit(0)
 

@@ -14,7 +14,7 @@ from pier.image.model import Image
 from pier.lease import Held, Lease
 from pier.network.policy import NetworkMode
 from pier.network.rules import Rules
-from pier.sandbox import cgroup
+from pier.sandbox import arguments, cgroup
 from pier.sandbox.contract import Backend, Capabilities, Change, Finding, SandboxSpec
 from pier.sandbox.host import HostRoot, host_image, prepare
 from pier.sandbox.linux.changes import merge
@@ -198,6 +198,7 @@ class LocalBackend(Backend):
 
 
 def _refuse_what_lacks(spec: SandboxSpec, capabilities: Capabilities) -> None:
+    arguments.check_spec(spec)
     mode = spec.network.mode
     if mode not in capabilities.networks:
         known = ", ".join(name for name in get_args(NetworkMode) if name in capabilities.networks)

@@ -73,6 +73,8 @@ def serve(request: dict[str, Any], fd: int) -> dict[str, Any]:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         return {"ok": False, "code": "os", "errno": error.errno, "message": f"{reason}: {_name(error, request)}"}
+    except Exception as error:  # noqa: BLE001 - the boundary to pier: no request ends the process that does it
+        return {"ok": False, "code": "bad_argument", "message": f"invalid request: {type(error).__name__}: {error}"}
 
 
 def _name(error: OSError, request: dict[str, Any]) -> str:
@@ -128,23 +130,30 @@ def _serve_write(root: int, fd: int, request: dict[str, Any]) -> None:
     if name in ("", ".", ".."):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), request["target"])
     above, _ = make_directory(root, parent or ".", IN_ROOT | NO_MAGICLINKS)
-    unborn = f".pier-{os.getpid()}-{os.urandom(6).hex()}"
     try:
-        target = os.open(unborn, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=above)
-        try:
-            while data := os.read(fd, CHUNK):
-                write_all(target, data)
-            if request["owner"]:
-                os.fchown(target, *request["owner"])
-            os.fchmod(target, request["mode"])
-            os.rename(unborn, name, src_dir_fd=above, dst_dir_fd=above)
-        except BaseException:
-            os.unlink(unborn, dir_fd=above)
-            raise
-        finally:
-            os.close(target)
+        _write_new(above, name, fd, request)
+    except OSError as error:
+        # The new file's passing name says nothing to anybody.
+        raise OSError(error.errno, os.strerror(error.errno or 0), request["target"]) from error
     finally:
         os.close(above)
+
+
+def _write_new(above: int, name: str, fd: int, request: dict[str, Any]) -> None:
+    unborn = f".pier-{os.getpid()}-{os.urandom(6).hex()}"
+    target = os.open(unborn, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=above)
+    try:
+        while data := os.read(fd, CHUNK):
+            write_all(target, data)
+        if request["owner"]:
+            os.fchown(target, *request["owner"])
+        os.fchmod(target, request["mode"])
+        os.rename(unborn, name, src_dir_fd=above, dst_dir_fd=above)
+    except BaseException:
+        os.unlink(unborn, dir_fd=above)
+        raise
+    finally:
+        os.close(target)
 
 
 def _serve_remove(root: int, fd: int, request: dict[str, Any]) -> None:

@@ -245,7 +245,11 @@ def _remove(parent: int, name: str) -> None:
     except FileNotFoundError:
         return
     except (IsADirectoryError, PermissionError):
-        if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
-            os.rmdir(name, dir_fd=parent)
-        else:
+        if not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
             raise
+        try:
+            os.rmdir(name, dir_fd=parent)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name) from error
