@@ -65,7 +65,7 @@ def read_config(path: Path) -> tuple[TaskConfig, list[UnknownKey]]:
 
 
 def describe(error: ValidationError) -> str:
-    """A validation error in words, each finding with its key."""
+    """A validation error as text, each finding with its key."""
     rows = []
     for item in error.errors(include_url=False, include_context=False, include_input=False):
         key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"]).lstrip(".")

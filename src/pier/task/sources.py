@@ -190,7 +190,7 @@ def _in_file(path: Path, name: str | None, cache: Path | None) -> list[Origin]:
 
 
 def _in_dataset(path: Path, origin: Origin) -> list[Origin]:
-    """The tasks of a `dataset.toml` lie in the directories beside it; a digest that is given must be theirs."""
+    """The tasks of a `dataset.toml` lie in the directories next to it; digests that it gives must match."""
     dataset = read_dataset(path)
     found: list[Origin] = []
     for row in dataset.tasks:
