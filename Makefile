@@ -1,11 +1,11 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Each target prepares what it needs.
 
-.PHONY: help demo test lint format bench soak docs venv system clients clean
+.PHONY: help demo test lint format bench soak docs venv dev system clients clean
 
 help:
 	@echo "make demo    run the example tasks on the embedded sandbox (no Docker, no key)"
 	@echo "make test    lint and run every test, as root and as a plain user"
-	@echo "make lint    ruff, pyright, import-linter"
+	@echo "make lint    ruff, pyright, import-linter, plain words"
 	@echo "make bench   run the benchmarks"
 	@echo "make soak    run the property tests with ever new examples, for MINUTES=10"
 	@echo "make bump    raise the agents' pinned versions to the newest ones that pass their tests"
@@ -17,34 +17,40 @@ venv: .venv/.ready
 	@.ci/bootstrap venv
 	@touch $@
 
+dev: .venv/.dev
+
+.venv/.dev: .venv/.ready requirements-dev.lock
+	@.ci/bootstrap dev
+	@touch $@
+
 system:
 	@.ci/bootstrap system
 
 demo: venv
 	@.venv/bin/pier run -p examples/tasks -a oracle -n 4 --image host --job-name "demo-$$(date +%Y%m%d-%H%M%S)"
 
-clients: venv
+clients: dev
 	@.ci/clients || echo "the official model clients could not be installed, so their tests are skipped" >&2
 
-test: venv system clients
+test: dev system clients
 	@.ci/test
 
-lint: venv
+lint: dev
 	@.ci/lint
 
-format: venv
+format: dev
 	@.venv/bin/ruff check --fix --quiet . ; .venv/bin/ruff format --quiet .
 
-bench: venv system
+bench: dev system
 	@for benchmark in benchmarks/[a-z]*.py; do .venv/bin/python "$$benchmark" || exit 1; done
 
-soak: venv
+soak: dev
 	@.ci/soak $(or $(MINUTES),10)
 
-bump: venv system
+bump: dev system
 	@.venv/bin/python .ci/bump
 
-docs: venv
+docs: dev
 	@.venv/bin/python -m pytest -q tests/unit/test_docs.py
 
 clean:

@@ -1,4 +1,4 @@
-"""What an agent is told of its model: where to call, with which key and under which name.
+"""How an agent reaches its model: where to call, with which key and under which name.
 
 The gateway makes endpoints and agents are handed them, so neither imports the other.
 """

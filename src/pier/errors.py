@@ -12,9 +12,9 @@
     ├── ProviderError    the model provider failed
     ├── VerifierError    the verifier gave no usable verdict
     ├── StorageError     this machine could not keep, read or hand on a file
-    └── JobError         a job directory is broken or owned by somebody else
+    └── JobError         a job directory is broken or owned by another process
 
-Each error says whose fault it is (`blame`), whether doing the same again may help (`retryable`) and has a stable
+Each error says where the fault lies (`blame`), whether doing the same again may help (`retryable`) and has a stable
 `code` for machines. Retry policy reads those three, never class names nor the text of a message. `hint` is the one
 thing a person should try next.
 """

@@ -1,6 +1,6 @@
 """Which user and group ids a sandbox of this user can have, and how a process gets into a user namespace with them.
 
-    root     ids 0..65535 inside are 100000..165535 outside: root inside is nobody on this machine
+    root     ids 0..65535 inside are 100000..165535 outside: root inside has no rights on this machine
     subids   0 inside is this user, 1..65535 are the subordinate ids that /etc/subuid and /etc/subgid grant
     single   0 inside is this user and there is no other id: owners and other users are fiction
 
@@ -66,7 +66,7 @@ class IdMap:
         return -1
 
     def write(self, pid: int, proc: str = "/proc") -> None:
-        """Give `pid`, which just entered a user namespace of its own, its ids. The caller stayed outside."""
+        """Give `pid`, which just entered a new user namespace, its ids. The caller stayed outside."""
         if self.mode == "subids":
             _run_tool("newuidmap", pid, self.uids)
             _run_tool("newgidmap", pid, self.gids)

@@ -1,8 +1,8 @@
 """Ownership of things that outlive a process: sandboxes, mounts, cgroups, containers, networks.
 
 A thing is written down *before* it exists, under the name of its owner, and struck out after it is gone. An owner is
-a running process that holds a lock on its own file; the lock dies with the process, so whoever can take it knows that
-the owner is dead and may sweep what it left. Nothing else is ever touched.
+a running process that holds a lock on its own file; the lock dies with the process, so another one that can take it
+knows that the owner is dead and may sweep what it left. Nothing else is ever touched.
 
     <home>/leases/<owner>/owner.json      locked while the owner lives
     <home>/leases/<owner>/<kind>.<id>     JSON: what a sweeper must know to destroy the thing

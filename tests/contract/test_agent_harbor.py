@@ -92,5 +92,5 @@ def test_its_options_are_those_of_its_constructor() -> None:
 
 def test_other_classes_are_no_agents() -> None:
     assert is_harbor_agent(HarborStyle) and not is_harbor_agent(Path) and not is_harbor_agent("text")
-    with pytest.raises(UsageError, match="is no agent"):
+    with pytest.raises(UsageError, match="is not an agent"):
         find_agent("pathlib:Path")

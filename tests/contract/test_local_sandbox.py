@@ -212,3 +212,10 @@ async def test_root_without_shifted_mounts(backend: LocalBackend, image: Image, 
             await backend.remove_snapshot(frozen)
         async with await backend.start(SandboxSpec(image)) as usual:
             assert usual.box.shifted
+
+
+async def test_process_1_shows_nothing_of_the_machine(backend: LocalBackend, image: Image) -> None:
+    async with await backend.start(SandboxSpec(image)) as sandbox:
+        shown = await sandbox.exec("tr '\\0' ' ' < /proc/1/cmdline; ps -o args; readlink /proc/1/exe || true")
+        assert shown.text.startswith("pier-init")
+        assert "python" not in shown.text and "/usr" not in shown.text and str(Path.home()) not in shown.text

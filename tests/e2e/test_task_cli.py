@@ -113,7 +113,7 @@ services:
 def test_check_reads_compose_files(tmp_path: Path) -> None:
     toml = TOML + 'env = {KEY = "${A_KEY_THAT_NOBODY_HAS}", COUNT = "${A_COUNT_THAT_NOBODY_HAS}"}\n'
     asked = "[[verifier.collect]]\nservice = 'side'\ncommand = 'true'\n"
-    named = {"environment__docker-compose.yaml": SERVICES, "environment__Dockerfile": ""}
+    named = {"environment__docker-compose.yaml": SERVICES, "environment__Dockerfile": "FROM x\n"}
     write_task(tmp_path / "good", toml=toml + asked, **named)
     said = pier("task", "check", tmp_path / "good")
     assert "errors: 0" in said and "services.main.ports: not published" in said
@@ -141,3 +141,15 @@ def test_list_and_show(tmp_path: Path) -> None:
     )
     assert "holds 3 tasks" in pier("task", "show", tmp_path / "set", code=2)
     assert "did not finish" in pier("trial", "show", tmp_path, code=2)
+
+
+def test_many_findings_are_grouped_by_rule(tmp_path: Path) -> None:
+    for number in range(45):
+        write_task(tmp_path / "set" / f"t{number}", solve="", test="", **{"tests__test.sh": PASS})
+        (tmp_path / "set" / f"t{number}" / "solution" / "solve.sh").unlink()
+    said = pier("task", "check", tmp_path / "set", code=1)
+    assert "warning: no-solution: 45" in said and "... and 42 more" in said
+    assert len(said.splitlines()) < 20
+    assert len(pier("task", "check", "--all", tmp_path / "set", code=1).splitlines()) > 45
+    rows = json.loads(pier("task", "check", "--json", tmp_path / "set", code=1))["problems"]
+    assert sum(row["rule"] == "no-solution" for row in rows) == 45

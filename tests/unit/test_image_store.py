@@ -198,6 +198,30 @@ def test_a_budget_removes_what_was_not_used_for_longest(tmp_path: Path) -> None:
     assert [record.reference[-1] for record in store.list()] == ["1", "3"]
 
 
+def test_pier_gc_keeps_the_store_within_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ImageStore()
+    for number, origin in enumerate(("import", "build", "pull")):
+        (tmp_path / f"{number}.tar").write_bytes(tar_of(entry("f", bytes([number]) * 1000)))
+        pier("import", str(tmp_path / f"{number}.tar"), f"image:{number}")
+        record = store.record(f"image:{number}")
+        (path,) = [path for path in (store.root / "refs").iterdir() if record.reference in path.read_text()]
+        path.write_text(record.model_copy(update={"origin": origin}).model_dump_json())
+        os.utime(path, (1_000_000 + number, 1_000_000 + number))
+    assert collect_garbage()["images"]["images"] == []
+    monkeypatch.setenv("PIER_IMAGE_BUDGET", "2k")
+    assert collect_garbage()["images"]["images"] == ["docker.io/library/image:1"]
+    assert collect_garbage("--max-size", "0")["images"]["images"] == ["docker.io/library/image:2"]
+    assert [record.reference[-1] for record in store.list()] == ["0"]
+    monkeypatch.setenv("PIER_IMAGE_BUDGET", "many")
+    done = subprocess.run([sys.executable, "-m", "pier", "gc"], capture_output=True, text=True)
+    assert done.returncode == 2 and "invalid value 'many' for PIER_IMAGE_BUDGET" in done.stderr
+
+
+def collect_garbage(*args: str) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-m", "pier", "gc", "--json", *args], capture_output=True, check=True)
+    return json.loads(done.stdout)
+
+
 async def test_what_a_living_process_uses_is_kept(tmp_path: Path) -> None:
     store = ImageStore()
     (tmp_path / "a.tar").write_bytes(TWO)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -39,15 +40,34 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert after.n_retries == 1
 
 
-def test_every_cut_leaves_a_ledger_that_opens(tmp_path: Path) -> None:
+def test_every_cut_leaves_a_ledger_with_all_whole_lines(tmp_path: Path) -> None:
     _written(tmp_path)
     whole = (tmp_path / JOURNAL).read_bytes()
     first = whole.index(b"\n") + 1
+    seen = set()
     for length in range(first, len(whole)):
         (tmp_path / JOURNAL).write_bytes(whole[:length])
-        ledger = Ledger.read(tmp_path)
-        complete = whole[:length].count(b'"e":"end"')
-        assert len(ledger.outcomes) <= complete
+        *lines, last = whole[:length].split(b"\n")
+        lines += [last] if _is_json(last) else []  # only the newline is missing
+        events = [json.loads(line) for line in lines]
+        ended: set[str] = set()
+        for event in events:
+            if event["e"] == "end" and not event.get("cancelled"):
+                ended.add(event["trial"])
+            elif event["e"] == "again":
+                ended.discard(event["trial"])
+        outcomes = Ledger.read(tmp_path).outcomes
+        assert {id for id, outcome in outcomes.items() if not outcome.cancelled} == ended
+        seen.add(frozenset(ended))
+    assert seen == {frozenset(), frozenset({A}), frozenset({A, B})}
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def test_a_torn_tail_does_not_spoil_what_comes_after(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pier.errors import TaskError
 from pier.task import load_task
 from pier.task.ignore import IgnoreRules
-from pier.task.lint import lint
+from pier.task.lint import Problem, lint
 from pier.task.scaffold import create_task
 from tests.trial_runs import TOML, write_task
 
@@ -176,8 +176,72 @@ def test_lint_names_file_and_key(tmp_path: Path) -> None:
     assert "did you mean environment.memory?" in found["task.toml: environment.memroy"]
     assert "schema_version" in found["task.toml: version"]
     assert "rewards.json" in found["tests/test.sh"]
-    assert "what to run in" in found["environment"]
+    assert "docker_image" in found["environment"]
     assert any("network_mode" in where for where in found)
     (root / "task.toml").write_text("[agent]\ntimeout_sec = 'x'\n")
     (problem,) = lint(root)
     assert problem.level == "error" and "agent.timeout_sec" in problem.message
+
+
+def rules(root: Path) -> dict[str, str]:
+    """The rules that a task breaks, with the place of the last finding each."""
+    return {problem.rule: problem.where.removeprefix(f"{root.resolve()}/") for problem in lint(root)}
+
+
+def test_lint_reads_the_dockerfile(tmp_path: Path) -> None:
+    broken = "FROM x\nRUN cat << 'EOF' > /a\nhello\nEOF\n"
+    root = tmp_path / "spaced"
+    write_task(root, environment__Dockerfile=broken)
+    (problem,) = [problem for problem in lint(root) if problem.rule == "invalid-dockerfile"]
+    assert problem.where.endswith("Dockerfile:3") and "without a space" in problem.message
+    root = tmp_path / "sources"
+    copies = (
+        "COPY here there/\nCOPY gone there/\nCOPY --from=other gone .\nADD http://x/y .\nCOPY $NAME .\nCOPY *.none .\n"
+    )
+    write_task(root, environment__Dockerfile=f"FROM x\n{copies}", environment__here="x")
+    found = [problem for problem in lint(root) if problem.rule == "missing-source"]
+    assert [problem.where.rpartition(":")[2] for problem in found] == ["3"] and "gone" in found[0].message
+
+
+def test_lint_finds_tests_that_the_image_holds(tmp_path: Path) -> None:
+    own = {
+        "environment__Dockerfile": "FROM x\nCOPY tests/ /app/tests/\n",
+        "environment__tests__test_app.py": "assert 1",
+    }
+    assert "copies-tests" not in rules_of(tmp_path / "own", own)
+    assert "copies-tests" in rules_of(tmp_path / "leak", own | {"tests__test_app.py": "assert 1"})
+
+
+def rules_of(root: Path, content: dict[str, str]) -> dict[str, str]:
+    write_task(root, **content)
+    return rules(root)
+
+
+def test_lint_knows_reward_files_from_others(tmp_path: Path) -> None:
+    test = "echo 1 > /logs/verifier/reward.txt; echo {} > /logs/verifier/reward-details.json\n"
+    write_task(tmp_path / "details", test=test, environment__Dockerfile="FROM x")
+    assert rules(tmp_path / "details") == {}
+    write_task(tmp_path / "wrong", test="echo 1 > /logs/verifier/reward\n", environment__Dockerfile="FROM x")
+    assert rules(tmp_path / "wrong") == {"reward-path": "tests/test.sh"}
+
+
+def test_only_docker_compose_yaml_describes_services(tmp_path: Path) -> None:
+    for name in ("docker-compose.yml", "compose.yaml", "compose.yml"):
+        content = {"environment__Dockerfile": "FROM x", f"environment__{name}": "services: {}"}
+        assert write_task(tmp_path / name, **content).compose is None
+    (problem,) = [p for p in _lint_of(tmp_path / "alone", {"environment__compose.yml": ""}) if p.rule == "no-image"]
+    assert "rename compose.yml to docker-compose.yaml" in problem.message
+
+
+def _lint_of(root: Path, content: dict[str, str]) -> list[Problem]:
+    write_task(root, **content)
+    return lint(root)
+
+
+def test_a_public_default_matters_only_if_a_phase_uses_it(tmp_path: Path) -> None:
+    toml = TOML.replace('network_mode = "no-network"\n', "")
+    write_task(tmp_path / "open", toml=toml, environment__Dockerfile="FROM x")
+    assert "public-by-default" in rules(tmp_path / "open")
+    closed = toml.replace("timeout_sec = 120", 'timeout_sec = 120\nnetwork_mode = "no-network"')
+    write_task(tmp_path / "closed", toml=closed, environment__Dockerfile="FROM x")
+    assert rules(tmp_path / "closed") == {}

@@ -111,13 +111,37 @@ def test_dataset_toml(dataset: Path) -> None:
     rows = f'[[tasks]]\nname = "org/alpha"\ndigest = "{digest}"\n[[tasks]]\nname = "org/echo"\n'
     (dataset / "dataset.toml").write_text(f'[dataset]\nname = "org/set"\n{rows}')
     assert names(dataset / "dataset.toml") == ["alpha", "echo"]
-    assert names(dataset) == ["alpha", "echo"]
     (dataset / "alpha" / "instruction.md").write_text("Other.")
     with pytest.raises(TaskError, match="does not have the digest"):
-        names(dataset)
+        names(dataset / "dataset.toml")
     (dataset / "dataset.toml").write_text("[dataset]\n")
     with pytest.raises(TaskError, match=r"dataset\.name"):
-        names(dataset)
+        names(dataset / "dataset.toml")
+
+
+def test_a_directory_is_walked_whatever_its_dataset_toml_says(dataset: Path) -> None:
+    everything = ["alpha", "bravo", "charlie", "delta", "echo"]
+    file, warnings = dataset / "dataset.toml", []
+    rows = "".join(f'[[tasks]]\nname = "org/{name}"\ndigest = "sha256:0"\n' for name in ("alpha", "gone"))
+    for content in (f'[dataset]\nname = "org/set"\n{rows}', "[dataset]\n"):
+        file.write_text(content)
+        found = resolve_sources([dataset], warn=warnings.append)
+        assert [task.name for task in found] == everything
+    assert "4 tasks here are not listed, 1 listed ones are missing" in warnings[0]
+    assert "dataset.name" in warnings[1] and len(warnings) == 2
+
+
+def test_a_pattern_must_match_in_one_of_the_sources(dataset: Path, tmp_path: Path) -> None:
+    write_task(tmp_path / "more" / "zulu")
+    assert names(dataset, tmp_path / "more", include=["zulu", "al*"]) == ["alpha", "zulu"]
+    with pytest.raises(UsageError, match="no task matches 'yankee'"):
+        names(dataset, tmp_path / "more", include=["zulu", "yankee"])
+
+
+def test_tasks_that_lie_deeper_are_pointed_at(dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="in 1 of its directories: set") as caught:
+        names(tmp_path)
+    assert caught.value.hint is not None and caught.value.hint.startswith(f"{tmp_path}/set")
 
 
 def test_registry_json(dataset: Path, tmp_path: Path) -> None:

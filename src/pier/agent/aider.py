@@ -31,7 +31,7 @@ QUIET = (
 
 class Aider(PackedAgent):
     """Without git in the image it works all the same, without its map of the repository; with git it makes a
-    repository of a working directory that is none."""
+    repository of a working directory that has none."""
 
     name = "aider"
     dialect = "chat"

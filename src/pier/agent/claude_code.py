@@ -30,7 +30,7 @@ QUIET = {
 
 
 class ClaudeCode(PackedAgent):
-    """Plan mode is off unless `disallowed_tools` says otherwise: nobody is there to approve a plan."""
+    """Plan mode is off unless `disallowed_tools` says otherwise: there is no user to approve a plan."""
 
     name = "claude-code"
     dialect = "anthropic"

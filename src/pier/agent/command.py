@@ -65,7 +65,7 @@ class CommandAgent(Agent):
             return [SCRIPT, *(shlex.split(command) if isinstance(command, str) else argv)]
         if not argv:
             raise UsageError(
-                "the agent command needs to be told what to run", hint="--ak command='...' or --ak script=FILE"
+                "the agent `command` needs a command or a script to run", hint="--ak command='...' or --ak script=FILE"
             )
         return argv
 

@@ -1,4 +1,4 @@
-"""The contract between a trial and an agent: what an agent is told, and how it says what to run."""
+"""The contract between a trial and an agent: the inputs of an agent, and the command it wants to run."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class McpServer:
 
 
 def _ignore(text: str) -> None:
-    """Nobody wants to know."""
+    """Discard a note."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """What an agent is told of one run. `seconds` is its time; `options` are its kwargs as the user gave them."""
+    """The inputs of one run of an agent. `seconds` is its time; `options` are its kwargs as the user gave them."""
 
     instruction: str
     workdir: str
@@ -57,7 +57,7 @@ class AgentRun:
     budget: Mapping[str, float] = field(default_factory=dict)
     """What its model session may use, by the names of the session's limits."""
     warn: Callable[[str], None] = _ignore
-    """Takes what went wrong beside the agent's work, for the people who read the result."""
+    """Receives warnings about a run, which the result lists."""
 
     def limits(self) -> dict[str, str]:
         """The variables that tell an agent how long it has, from now on, and what it may use."""
@@ -78,7 +78,7 @@ class AgentFile:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What to run: an argv, the variables it needs beside the sandbox's own, and files to write first."""
+    """What to run: an argv, the variables it needs in addition to the sandbox's, and files to write first."""
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class PackSpec:
     package: str
     version: str | None = None
     extras: tuple[str, ...] = ()
-    """Packages to install beside it."""
+    """Packages to install with it."""
     program: str = ""
     """npm: the one native file below `node_modules` that is the whole agent, with `{arch}` for npm's architecture."""
     pythons: tuple[str, ...] = ("3.12", "3.13", "3.11")
@@ -128,7 +128,7 @@ class Agent(ABC):
         return self.hosts
 
     def mounts(self, options: Mapping[str, Any]) -> tuple[Mount, ...]:
-        """What must be mounted for these options, beside the pack."""
+        """The mounts that these options need in addition to the pack."""
         return ()
 
     @abstractmethod

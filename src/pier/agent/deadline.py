@@ -31,7 +31,7 @@ class Order:
 
 
 async def execute(sandbox: Sandbox, order: Order, on_output: OnOutput | None = None) -> Result:
-    """Run the command to its end or its deadline; a deadline is told in the result. A cancel kills its whole tree."""
+    """Run the command to its end or its deadline; a deadline is reported in the result. A cancel kills its tree."""
     process = await sandbox.spawn(
         list(order.argv),
         cwd=order.cwd,

@@ -76,7 +76,7 @@ class HarborAgent(Agent):
     outside = True
 
     def launch(self, run: AgentRun) -> Launch:
-        raise AgentError(f"{self.name} runs through Harbor's interface and has no command of its own", code="harbor")
+        raise AgentError(f"{self.name} runs through Harbor's interface and has no command to run", code="harbor")
 
     async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
         with tempfile.TemporaryDirectory(prefix="pier-harbor-") as logs:

@@ -19,7 +19,7 @@ TYPES = {
 
 
 class Kimi(PackedAgent):
-    """Its model is told by variables alone; MCP servers go into a file of its home."""
+    """Its model is set by variables alone; MCP servers go into a file of its home."""
 
     name = "kimi"
     dialect = "chat"

@@ -11,7 +11,7 @@ HOME = f"{AGENT_LOGS}/openhands"
 
 
 class OpenHands(PackedAgent):
-    """It clones a public repository of extensions before its first call; git is told to find that nowhere at once."""
+    """It clones a public repository of extensions before its first call; git is configured to fail on it at once."""
 
     name = "openhands"
     dialect = "chat"

@@ -1,4 +1,4 @@
-"""The base of agents that come in a pack: places their files, tells them their time, and stops them softly.
+"""The base of agents that come in a pack: places their files, passes their deadline, and stops them gracefully.
 
 A subclass says what to run (`launch`) and where it looks for skills; everything that all of them share is here.
 """
@@ -34,7 +34,7 @@ class PackedAgent(Agent):
     the logs where its contents are put."""
 
     takes_mcp: ClassVar[bool] = True
-    """Whether `launch` tells it of MCP servers."""
+    """Whether `launch` configures MCP servers for it."""
 
     direct_hosts: ClassVar[tuple[str, ...]] = ()
     """Where its model is when no gateway stands before it and its configuration names no other place."""
@@ -57,7 +57,7 @@ class PackedAgent(Agent):
             await self._keep_logs(sandbox, run)
 
     async def _give_tools(self, sandbox: Sandbox, run: AgentRun) -> None:
-        """Put the skills where it looks for them; what it has no notion of is told."""
+        """Put the skills where it looks for them; unsupported kinds are reported."""
         target = self.skills_into(run)
         if run.skills_dir and target:
             await sandbox.put_tar(sandbox.get_tar(run.skills_dir), target)

@@ -23,7 +23,7 @@ FLAGS = (Flag("thinking", "--thinking", LEVELS), Flag("reasoning_effort", "--thi
 
 
 class Pi(PackedAgent):
-    """It knows no MCP and exits with 0 when its model fails: what happened is told by the wire alone."""
+    """It knows no MCP and exits with 0 when its model fails: only the wire shows what happened."""
 
     name = "pi"
     dialect = "chat"

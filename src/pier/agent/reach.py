@@ -1,4 +1,4 @@
-"""Which hosts an agent must reach beyond the gateway, read out of its own configuration.
+"""Which hosts an agent must reach beyond the gateway, read from its configuration.
 
 A URL that a user puts into an agent's configuration or variables is meant to be called, so it is allowed without
 another word. Only settings that name an endpoint count; a link in a prompt opens nothing.

@@ -43,7 +43,7 @@ def find_agent(name: str) -> type[Agent]:
         found = adapt(found)
     if not (isinstance(found, type) and issubclass(found, Agent)):
         raise UsageError(
-            f"{name!r} is no agent: it must be a subclass of pier.agent.contract.Agent or of Harbor's BaseAgent",
+            f"{name!r} is not an agent: expected a subclass of pier.agent.contract.Agent or of Harbor's BaseAgent",
             code="plugin",
         )
     if not version:
@@ -71,7 +71,7 @@ def resolved(name: str) -> str:
 
 
 def agent_names() -> list[str]:
-    """All names that `find_agent` takes, beside `module:Class`."""
+    """All names that `find_agent` takes, in addition to `module:Class`."""
     return names("agent", AGENTS)
 
 

@@ -1,6 +1,6 @@
 """Terminus 2, Harbor's own agent, through the adapter: calls its model from outside, types into a terminal inside.
 
-Needs the package `harbor` beside pier, and `tmux` and `bash` in the image.
+Needs the package `harbor` in pier's environment, and `tmux` and `bash` in the image.
 """
 
 from __future__ import annotations
@@ -43,6 +43,6 @@ class Terminus2(HarborAgent):
         try:
             self.kind = load("harbor.agents.terminus_2:Terminus2")
         except UsageError as error:
-            message = f"the agent terminus-2 needs the package harbor beside pier: {error.message}"
+            message = f"the agent terminus-2 needs the package harbor in pier's environment: {error.message}"
             raise UsageError(message, hint="pip install harbor", code="no-harbor") from error
         self.version = version_of(self.kind)

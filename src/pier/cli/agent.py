@@ -18,7 +18,7 @@ def _echo(value: Any, as_json: bool, lines: list[str]) -> None:
 
 
 def _described(name: str) -> dict[str, Any]:
-    """What there is to say of one agent and its pack."""
+    """The facts about one agent and its pack."""
     from pier.agent.pack import PackStore
     from pier.agent.registry import find_agent
 

@@ -1,4 +1,4 @@
-"""`pier doctor`: what this machine can do, what is missing, and the command that mends it."""
+"""`pier doctor`: what this machine can do, what is missing, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 def doctor(as_json: bool) -> None:
-    """Say what this machine can do and how to mend what it cannot.
+    """Check this machine and suggest fixes.
 
     The exit code is 1 when no backend can start sandboxes.
     """

@@ -1,7 +1,7 @@
 """What to export, or to write where, so that an agent on this machine calls a gateway.
 
 It is what a trial tells the same agent, so it is taken from there: the variables that an agent gets because of its
-model's address. Agents that read a file instead are told what to put into it.
+model's address. For agents that read a file instead, its content is shown.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _lines(variables: dict[str, str]) -> list[str]:
 
 
 def _variables(agent: Agent, endpoint: Endpoint) -> dict[str, str]:
-    """What the agent's program is given only because its model is at an address of its own."""
+    """What the agent's program is given only because its model has a custom address."""
     if agent.name == "mini-swe-agent":
         values = (endpoint.key, f"{endpoint.url}/v1")
         return dict(zip(_FOR_LITELLM, values, strict=True))

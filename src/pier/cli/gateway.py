@@ -37,13 +37,11 @@ def gateway() -> None:
 @click.option("-o", "--recording", type=click.Path(path_type=Path), help="File to record to, e.g. calls.jsonl.")
 @click.option("--tokens", is_flag=True, help="Ask for token ids and log-probs (vLLM) and record them.")
 @click.option("--closed-book", is_flag=True, help="Take web search and other hosted tools out of requests.")
-@click.option("--max-turns", type=click.IntRange(1), help="End after so many generations.")
-@click.option("--max-tokens", type=click.IntRange(1), help="End after so many tokens, input and output together.")
-@click.option("--max-cost", type=_ABOVE_0, help="End after so many US dollars.")
-@click.option(
-    "--max-seconds", type=click.FloatRange(0, min_open=True), help="End so many seconds after the first call."
-)
-@click.option("--rpm", type=click.IntRange(1), help="Let so many requests pass in a minute.")
+@click.option("--max-turns", type=click.IntRange(1), help="Stop after N model calls.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Stop after N tokens, input and output together.")
+@click.option("--max-cost", type=_ABOVE_0, help="Stop after N US dollars.")
+@click.option("--max-seconds", type=click.FloatRange(0, min_open=True), help="Stop N seconds after the first call.")
+@click.option("--rpm", type=click.IntRange(1), help="Allow at most N requests a minute.")
 @click.option("--metrics", help="Serve numbers for Prometheus at HOST:PORT, or at the path of a unix socket.")
 def serve(**options: Any) -> None:
     """Serve one session until interrupted, and print what to export for each agent."""
@@ -113,7 +111,7 @@ async def _serve(
 
 
 async def _opened(address: str, hint: str, opening: Coroutine[Any, Any, T]) -> T:
-    """What `opening` gives; a `UsageError` if nobody can listen there."""
+    """What `opening` gives; a `UsageError` if the address cannot be used."""
     from pier.errors import UsageError
 
     try:

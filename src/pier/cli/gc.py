@@ -1,40 +1,68 @@
-"""`pier gc`: remove what dead runs left behind, and nothing else."""
+"""`pier gc`: remove what dead runs left behind, and images beyond the store's budget."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 
+from pier.sizes import parse_size, size_text
+
 if TYPE_CHECKING:
+    from pier.image.collect import Collected
     from pier.lease import Destroy, Swept
 
 
 @click.command()
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option(
+    "--max-size",
+    help="Size of the image store to keep, such as 20G. [default: $PIER_IMAGE_BUDGET or a fifth of the disk up to 50G]",
+)
+@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-def gc(dry_run: bool, as_json: bool) -> None:
-    """Remove what dead runs left behind.
+def gc(max_size: str | None, dry_run: bool, as_json: bool) -> None:
+    """Remove what dead runs left behind, and images that were not used for longest.
 
-    Each sandbox, container and network was written down by its owner before it was made; what belongs to an owner that
-    still runs is not touched. The exit code is 1 when something could not be removed.
+    Each sandbox, container and network was recorded by its owner before it was created; those of an owner that still
+    runs are kept. Of the image store, build caches and then images that can be pulled or built again are removed until
+    it fits the budget. The exit code is 1 when something could not be removed.
     """
-    swept = asyncio.run(_sweep(dry_run))
+    swept, images = asyncio.run(_collect(max_size, dry_run))
     if as_json:
         removed = [{"kind": held.kind, "id": held.id, "owner": held.owner} for held in swept.removed]
         failed = [{"kind": held.kind, "id": held.id, "owner": held.owner, "reason": why} for held, why in swept.failed]
-        click.echo(json.dumps({"dry_run": dry_run, "removed": removed, "failed": failed}, indent=2))
+        report = {"dry_run": dry_run, "removed": removed, "failed": failed, "images": asdict(images)}
+        click.echo(json.dumps(report, indent=2))
     else:
         for held in swept.removed:
             click.echo(f"{'would remove' if dry_run else 'removed'} {held.kind} {held.id}")
         for held, why in swept.failed:
             click.echo(f"could not remove {held.kind} {held.id}: {why}", err=True)
-        if not swept.removed and not swept.failed:
+        parts = len(images.images) + len(images.layers) + len(images.caches) + len(images.leftovers)
+        if parts:
+            verb = "would remove" if dry_run else "removed"
+            left = f"{size_text(images.freed)} freed, {size_text(images.size)} left in the image store"
+            click.echo(f"{verb} {len(images.images)} images and {parts - len(images.images)} layers and caches: {left}")
+        if not swept.removed and not swept.failed and not parts:
             click.echo("nothing to remove")
     raise click.exceptions.Exit(1 if swept.failed else 0)
+
+
+async def _collect(max_size: str | None, dry_run: bool) -> tuple[Swept, Collected]:
+    from pier.image.collect import collect, default_budget
+    from pier.image.store import ImageStore
+
+    limit = None if max_size is None else parse_size(max_size, "--max-size")
+    swept = await _sweep(dry_run)
+    store = ImageStore()
+    if not store.root.is_dir():
+        return swept, await collect(store)
+    limit = default_budget(store) if max_size is None else limit
+    return swept, await collect(store, max_size=limit, keep_imports=True, dry_run=dry_run)
 
 
 async def _sweep(dry_run: bool) -> Swept:

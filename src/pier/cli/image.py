@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from pier.sizes import parse_size, size_text
+
 if TYPE_CHECKING:
     from pier.image.model import Image
     from pier.image.records import ImageRecord
@@ -160,7 +162,7 @@ def list_(cached: bool, env: str, as_json: bool) -> None:
     width = max(len(row["reference"]) for row in rows)
     click.echo(f"{'IMAGE':{width}}  DIGEST        LAYERS      SIZE  FROM")
     for row in rows:
-        size = _size_text(row["size"])
+        size = size_text(row["size"])
         name = f"{row['reference']:{width}}"
         click.echo(f"{name}  {row['digest'][7:19]}  {row['layers']:6}  {size:>8}  {row['origin']}")
 
@@ -173,8 +175,8 @@ def _list_cached(store: ImageStore, as_json: bool) -> None:
         click.echo(json.dumps(rows, indent=2))
         return
     for row in rows:
-        click.echo(f"{row['kind']:9}  {_size_text(row['size']):>8}  {row['used']}  {row['name']}")
-    total = _size_text(sum(row["size"] for row in rows))
+        click.echo(f"{row['kind']:9}  {size_text(row['size']):>8}  {row['used']}  {row['name']}")
+    total = size_text(sum(row["size"] for row in rows))
     click.echo(f"{total} in all; pier image gc --max-size SIZE keeps what was used last" if rows else "nothing is kept")
 
 
@@ -191,7 +193,7 @@ def _list_engine(as_json: bool) -> None:
         click.echo("pier has brought no images to the Docker engine")
     for one in found:
         used = "in use" if one.in_use else ""
-        click.echo(f"{one.reference}  {one.id[7:19]}  {_size_text(one.size):>8}  {used}".rstrip())
+        click.echo(f"{one.reference}  {one.id[7:19]}  {size_text(one.size):>8}  {used}".rstrip())
 
 
 @image.command()
@@ -245,7 +247,7 @@ def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:
 
     from pier.image.collect import collect
 
-    limit = None if max_size is None else _parse_size(max_size)
+    limit = None if max_size is None else parse_size(max_size, "--max-size")
     if env == "docker":
         _collect_engine(limit, dry_run, as_json)
         return
@@ -257,7 +259,7 @@ def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:
     click.echo(
         f"{verb} {len(done.images)} images, {len(done.layers)} layers, {len(done.caches)} caches and "
         f"{len(done.leftovers)} leftovers, "
-        f"{_size_text(done.freed)}; {_size_text(done.size)} are left"
+        f"{size_text(done.freed)}; {size_text(done.size)} are left"
     )
 
 
@@ -272,7 +274,7 @@ def _collect_engine(limit: int | None, dry_run: bool, as_json: bool) -> None:
         click.echo(json.dumps(told, indent=2))
         return
     more = f" and {len(volumes)} volumes" if volumes else ""
-    click.echo(f"{'would remove' if dry_run else 'removed'} {len(removed)} images{more}, {_size_text(freed)}")
+    click.echo(f"{'would remove' if dry_run else 'removed'} {len(removed)} images{more}, {size_text(freed)}")
 
 
 def _store() -> ImageStore:
@@ -305,21 +307,3 @@ def _tell(made: Image, as_json: bool) -> None:
         click.echo(json.dumps(value, indent=2))
     else:
         click.echo(f"{made.reference}  {made.digest}")
-
-
-def _parse_size(text: str) -> int:
-    units = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-    number = text.strip().lower().removesuffix("b").removesuffix("i")
-    unit = number[-1:] if number[-1:] in units and not number[-1:].isdigit() else ""
-    try:
-        return int(float(number.removesuffix(unit)) * units[unit])
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is not a size such as 500M or 20G", param_hint="--max-size") from None
-
-
-def _size_text(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trajectory": ("pier.cli.trajectory:trajectory", "Convert, validate and show trajectories."),
     "sandbox": ("pier.cli.sandbox:sandbox", "Run commands in sandboxes."),
     "image": ("pier.cli.image:image", "Import, pull, build and remove images."),
-    "doctor": ("pier.cli.doctor:doctor", "Say what this machine can do and how to mend what it cannot."),
+    "doctor": ("pier.cli.doctor:doctor", "Check this machine and suggest fixes."),
     "gc": ("pier.cli.gc:gc", "Remove what dead runs left behind."),
 }
 """Every command: where it is (`module:attribute`) and its one line of help, so that help imports no command."""

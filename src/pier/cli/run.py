@@ -18,8 +18,8 @@ REFUSED = {
     "--install-only": "installing agents without running them",
     "--resume-trajectory": "continuing a recorded session",
     "--load-trajectory": "loading an earlier trajectory",
-    "--skill": "skills beside the task's own",
-    "--skills": "skills beside the task's own",
+    "--skill": "additional skills",
+    "--skills": "additional skills",
     "--user-agent": "simulated users",
     "--user-model": "simulated users",
     "--uk": "simulated users",
@@ -32,7 +32,7 @@ REFUSED = {
     "--bridge-kwarg": "simulated users",
     "--stream": "streaming of a sandbox's output",
     "--override-tpu": "TPUs",
-    "--extra-docker-compose": "compose files beside the task's own",
+    "--extra-docker-compose": "additional compose files",
     "--verifier": "verifiers written as Python classes",
     "--verifier-kwarg": "verifiers written as Python classes",
     "--verifier-import-path": "verifiers written as Python classes",
@@ -60,7 +60,7 @@ REFUSED = {
     "--export-traces": "exporting traces while running",
     "--export-push": "exporting traces while running",
 }
-"""Flags of Harbor's that ask for what pier does not do, and in words what that is."""
+"""Flags of Harbor that pier does not support, each with a description of what it asks for."""
 
 _BARE = {"--install-only", "--resume-trajectory", "--stream", "--upload", "--launch", "--use-static-ip"}
 _BARE |= {"--no-secrets", "--public", "--private", "--export-traces", "--export-push"}
@@ -104,7 +104,7 @@ OPTIONS: list[Decorator] = [
     _option("--registry-path", type=click.Path(dir_okay=False), help="A registry.json file."),
     _many("-i", "--include-task-name", metavar="GLOB", help="Take only tasks whose name matches."),
     _many("-x", "--exclude-task-name", metavar="GLOB", help="Leave out tasks whose name matches."),
-    _option("-l", "--n-tasks", type=click.IntRange(1), help="Take the first so many tasks."),
+    _option("-l", "--n-tasks", type=click.IntRange(1), help="Run only the first N tasks."),
     _option("--sample-seed", type=int, help="Shuffle the tasks with this seed before taking the first."),
     _option("-a", "--agent", metavar="NAME", help="The agent: a name, or module:Class.  [default: oracle]"),
     _option("--agent-import-path", metavar="MODULE:CLASS", hidden=True),

@@ -172,7 +172,7 @@ async def _run(command: tuple[str, ...], interactive: bool, tty: bool, options: 
                 async with serving(box, running, ended.set):
                     code = await _attach(await _spawn(box, argv, interactive, tty), interactive, tty, ended)
                 if code == 127 and argv == [_SHELL] and not command:
-                    told = f"{spec.image.reference} has no command of its own and no shell; say which program to run"
+                    told = f"{spec.image.reference} has neither a default command nor a shell: give the program to run"
                     click.echo(told, err=True)
                 return code
 

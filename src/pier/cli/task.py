@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from pier.trial.check import Proof
 
 
+_MANY = 40
+"""More findings than this are grouped by rule."""
+_EXAMPLES = 3
+
+
 @click.group()
 def task() -> None:
     """Make, check and list tasks."""
@@ -45,6 +50,7 @@ def init(directory: Path, org: str) -> None:
 @click.option("-e", "--env", "backend", default="local", show_default=True, help="The backend to run on.")
 @click.option("-n", "--concurrency", default=2, show_default=True, type=click.IntRange(1), help="Trials at once.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Keep the trials' files in this directory.")
+@click.option("--all", "show_all", is_flag=True, help="List every finding instead of grouping many by rule.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(
     sources: tuple[str, ...],
@@ -55,19 +61,22 @@ def check(
     backend: str,
     concurrency: int,
     output: Path | None,
+    show_all: bool,
     as_json: bool,
 ) -> None:
-    """Look for what is wrong with tasks; with --run, prove that they can be solved, not got for free, and not found in
-    the history of a repository."""
+    """Check tasks for mistakes. With --run, also prove that the solution passes, that doing nothing does not, and that
+    the fix is not in the history of a repository."""
     from pier.task.lint import lint
     from pier.task.sources import find_tasks
     from pier.trial.lint import lint_services
 
-    paths = [origin.path for source in sources for origin in find_tasks(source)]
+    paths = [origin.path for source in sources for origin in find_tasks(source, warn=_warn)]
     problems = [problem for path in paths for problem in (*lint(path), *lint_services(path))]
+    if image is not None:
+        problems = [problem for problem in problems if problem.rule not in ("no-image", "host-image")]
     failed = any(problem.level == "error" or strict for problem in problems)
     if not as_json:
-        _print_problems(problems, len(paths))
+        _print_problems(problems, len(paths), show_all=show_all)
     proofs: list[Proof] = []
     if run and not any(problem.level == "error" for problem in problems):
         from pier.task import load_task
@@ -80,7 +89,7 @@ def check(
         for leak in () if as_json else leaks:
             click.echo(str(leak))
     if as_json:
-        rows = [{"level": p.level, "where": p.where, "message": p.message} for p in problems]
+        rows = [{"level": p.level, "rule": p.rule, "where": p.where, "message": p.message} for p in problems]
         click.echo(json.dumps({"ok": not failed, "problems": rows, "runs": [_proof_row(p) for p in proofs]}, indent=2))
     sys.exit(1 if failed else 0)
 
@@ -106,11 +115,31 @@ async def _prove(
             return proofs, leaks
 
 
-def _print_problems(problems: list[Problem], tasks: int) -> None:
-    for problem in problems:
-        click.echo(str(problem))
+def _warn(text: str) -> None:
+    click.echo(f"warning: {text}", err=True)
+
+
+def _print_problems(problems: list[Problem], tasks: int, *, show_all: bool) -> None:
+    if show_all or len(problems) <= _MANY:
+        for problem in problems:
+            click.echo(str(problem))
+    else:
+        _print_groups(problems)
     errors = sum(problem.level == "error" for problem in problems)
     click.echo(f"tasks: {tasks}, errors: {errors}, warnings: {len(problems) - errors}")
+
+
+def _print_groups(problems: list[Problem]) -> None:
+    """Errors first, then by how often a rule is broken, each with a few examples."""
+    groups: dict[tuple[str, str], list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault((problem.level, problem.rule), []).append(problem)
+    for (level, rule), found in sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1]))):
+        click.echo(f"{level}: {rule}: {len(found)}")
+        for problem in found[:_EXAMPLES]:
+            click.echo(f"    {problem.where}: {problem.message}")
+        if len(found) > _EXAMPLES:
+            click.echo(f"    ... and {len(found) - _EXAMPLES} more (--all lists them)")
 
 
 def _print_proof(proof: Proof) -> None:
@@ -153,7 +182,7 @@ def list_tasks(
     from pier.task.sources import Selection, resolve_sources
 
     selection = Selection(include, exclude, n_tasks, sample_seed)
-    for found in resolve_sources(sources, selection, verify=False):
+    for found in resolve_sources(sources, selection, verify=False, warn=_warn):
         if as_json:
             click.echo(json.dumps(_summary(found)))
         else:
@@ -169,7 +198,7 @@ def show(source: str, as_json: bool) -> None:
     from pier.errors import UsageError
     from pier.task.sources import resolve_sources
 
-    found = resolve_sources([source], verify=False)
+    found = resolve_sources([source], verify=False, warn=_warn)
     if len(found) != 1:
         raise UsageError(f"{source} holds {len(found)} tasks", hint=f"pier task list {source}")
     (one,) = found
@@ -185,7 +214,7 @@ def show(source: str, as_json: bool) -> None:
         "path": str(one.path),
         "digest": one.digest,
         "image": f"{one.compose.name} (several services)" if one.compose else image,
-        "network": environment.policy.mode,
+        "network": _networks(one),
         "agent's time": f"{first.agent.timeout_sec:g} s" if first.agent.timeout_sec is not None else "no limit",
         "verifier": f"{first.verifier_mode}, {first.verifier.timeout_sec:g} s",
         "steps": ", ".join(step.name for step in one.steps) if one.is_multi_step else "",
@@ -195,6 +224,18 @@ def show(source: str, as_json: bool) -> None:
             click.echo(f"{name + ':':<14}{value}")
     for step in one.steps:
         click.echo(f"\n{'[' + step.name + ']' + chr(10) if step.name else ''}{step.instruction.strip()}")
+
+
+def _networks(found: Task) -> str:
+    """The network of all phases, or of each where they differ."""
+    from pier.trial.network import plan_network
+
+    plan = plan_network(found.config.environment, found.steps, override=None, hosts=(), agent_hosts=())
+    agents = list(dict.fromkeys(step.agent.mode for step in plan.steps))
+    verifiers = list(dict.fromkeys(step.verifier.mode for step in plan.steps))
+    if agents == verifiers and len(agents) == 1:
+        return agents[0]
+    return f"agent {', '.join(agents)}; verifier {', '.join(verifiers)}"
 
 
 def _summary(found: Task) -> dict[str, Any]:

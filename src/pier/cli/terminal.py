@@ -74,7 +74,7 @@ async def pump(on_data: Callable[[bytes], Awaitable[None]], on_end: Callable[[],
 
 @contextlib.contextmanager
 def resizing(on_resize: Callable[[int, int], Awaitable[None]]) -> Iterator[None]:
-    """Tell of each change of this terminal's size."""
+    """Report each change of this terminal's size."""
     loop = asyncio.get_running_loop()
     telling: set[asyncio.Task[None]] = set()
 

@@ -2,20 +2,29 @@
 
 Always: what dead processes left half made, and layers that neither an image nor a build's cache needs. With a size
 budget also, least recently used first, what only makes builds faster (layers of build steps, the directories of
-`RUN --mount=type=cache`), then images. What a living process uses is never removed.
+`RUN --mount=type=cache`), then images. What a living process uses is never removed. `pier gc` has a default budget and
+removes only images that can be pulled or built again.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pier.sizes import parse_size
+
 if TYPE_CHECKING:
     from pier.image.cached import CacheDirectory
     from pier.image.records import ImageRecord
     from pier.image.store import ImageStore
+
+BUDGET_VARIABLE = "PIER_IMAGE_BUDGET"
+DEFAULT_BUDGET = 50 * 1000**3
+"""The most that `pier gc` leaves in a store, on a disk of at least five times that size."""
 
 _DOWNLOADS_KEPT = 24 * 3600
 _STEPS_KEPT = 30 * 24 * 3600
@@ -34,8 +43,24 @@ class Collected:
     size: int = 0
 
 
-async def collect(store: ImageStore, *, max_size: int | None = None, dry_run: bool = False) -> Collected:
-    """Collect garbage; with `max_size` until layers and caches hold no more bytes than that."""
+def default_budget(store: ImageStore) -> int:
+    """How many bytes a store may hold before `pier run` suggests `pier gc`: `$PIER_IMAGE_BUDGET`, or else a fifth of
+    its disk, at most 50 GB."""
+    if text := os.environ.get(BUDGET_VARIABLE):
+        return parse_size(text, BUDGET_VARIABLE)
+    return min(DEFAULT_BUDGET, shutil.disk_usage(store.root).total // 5)
+
+
+def layers_size(store: ImageStore) -> int:
+    """How many bytes the layers of a store hold."""
+    return sum(record.size for layer in store.layers.ids() if (record := store.layers.record(layer)))
+
+
+async def collect(
+    store: ImageStore, *, max_size: int | None = None, keep_imports: bool = False, dry_run: bool = False
+) -> Collected:
+    """Collect garbage; with `max_size` until layers and caches hold no more bytes than that. `keep_imports` spares
+    images that were imported: pier cannot get them again."""
     done = Collected()
     if not store.root.is_dir():
         return done
@@ -48,7 +73,7 @@ async def collect(store: ImageStore, *, max_size: int | None = None, dry_run: bo
         caches = {cache.name: cache for cache in await store.caches.measured()}
         with store.users.collecting():
             choice = _Choice(store, caches, done)
-            choice.make(max_size)
+            choice.make(max_size, keep_imports=keep_imports)
             if not dry_run:
                 _carry_out(store, done, away)
         done.caches = [caches[name].id for name in done.caches]
@@ -102,7 +127,7 @@ class _Choice:
         done.size = sum(record.size for record in self._records.values())
         done.size += sum(cache.size for cache in caches.values())
 
-    def make(self, max_size: int | None) -> None:
+    def make(self, max_size: int | None, *, keep_imports: bool) -> None:
         images = sorted(self._store.list(), key=lambda image: self._store.last_used(image.reference))
         needed = {layer for image in images for layer in image.layers} | self._in_use
         cached = {step.layer for step in self._store.steps.all()}
@@ -110,7 +135,7 @@ class _Choice:
             self._drop_layer(layer)
         if max_size is not None:
             self._drop_cached(max_size, needed)
-            self._drop_images(max_size, images)
+            self._drop_images(max_size, images, keep_imports=keep_imports)
 
     def _drop_layer(self, layer: str) -> None:
         self._done.layers.append(layer)
@@ -133,12 +158,12 @@ class _Choice:
                 self._done.caches.append(cache)
                 self._count(self._caches[cache].size)
 
-    def _drop_images(self, max_size: int, images: list[ImageRecord]) -> None:
+    def _drop_images(self, max_size: int, images: list[ImageRecord], *, keep_imports: bool) -> None:
         """Images, least recently used first; a layer goes with the last image that needs it."""
         for position, image in enumerate(images):
             if self._done.size <= max_size:
                 return
-            if self._in_use.intersection(image.layers):
+            if self._in_use.intersection(image.layers) or (keep_imports and image.origin == "import"):
                 continue
             self._done.images.append(image.reference)
             kept = [other for other in images[:position] if other.reference not in self._done.images]

@@ -53,7 +53,9 @@ def decompressed(path: str) -> Iterator[BinaryIO]:
 @contextmanager
 def _zstd(file: BinaryIO, path: str) -> Iterator[BinaryIO]:
     if shutil.which("zstd") is None:
-        raise ImageError(f"{path} is compressed with zstd, and there is no zstd program", hint="apt-get install zstd")
+        raise ImageError(
+            f"{path} is compressed with zstd, and the program zstd is missing", hint="apt-get install zstd"
+        )
     os.lseek(file.fileno(), 0, os.SEEK_SET)
     process = subprocess.Popen(["zstd", "-dcq"], stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:

@@ -44,6 +44,7 @@ _FLAGS = {
 }
 _DIRECTIVE = re.compile(r"#\s*([A-Za-z][A-Za-z0-9]*)\s*=\s*(.+?)\s*$")
 _HEREDOC = re.compile(r"(\d*)<<(-?)([^<]*)$")
+_SPACED_HEREDOC = re.compile(r"<<-?\s+['\"]?\w")
 _FLAG = re.compile(r"--([a-z-]+)(?:=(.*))?$", re.DOTALL)
 
 
@@ -151,6 +152,7 @@ class _Reader:
         mark = re.escape(escape)
         self._continued = re.compile(rf"(?:(?<!{mark})|^){mark}[ \t]*$")
         self._at = 0
+        self._before = ""
 
     def read(self) -> list[Instruction]:
         found: list[Instruction] = []
@@ -159,6 +161,7 @@ class _Reader:
             text = self._logical_line()
             if text:
                 found.append(self._instruction(text, start))
+                self._before = text
         return found
 
     def _logical_line(self) -> str:
@@ -182,7 +185,9 @@ class _Reader:
         name, _, rest = re.sub(r"\s+", " ", text, count=1).partition(" ")
         name = name.upper()
         if name not in INSTRUCTIONS:
-            raise _error(self._path, line, f"{name} is not an instruction")
+            spaced = _SPACED_HEREDOC.search(self._before)
+            hint = "write <<EOF without a space: Dockerfiles know no other here-documents" if spaced else None
+            raise _error(self._path, line, f"{name} is not an instruction", hint)
         if name == "ONBUILD":
             raise _error(self._path, line, "ONBUILD is not supported", "move its instruction to the Dockerfile below")
         rest = rest.strip()

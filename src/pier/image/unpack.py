@@ -189,7 +189,7 @@ class _Unpacking:
         if source == path:
             return
         if not os.path.lexists(source) or (os.path.isdir(source) and not os.path.islink(source)):
-            raise _unsafe(member.name, f"it is a hard link to {member.linkname!r}, which is no file of this archive")
+            raise _unsafe(member.name, f"it is a hard link to {member.linkname!r}, which is not a file of this archive")
         self._clear(path)
         os.link(source, path, follow_symlinks=False)
 

@@ -12,7 +12,9 @@ from pier.job.layout import to_disk
 from pier.job.plan import Plan, PlannedTask, make_plan
 from pier.job.templates import job_secrets
 from pier.redact import Redactor
-from pier.task.sources import Selection, resolve_sources
+from pier.task import load_task
+from pier.task.model import Origin
+from pier.task.sources import Selection, check_patterns, find_tasks, select
 
 NOT_ASKED = (
     "job_name",
@@ -42,25 +44,44 @@ def plan_job(
     consent = Consent(env, given=yes)
     disk = to_disk(config, env)
     redactor = Redactor(job_secrets(config.model_dump(mode="json"), env))
-    found = [task for source in (*config.datasets, *config.tasks) for task in _tasks_of(source, config, consent, warn)]
-    found = [replace(task, **redactor.value({"path": task.path, "git_url": task.git_url})) for task in found]
+    found = _find(config, warn)
+    tasks = [task for source, origins in found for task in _load(source, origins, config, consent, warn)]
+    tasks = [replace(task, **redactor.value({"path": task.path, "git_url": task.git_url})) for task in tasks]
     consent.ask()
     settings = {key: value for key, value in disk.items() if key not in _OUTSIDE_TRIALS}
-    return make_plan(found, disk["agents"], settings, config.n_attempts), disk
+    return make_plan(tasks, disk["agents"], settings, config.n_attempts), disk
 
 
-def _tasks_of(source: DatasetConfig | TaskConfig, config: JobConfig, consent: Consent, warn: Warn) -> list[PlannedTask]:
-    selection = None
-    if isinstance(source, TaskConfig):
-        commit = f"@{source.git_commit_id}" if source.git_commit_id else ""
-        place = f"{source.git_url}{commit}#{source.path}" if source.git_url else source.path
-    else:
+def _find(config: JobConfig, warn: Warn) -> list[tuple[DatasetConfig | TaskConfig, list[Origin]]]:
+    """The tasks that each source contributes. A pattern must match in one of the sources that it is given for."""
+    found: list[tuple[DatasetConfig | TaskConfig, list[Origin]]] = []
+    matching: dict[str, list[Origin]] = {}
+    for source in config.datasets:
         version = f"@{source.version}" if source.version else ""
         place = source.path or f"{source.registry_path or 'registry.json'}#{source.name}{version}"
+        origins = find_tasks(place, warn=warn)
+        for pattern in source.task_names or ():
+            matching.setdefault(pattern, []).extend(origins)
         selection = Selection(
             source.task_names or (), source.exclude_task_names or (), source.n_tasks, source.sample_seed
         )
-    tasks = resolve_sources([place], selection, strict=config.strict, verify=not config.verifier.disable)
+        found.append((source, select(origins, selection)))
+    for pattern, origins in matching.items():
+        check_patterns([pattern], origins)
+    for source in config.tasks:
+        commit = f"@{source.git_commit_id}" if source.git_commit_id else ""
+        place = f"{source.git_url}{commit}#{source.path}" if source.git_url else source.path
+        found.append((source, select(find_tasks(place, warn=warn), Selection())))
+    return found
+
+
+def _load(
+    source: DatasetConfig | TaskConfig, origins: list[Origin], config: JobConfig, consent: Consent, warn: Warn
+) -> list[PlannedTask]:
+    tasks = [
+        load_task(origin.path, strict=config.strict, verify=not config.verifier.disable, origin=origin)
+        for origin in origins
+    ]
     for task in tasks:
         consent.note(task)
         for key in task.unknown:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import click
 
+from pier.home import pier_home
 from pier.job.layout import groups_of, usage
 from pier.job.ledger import Ledger
 from pier.job.metrics import Summary
 from pier.job.numbers import calls_of, in_words
 from pier.job.progress import in_short
+from pier.sizes import size_text
 
 _HEADINGS = ("agent", "model", "dataset", "verdicts", "mean reward (95%)", "pass@k")
 _STEPS = "steps graded"
@@ -40,9 +42,23 @@ def print_report(
     if calls := calls_of(directory):
         click.echo(in_words(calls))
     click.echo(f"files: {directory}")
+    _print_store()
     if stopped:
         click.secho(f"stopped: {stopped}; allow more with --job-max-*", fg="red")
     click.echo(f"next:  {next_command(directory, ledger, interrupted=interrupted)}")
+
+
+def _print_store() -> None:
+    """Print the size of the image store if it is over its budget."""
+    if not (pier_home() / "images").is_dir():
+        return
+    from pier.image.collect import default_budget, layers_size
+    from pier.image.store import ImageStore
+
+    store = ImageStore()
+    size, budget = layers_size(store), default_budget(store)
+    if size > budget:
+        click.echo(f"images: {size_text(size)}, over the budget of {size_text(budget)}; free space with: pier gc")
 
 
 def _print_table(ledger: Ledger) -> None:

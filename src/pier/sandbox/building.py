@@ -48,7 +48,7 @@ class SandboxRunner:
             snapshot = await sandbox.snapshot()
         try:
             if len(snapshot.layers) <= len(step.image.layers):
-                raise SandboxError("the snapshot of a build step has no layer of its own", retryable=False)
+                raise SandboxError("the snapshot of a build step has no new layer", retryable=False)
             await owner.run(
                 "adopt_layer",
                 source=str(snapshot.layers[-1]),

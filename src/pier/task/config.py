@@ -30,7 +30,7 @@ _SERVICE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 
 def _service(name: str) -> str:
     if not _SERVICE.fullmatch(name.strip()):
-        raise ValueError(f"{name!r} is no service name (letters, digits, `_`, `.`, `-`)")
+        raise ValueError(f"invalid service name {name!r}: expected letters, digits, `_`, `.` and `-`")
     return name.strip()
 
 
@@ -309,7 +309,7 @@ def parse_size_mb(text: str) -> int:
     """`2G`, `512M` or `1024K` in whole megabytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GMK])\s*", text.upper())
     if match is None:
-        raise ValueError(f"{text!r} is no size such as 2G, 512M or 1024K")
+        raise ValueError(f"invalid size {text!r}: expected one such as 2G, 512M or 1024K")
     return int(float(match[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[match[2]])
 
 

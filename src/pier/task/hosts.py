@@ -21,7 +21,9 @@ def normalise_host(text: str) -> str:
     if name != host and _is_address(name):
         raise ValueError(f"{text!r}: a wildcard needs a host name, not an address")
     if not all(_LABEL.fullmatch(label) for label in name.split(".")):
-        raise ValueError(f"{text!r} is no host name, address or CIDR range (no schemes, ports or paths here)")
+        raise ValueError(
+            f"invalid host {text!r}: expected a name, an address or a CIDR range, without scheme, port or path"
+        )
     return host
 
 
@@ -31,7 +33,9 @@ def _normalise_address(text: str, host: str) -> str:
             raise ValueError
         return ip_network(host).compressed if "/" in host else ip_address(host).compressed
     except ValueError:
-        raise ValueError(f"{text!r} is no host name, address or CIDR range (no schemes, ports or paths here)") from None
+        raise ValueError(
+            f"invalid host {text!r}: expected a name, an address or a CIDR range, without scheme, port or path"
+        ) from None
 
 
 def _is_address(name: str) -> bool:

@@ -1,14 +1,20 @@
-"""A static look at a task: what would make it fail, mislead or grade wrongly, each with its file and key."""
+"""Static checks of a task: each finding names its file and key, and the rule that it breaks."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pier.errors import TaskError
+from pier.errors import ImageError, TaskError
+from pier.image.copying import matches
+from pier.image.dockerfile import Dockerfile, Instruction, read
+from pier.image.ignore import read_ignore
+from pier.image.view import Entry, View
+from pier.image.words import split
 from pier.task.config import TaskConfig
 from pier.task.load import load_task, read_config
 from pier.task.model import Step, Task
@@ -18,14 +24,16 @@ Level = Literal["error", "warning"]
 
 _REWARD = re.compile(rb"reward\.(txt|json)")
 _FROM_HOST = re.compile(r"(?im)^\s*FROM\s+(?:--\S+\s+)*host(?:\s+AS\s+\S+)?\s*$")
-_WRONG_REWARD = re.compile(rb"/logs/verifier/(rewards\.(txt|json)|reward(?![\w.]))")
+_WRONG_REWARD = re.compile(rb"/logs/verifier/(rewards\.(txt|json)|reward(?![\w.-]))")
+_OTHER_COMPOSE = ("docker-compose.yml", "compose.yaml", "compose.yml")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One finding. `where` is a file, with its key where there is one."""
+    """One finding. `where` is a file, with its key where there is one; findings of one kind share a `rule`."""
 
     level: Level
+    rule: str
     where: str
     message: str
 
@@ -34,20 +42,20 @@ class Problem:
 
 
 def lint(path: Path) -> list[Problem]:
-    """What is wrong with the task in a directory. An error means that it cannot run as it is."""
+    """The problems of the task in a directory. An error means that it cannot run as it is."""
     try:
         config, _ = read_config(path / "task.toml")
         task = load_task(path)
     except TaskError as error:
         where, _, message = str(error).partition(": ")
-        return [Problem("error", where, message)]
+        return [Problem("error", "invalid-task", where, message)]
     return [*_lint_config(path / "task.toml", config, task), *_lint_image(task), *_lint_host(task), *_lint_steps(task)]
 
 
 def _lint_config(file: Path, config: TaskConfig, task: Task) -> Iterator[Problem]:
     for key in task.unknown:
         nearest = f"did you mean {key.nearest}?" if key.nearest else "nothing reads it"
-        yield Problem("warning", f"{file}: {key.key}", f"unknown key, {nearest}")
+        yield Problem("warning", "unknown-key", f"{file}: {key.key}", f"unknown key, {nearest}")
     renamed = {"version": "schema_version", "environment.memory": "environment.memory_mb"}
     renamed |= {
         "environment.storage": "environment.storage_mb",
@@ -57,14 +65,20 @@ def _lint_config(file: Path, config: TaskConfig, task: Task) -> Iterator[Problem
         table, _, key = old.rpartition(".")
         part = config.environment if table else config
         if getattr(part, key) is not None:
-            yield Problem("warning", f"{file}: {old}", f"an old name, write {new}")
-    if config.environment.network_mode is None and config.environment.allow_internet is None:
-        message = "not said, so the network is public; say no-network if the task needs none"
-        yield Problem("warning", f"{file}: environment.network_mode", message)
+            yield Problem("warning", "old-key", f"{file}: {old}", f"deprecated key, use {new}")
+    if config.environment.network_mode is None and config.environment.allow_internet is None and _reaches_out(task):
+        message = "missing, so the network is public; set no-network if the task needs none"
+        yield Problem("warning", "public-by-default", f"{file}: environment.network_mode", message)
     if config.multi_step_reward_strategy and not config.steps:
-        yield Problem("warning", f"{file}: multi_step_reward_strategy", "means nothing without steps")
+        yield Problem("warning", "unused-key", f"{file}: multi_step_reward_strategy", "has no effect without steps")
     for name in _variables(config):
-        yield Problem("warning", f"{file}: env", f"needs the variable {name} of whoever runs it, without a default")
+        message = f"needs the variable {name} from the user's environment and has no default"
+        yield Problem("warning", "needs-variable", f"{file}: env", message)
+
+
+def _reaches_out(task: Task) -> bool:
+    """Whether a phase of the task is left at the environment's own network."""
+    return any(step.agent.policy is None or step.verifier.policy is None for step in task.steps)
 
 
 def _variables(config: TaskConfig) -> list[str]:
@@ -77,38 +91,88 @@ def _variables(config: TaskConfig) -> list[str]:
 def _lint_image(task: Task) -> Iterator[Problem]:
     environment = task.config.environment
     if task.compose:
-        yield Problem("warning", str(task.compose), "several services: only the backend docker runs this task")
+        message = "several services: only the backend docker runs this task"
+        yield Problem("warning", "services", str(task.compose), message)
     elif not task.dockerfile and not environment.docker_image:
-        where = f"{task.environment_dir}"
-        yield Problem("error", where, "neither a Dockerfile here nor environment.docker_image says what to run in")
-    elif task.dockerfile and re.search(r"(?im)^\s*(COPY|ADD)\s.*\b(tests|solution)/", _text(task.dockerfile)):
-        yield Problem("warning", str(task.dockerfile), "copies tests or the solution to where the agent sees them")
+        message = "no image: neither a Dockerfile here nor environment.docker_image in task.toml"
+        if other := [name for name in _OTHER_COMPOSE if (task.environment_dir / name).is_file()]:
+            message += f"; rename {other[0]} to docker-compose.yaml if it describes the services"
+        yield Problem("error", "no-image", str(task.environment_dir), message)
+    if task.dockerfile and not environment.docker_image:
+        yield from lint_dockerfile(task.dockerfile, task.environment_dir, (task.path / "tests", task.path / "solution"))
+    for step in task.steps:
+        verifier = step.verifier_environment
+        if step.verifier_mode == "separate" and verifier.context and verifier.context != task.environment_dir:
+            yield from lint_dockerfile(verifier.context / "Dockerfile", verifier.context, ())
+
+
+def lint_dockerfile(path: Path, context: Path, private: tuple[Path, ...]) -> Iterator[Problem]:
+    """The problems of a Dockerfile that show without building it: syntax, sources of COPY and ADD that are missing, and
+    copies of files that also lie in the `private` directories, which the agent must not see."""
+    try:
+        file = read(path)
+        ignore = read_ignore(context, path)
+    except (ImageError, OSError) as error:
+        where, found, message = str(error).partition(": ")
+        hint = f" ({error.hint})" if isinstance(error, ImageError) and error.hint else ""
+        at, text = (where, message) if found else (str(path), str(error))
+        yield Problem("error", "invalid-dockerfile", at, f"{text}{hint}")
+        return
+    secret = {_fingerprint(each) for root in private for each in root.rglob("*") if each.is_file()}
+    view = View([str(context)])
+    for instruction in file.instructions:
+        for source in _sources(file, instruction):
+            where = f"{path}:{instruction.line}"
+            try:
+                entries = matches(view, source, ignore)
+            except ImageError as error:
+                yield Problem("error", "missing-source", where, f"{instruction.name}: {error}")
+                continue
+            if secret and any(_fingerprint(each) in secret for _, entry in entries for each in _files(entry)):
+                message = f"{source} holds files of the task's tests or solution, which the agent then sees"
+                yield Problem("warning", "copies-tests", where, message)
+
+
+def _sources(file: Dockerfile, instruction: Instruction) -> list[str]:
+    """The paths in the build context that an instruction copies, as far as they are known without building."""
+    if instruction.name not in ("COPY", "ADD") or instruction.flag("from"):
+        return []
+    words = instruction.exec_form or split(instruction.text, file.escape)
+    known = [word for word in words[:-1] if "$" not in word and not word.startswith("<<")]
+    return [word.strip("\"'") for word in known if "://" not in word and not word.startswith("git@")]
+
+
+def _files(entry: Entry) -> Iterator[Path]:
+    place = Path(entry.place)
+    yield from (each for each in place.rglob("*") if each.is_file()) if entry.is_dir else (place,)
+
+
+def _fingerprint(path: Path) -> tuple[str, bytes]:
+    return path.name, hashlib.sha256(_bytes(path)).digest()
 
 
 def _lint_host(task: Task) -> Iterator[Problem]:
     message = "a task cannot choose the image 'host'; run it with --image host"
     tables = [task.config.environment, *(step.verifier_environment.table for step in task.steps)]
     if any(table.docker_image == "host" for table in tables):
-        yield Problem("error", f"{task.path / 'task.toml'}: docker_image", message)
+        yield Problem("error", "host-image", f"{task.path / 'task.toml'}: docker_image", message)
     directories = [task.environment_dir, *(tests for step in task.steps for tests in step.tests)]
     for file in dict.fromkeys(directory / "Dockerfile" for directory in directories):
-        if _FROM_HOST.search(_text(file)):
-            yield Problem("error", str(file), message)
+        if _FROM_HOST.search(_bytes(file).decode(errors="replace")):
+            yield Problem("error", "host-image", str(file), message)
 
 
 def _lint_steps(task: Task) -> Iterator[Problem]:
     for step in task.steps:
         home = task.path / "steps" / step.name if step.name else task.path
         if not step.instruction.strip():
-            yield Problem("error", str(home / "instruction.md"), "the instruction is empty")
+            yield Problem("error", "empty-instruction", str(home / "instruction.md"), "the instruction is empty")
         if step.solution is None or not (step.solution / "solve.sh").is_file():
-            yield Problem(
-                "warning", str(home / "solution" / "solve.sh"), "missing, so nobody can show that it is solvable"
-            )
+            message = "missing, so `pier task check --run` cannot show that the task is solvable"
+            yield Problem("warning", "no-solution", str(home / "solution" / "solve.sh"), message)
         if step.agent.timeout_sec is None:
-            yield Problem(
-                "warning", f"{task.path / 'task.toml'}: agent.timeout_sec", "not said, so agents have no limit"
-            )
+            where = f"{task.path / 'task.toml'}: agent.timeout_sec"
+            yield Problem("warning", "no-timeout", where, "missing, so agents have no time limit")
         yield from _lint_tests(step, home)
 
 
@@ -118,17 +182,15 @@ def _lint_tests(step: Step, home: Path) -> Iterator[Problem]:
     where = str(next((path for path in reversed(scripts) if path.is_file()), home / "tests"))
     if wrong := _WRONG_REWARD.search(content):
         name = wrong.group().decode()
-        yield Problem("error", where, f"writes {name}; the names are reward.txt and reward.json in /logs/verifier")
+        yield Problem(
+            "error", "reward-path", where, f"writes {name}; expected reward.txt or reward.json in /logs/verifier"
+        )
     elif content and not _REWARD.search(content):
-        yield Problem("warning", where, "nothing in the tests mentions reward.txt or reward.json")
+        yield Problem("warning", "no-reward", where, "no file of the tests mentions reward.txt or reward.json")
     sources = {artifact.source for artifact in step.artifacts}
     if step.verifier_mode == "separate" and not sources and not step.collect:
         message = "the verifier is separate and no artifacts are named, so it sees only /logs/artifacts"
-        yield Problem("warning", f"{home / 'task.toml'}: artifacts", message)
-
-
-def _text(path: Path) -> str:
-    return _bytes(path).decode(errors="replace")
+        yield Problem("warning", "no-artifacts", f"{home / 'task.toml'}: artifacts", message)
 
 
 def _bytes(path: Path) -> bytes:

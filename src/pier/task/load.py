@@ -17,7 +17,8 @@ from pier.task.unknown import UnknownKey, unknown_keys
 
 P = TypeVar("P", bound=PhaseNetwork)
 
-COMPOSE_NAMES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+COMPOSE_NAME = "docker-compose.yaml"
+"""The one name that Harbor reads. Other compose files in `environment/` are the task's own content."""
 _CANARY = re.compile(r"\s*(?:<!--.*canary.*-->|#.*canary.*)\s*", re.IGNORECASE)
 
 
@@ -64,7 +65,7 @@ def read_config(path: Path) -> tuple[TaskConfig, list[UnknownKey]]:
 
 
 def describe(error: ValidationError) -> str:
-    """A validation error in words, each finding with its key."""
+    """A validation error as text, each finding with its key."""
     rows = []
     for item in error.errors(include_url=False, include_context=False, include_input=False):
         key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"]).lstrip(".")
@@ -86,7 +87,8 @@ def strip_canary(text: str) -> str:
 
 def find_compose(directory: Path) -> Path | None:
     """The compose file in a directory, if there is one."""
-    return next((path for name in COMPOSE_NAMES if (path := directory / name).is_file()), None)
+    path = directory / COMPOSE_NAME
+    return path if path.is_file() else None
 
 
 def _steps(root: Path, config: TaskConfig, verify: bool) -> tuple[Step, ...]:

@@ -56,7 +56,7 @@ class VerifierEnvironment:
     bundled: bool = False
     own_table: bool = False
     compose: Path | None = None
-    """The file that says which services run beside it."""
+    """The file that describes its services."""
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,16 @@
 """Where tasks come from, and which of them are taken.
 
 A source is a task directory, a directory of tasks, `URL[@REF][#PATH]` of a git repository, a `dataset.toml` or a
-`registry.json` (with `#NAME[@VERSION]` if it holds several datasets). The order of tasks is by name, the same on every
-machine, so that a seed always picks the same ones.
+`registry.json` (with `#NAME[@VERSION]` if it holds several datasets). A directory is walked whether or not a
+`dataset.toml` lies in it; digests are checked only when the file itself is the source. The order of tasks is by name,
+the same on every machine, so that a seed always picks the same ones.
 """
 
 from __future__ import annotations
 
 import random
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -19,6 +20,12 @@ from pier.task.dataset import find_entry, read_dataset
 from pier.task.git import check_out, parse_git_reference
 from pier.task.load import load_task
 from pier.task.model import Origin, Task
+
+Warn = Callable[[str], None]
+
+
+def _ignore_warning(_: str) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +46,23 @@ def resolve_sources(
     strict: bool = False,
     verify: bool = True,
     cache: Path | None = None,
+    warn: Warn = _ignore_warning,
 ) -> list[Task]:
-    """Read all tasks of `sources` and take those that `selection` wants. A source without tasks is an error."""
-    origins = [origin for source in sources for origin in find_tasks(source, cache=cache)]
-    chosen = select(origins, selection or Selection())
+    """Read all tasks of `sources` that `selection` takes. A source without tasks is an error, and so is a pattern that
+    matches no task of any source."""
+    selection = selection or Selection()
+    origins = [origin for source in sources for origin in find_tasks(source, cache=cache, warn=warn)]
+    check_patterns(selection.include, origins)
+    chosen = select(origins, selection)
     return [load_task(origin.path, strict=strict, verify=verify, origin=origin) for origin in chosen]
 
 
-def find_tasks(source: str | Path, *, cache: Path | None = None) -> list[Origin]:
+def find_tasks(source: str | Path, *, cache: Path | None = None, warn: Warn = _ignore_warning) -> list[Origin]:
     """Where the tasks of one source are, without reading them."""
     path = Path(source)
     text = str(source)
     if path.is_dir():
-        return _in_directory(path, Origin(path))
+        return _in_directory(path, Origin(path), warn)
     base, _, fragment = text.partition("#")
     if Path(base).is_file():
         return _in_file(Path(base), fragment or None, cache)
@@ -63,9 +74,9 @@ def find_tasks(source: str | Path, *, cache: Path | None = None) -> list[Origin]
     origin = Origin(found, git_url=checkout.url, git_commit=checkout.commit, git_path=reference.path)
     if not found.is_dir():
         raise TaskError(
-            f"{text}: {reference.path!r} is no directory at commit {checkout.commit}", code="source_missing"
+            f"{text}: {reference.path!r} is not a directory at commit {checkout.commit}", code="source_missing"
         )
-    return _in_directory(found, origin)
+    return _in_directory(found, origin, warn)
 
 
 def select(origins: Sequence[Origin], selection: Selection) -> list[Origin]:
@@ -75,19 +86,21 @@ def select(origins: Sequence[Origin], selection: Selection) -> list[Origin]:
     ordered = sorted(origins, key=lambda origin: (origin.path.name, str(origin.path)))
     kept = ordered
     if selection.include or selection.exclude:
-        named = [(origin, tuple(_names(origin))) for origin in ordered]
-        kept = [origin for origin, names in named if _matches(names, selection)]
-        _check_all_match(selection.include, named)
+        kept = [origin for origin in ordered if _matches(tuple(_names(origin)), selection)]
     if selection.sample_seed is not None:
         random.Random(selection.sample_seed).shuffle(kept)
     return kept if selection.n_tasks is None else kept[: selection.n_tasks]
 
 
-def _check_all_match(patterns: Sequence[str], named: Sequence[tuple[Origin, Sequence[str]]]) -> None:
+def check_patterns(patterns: Sequence[str], origins: Sequence[Origin]) -> None:
+    """Refuse a pattern that no task of any source matches: it is a typing error."""
+    if not patterns:
+        return
+    named = [tuple(_names(origin)) for origin in origins]
     for pattern in patterns:
-        if not any(_fits(names, pattern) for _, names in named):
-            known = ", ".join(origin.path.name for origin, _ in named[:8])
-            raise UsageError(f"no task matches {pattern!r}; there are: {known}{', ...' if len(named) > 8 else ''}")
+        if not any(_fits(names, pattern) for names in named):
+            known = ", ".join(origin.path.name for origin in origins[:8])
+            raise UsageError(f"no task matches {pattern!r}; there are: {known}{', ...' if len(origins) > 8 else ''}")
 
 
 def _matches(names: Sequence[str], selection: Selection) -> bool:
@@ -109,7 +122,7 @@ def _names(origin: Origin) -> Iterator[str]:
 
 
 def _own_name(directory: Path) -> str | None:
-    """The name that a task gives itself; whether the rest of its file is right is found out by whoever loads it."""
+    """The name that a task gives itself. The rest of its file is checked when the task is loaded."""
     try:
         with (directory / "task.toml").open("rb") as stream:
             table = tomllib.load(stream).get("task")
@@ -119,21 +132,46 @@ def _own_name(directory: Path) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _in_directory(directory: Path, origin: Origin) -> list[Origin]:
+def _in_directory(directory: Path, origin: Origin, warn: Warn) -> list[Origin]:
     if (directory / "task.toml").is_file():
         return [origin]
-    if (directory / "dataset.toml").is_file():
-        return _in_dataset(directory / "dataset.toml", origin)
-    children = sorted(child for child in directory.iterdir() if (child / "task.toml").is_file())
+    children = _children_with(directory, "task.toml")
     if not children:
+        deeper = sorted({path.parent.parent.name for path in directory.glob("*/*/task.toml")})
+        if deeper:
+            raise TaskError(
+                f"{directory}: no task here, but in {len(deeper)} of its directories: {', '.join(deeper[:5])}",
+                code="source_empty",
+                blame="user",
+                hint=f"{directory}/{deeper[0]}, or {directory}/*/ for all",
+            )
         raise TaskError(
             f"{directory}: neither a task (no task.toml) nor a directory of tasks",
             code="source_empty",
             blame="user",
             hint=f"pier task init {directory}",
         )
+    if (directory / "dataset.toml").is_file():
+        _compare_with_dataset(directory / "dataset.toml", children, warn)
     source = directory.resolve().name
     return [_below(origin, child, source) for child in children]
+
+
+def _children_with(directory: Path, name: str) -> list[Path]:
+    return sorted(child for child in directory.iterdir() if (child / name).is_file())
+
+
+def _compare_with_dataset(path: Path, children: Sequence[Path], warn: Warn) -> None:
+    """Warn when a `dataset.toml` is out of date. The directory decides which tasks there are."""
+    try:
+        listed = {row.name.rpartition("/")[2] for row in read_dataset(path).tasks}
+    except TaskError as error:
+        warn(f"{error} (ignored: the tasks are the directories next to it)")
+        return
+    found = {child.name for child in children}
+    if listed != found:
+        counts = f"{len(found - listed)} tasks here are not listed, {len(listed - found)} listed ones are missing"
+        warn(f"{path}: out of date: {counts}; give the file itself as the source to run what it lists")
 
 
 def _in_file(path: Path, name: str | None, cache: Path | None) -> list[Origin]:
@@ -152,7 +190,7 @@ def _in_file(path: Path, name: str | None, cache: Path | None) -> list[Origin]:
 
 
 def _in_dataset(path: Path, origin: Origin) -> list[Origin]:
-    """The tasks of a `dataset.toml` lie in the directories beside it; a digest that is given must be theirs."""
+    """The tasks of a `dataset.toml` lie in the directories next to it; digests that it gives must match."""
     dataset = read_dataset(path)
     found: list[Origin] = []
     for row in dataset.tasks:

@@ -91,7 +91,7 @@ def _step_errors(step: Step, index: int) -> Iterator[tuple[str, str, str]]:
     for number, result in enumerate(step.observation.results if step.observation else ()):
         place = f"observation.results[{number}]"
         if result.source_call_id is not None and result.source_call_id not in calls:
-            yield "source_calls", f"{place}.source_call_id", f"{result.source_call_id!r} is no call of this step"
+            yield "source_calls", f"{place}.source_call_id", f"unknown call {result.source_call_id!r}: not in this step"
         for ref in result.subagent_trajectory_ref or ():
             if ref.trajectory_id is None and ref.trajectory_path is None and ref.session_id is None:
                 yield "refs", f"{place}.subagent_trajectory_ref", "names neither a trajectory_id nor a path"

@@ -21,7 +21,7 @@ from pier.sandbox.hidden import refuse_hidden
 from pier.sandbox.parcel import deliver
 from pier.task import Task, resolve_env
 from pier.task.config import Environment
-from pier.task.load import COMPOSE_NAMES
+from pier.task.load import COMPOSE_NAME
 from pier.trial.compose import compose_variables, service_wish
 from pier.trial.images import ImageWish
 from pier.trial.network import build_network
@@ -30,7 +30,7 @@ from pier.trial.spec import SandboxChoice
 from pier.verifier.folders import ARTIFACTS, LOGS, VERIFIER_LOGS, make_folders
 
 _MEGABYTE = 1024 * 1024
-_NOT_CONTENT = ("Dockerfile", ".dockerignore", *COMPOSE_NAMES)
+_NOT_CONTENT = ("Dockerfile", ".dockerignore", COMPOSE_NAME)
 _PLACEHOLDER = ".gitkeep"
 """Keeps a directory in git that has nothing else in it."""
 

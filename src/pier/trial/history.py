@@ -42,7 +42,7 @@ async def find_history(
     result = await run_trial(spec, services)
     if (info := result.exception_info) is not None:
         words = f"could not be searched for a repository's history: {info.exception_message}"
-        return [Problem("warning", str(task.path), words)]
+        return [Problem("warning", "history", str(task.path), words)]
     found = (problem for path in sorted(directory.rglob(FOUND)) for problem in _problems(task, path))
     return list(dict.fromkeys(found))
 
@@ -50,4 +50,7 @@ async def find_history(
 def _problems(task: Task, path: Path) -> list[Problem]:
     rows = (line.split("\t") for line in path.read_text(errors="replace").splitlines())
     found = ((row[0], row[1], row[2]) for row in rows if len(row) == 3 and row[0] in _WORDS)
-    return [Problem("warning", f"{task.path}: {where}", _WORDS[kind].format(words)) for kind, where, words in found]
+    return [
+        Problem("warning", "history", f"{task.path}: {where}", _WORDS[kind].format(words))
+        for kind, where, words in found
+    ]

@@ -52,7 +52,9 @@ def _read(file: Path, table: Environment, problems: list[Problem]) -> Compose | 
     except TaskError as error:
         problems.append(_problem(file, error))
         return None
-    problems += [Problem("warning", str(file), note.removeprefix(f"{file.name}: ")) for note in compose.notes]
+    problems += [
+        Problem("warning", "compose-note", str(file), note.removeprefix(f"{file.name}: ")) for note in compose.notes
+    ]
     return compose
 
 
@@ -60,8 +62,8 @@ def _problem(file: Path, error: TaskError) -> Problem:
     where, _, rest = error.message.partition(": ")
     key, _, message = rest.partition(": ")
     if where == str(file) and message and " " not in key:
-        return Problem("error", f"{file}: {key}", message)
-    return Problem("error", where, rest)
+        return Problem("error", "invalid-compose", f"{file}: {key}", message)
+    return Problem("error", "invalid-compose", where, rest)
 
 
 def _lint_names(task: Task, compose: Compose | None) -> Iterator[Problem]:
@@ -70,4 +72,5 @@ def _lint_names(task: Task, compose: Compose | None) -> Iterator[Problem]:
         asked = {"artifacts": step.artifacts, "verifier.collect": step.collect}
         for key, rows in asked.items():
             for name in sorted({row.service for row in rows if row.service} - known):
-                yield Problem("error", f"{task.path / 'task.toml'}: {key}", f"there is no service {name!r}")
+                where = f"{task.path / 'task.toml'}: {key}"
+                yield Problem("error", "unknown-service", where, f"there is no service {name!r}")

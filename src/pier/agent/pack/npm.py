@@ -1,7 +1,7 @@
 """Builds packs from npm, with the machine's `npm` and whatever registry that is set to.
 
 A `program` in the spec names the one native file of the package that is the whole agent; without it the package and
-what it depends on go in, with a node of their own.
+what it depends on go in, with their own node.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds packs from PyPI: a copy of a Python of this machine, its standard library, and the package beside it.
+"""Builds packs from PyPI: a copy of a Python of this machine, its standard library, and the package.
 
 Python finds its library from where its program stands, so the copy needs no variables and no virtual environment.
 Byte code is compiled once with hashes that are never checked: a read-only pack would compile it at every start.
@@ -65,7 +65,7 @@ def build(spec: PackSpec, root: Path, scratch: Path) -> None:
 
 
 def _compile(python: Python, library: Path, root: Path) -> None:
-    """Files that do not compile (templates, other versions' syntax) are nobody's fault, so failures are not told."""
+    """Files that do not compile (templates, other versions' syntax) are expected, so failures are not reported."""
     command = [str(python.program), "-m", "compileall", "-qq", "-j", "2", "--invalidation-mode", "unchecked-hash"]
     subprocess.run([*command, "-s", str(root), "-p", PACK_PATH, str(library)], capture_output=True)
 

@@ -1,4 +1,4 @@
-"""What programs of a pack need beside themselves: a loader that looks only into the pack, libraries, a shell, CAs.
+"""What the programs of a pack need: a loader that looks only into the pack, libraries, a shell, CAs.
 
 The loader is this machine's own, with its built-in search path replaced by the pack's `lib` (same length, so nothing
 moves) and its cache and preload files pointed at nothing. Everything is copied from the machine that builds the
@@ -33,7 +33,7 @@ CA_BUNDLES = (
 )
 LOCALES = "/usr/lib/locale"
 ALWAYS = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libresolv.so.2", "libutil.so.1")
-"""Libraries that programs open by name at run time, so that no header tells of them."""
+"""Libraries that programs open by name at run time, so that no header names them."""
 NAME_SERVICE = ("libnss_files.so.2", "libnss_dns.so.2")
 TOOLS = ("bash", "ps")
 """Programs that some agents cannot do without; found last on PATH, so an image's own go first."""

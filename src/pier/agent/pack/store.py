@@ -89,7 +89,7 @@ class PackStore:
             await asyncio.sleep(0.2)
 
     def _build_alone(self, spec: PackSpec, lock: Path, say: OnProgress) -> Pack | None:
-        """None while somebody else builds it. The lock is held by the thread that builds, not by who waits for it."""
+        """None while another process builds it. The thread that builds holds the lock, not the ones that wait."""
         with locked(lock, wait=False) as mine:
             return self.find(spec) or (self._build(spec, say) if mine else None)
 
@@ -147,7 +147,7 @@ async def ensure_pack(spec: PackSpec, on_progress: OnProgress | None = None) -> 
 
 
 def _seal(tree: Path) -> None:
-    """Everyone may read, nobody may write a file; directories stay writable for their owner, who may delete them."""
+    """All users may read, none may write a file; directories stay writable for their owner, who may delete them."""
     for path in (tree, *tree.rglob("*")):
         if path.is_symlink():
             continue

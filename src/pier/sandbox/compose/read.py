@@ -61,7 +61,7 @@ def _read(path: Path, variables: Mapping[str, str]) -> Compose:
         raise place.at("services").error(f"there is no service {MAIN!r}", "the agent works in the service main")
     for name in tables:
         if not _NAME.fullmatch(name):
-            raise place.at("services").error(f"{name!r} is no name of letters, digits, '.', '_' and '-'")
+            raise place.at("services").error(f"invalid name {name!r}: expected letters, digits, '.', '_' and '-'")
     services = {name: reader.service(name, table) for name, table in tables.items()}
     networks = _networks(top, place)
     volumes = place.at("volumes").mapping(top.get("volumes"))

@@ -44,13 +44,13 @@ def read_volumes(rows: Any, place: Place, root: Path) -> tuple[tuple[Volume, ...
 def _volume(keys: dict[str, Any], source: str, target: str, number: int, place: Place, root: Path) -> Volume:
     read_only = place.at("read_only").flag(keys.get("read_only"))
     if not source and keys.get("type") == "bind":
-        raise place.error(f"what is to be bound at {target} is not said", "add a source beside the compose file")
+        raise place.error(f"the source of the bind at {target} is missing", "add a source next to the compose file")
     if not source:
         return Volume(target, name=f"/{number}{target}", read_only=read_only)
     if keys.get("type") != "bind" and not source.startswith((".", "/", "~")):
         return Volume(target, name=source, read_only=read_only)
     if source.startswith(("/", "~")) and not Path(source).is_relative_to(root):
-        hint = "use a path beside the compose file, or a named volume"
+        hint = "use a path next to the compose file, or a named volume"
         raise place.error(f"{source!r} is a path of the machine, which no task may mount", hint)
     return Volume(target, source=place.inside(source, root), read_only=read_only)
 
@@ -95,5 +95,5 @@ def read_tmpfs(value: Any, place: Place) -> dict[str, str]:
 def _checked(options: str, place: Place) -> str:
     for option in options.split(",") if options else []:
         if not _TMPFS.fullmatch(option):
-            raise place.error(f"{option!r} is no option of tmpfs that is supported")
+            raise place.error(f"unsupported tmpfs option {option!r}")
     return options

@@ -94,7 +94,7 @@ class Place:
             return None
         match = _SIZE.fullmatch(str(value).strip())
         if match is None:
-            raise self.error(f"{value!r} is no size such as 512m or 2g")
+            raise self.error(f"invalid size {value!r}: expected one such as 512m or 2g")
         return int(float(match[1]) * _UNITS[match[2].lower()])
 
     def seconds(self, value: Any, default: float) -> float:
@@ -103,7 +103,7 @@ class Place:
         text = str(value).strip()
         if re.fullmatch(r"(?:\d+(?:\.\d+)?(?:us|ms|s|m|h|d))+", text):
             return sum(float(number) * _SECONDS[unit] for number, unit in _TIME.findall(text))
-        raise self.error(f"{value!r} is no time such as 10s or 1m30s")
+        raise self.error(f"invalid duration {value!r}: expected one such as 10s or 1m30s")
 
     def number(self, value: Any) -> float | None:
         if value is None or value == "":
@@ -113,7 +113,7 @@ class Place:
         except (TypeError, ValueError):
             found = math.nan
         if not math.isfinite(found):
-            raise self.error(f"{value!r} is no number")
+            raise self.error(f"invalid value {value!r}: expected a number")
         return found
 
     def flag(self, value: Any, default: bool = False) -> bool:
@@ -136,7 +136,7 @@ class Place:
         """A path of the task's own, below the directory of the file."""
         path = (self.path.parent / text).resolve()
         if not path.is_relative_to(root.resolve()):
-            raise self.error(f"{text!r} leads out of {root}", "only files beside the compose file can be used")
+            raise self.error(f"{text!r} leads out of {root}", "only files next to the compose file can be used")
         if not path.exists():
             raise self.error(f"{text!r} does not exist below {root}")
         return path

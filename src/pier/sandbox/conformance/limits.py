@@ -16,7 +16,7 @@ async def memory_limit(bench: Bench) -> None:
         await run(sandbox, "true")
 
 
-@check("running out of memory is told in the result", needs="limit:memory")
+@check("running out of memory is reported in the result", needs="limit:memory")
 async def memory_limit_is_told(bench: Bench) -> None:
     async with bench.sandbox(limits=Limits(memory=96 * MEGABYTE)) as sandbox:
         result = await sandbox.exec("head -c 600000000 /dev/zero | tail", timeout=PATIENCE, output_limit=1000)

@@ -131,7 +131,7 @@ async def none_refuses_at_once(bench: Bench) -> None:
             await fails_to_reach(sandbox, host)
 
 
-@check("with the network `none` what was tried is told, and none of it is pier's own")
+@check("with the network `none` attempts are reported, and none of pier's")
 async def attempts_are_told(bench: Bench) -> None:
     told: list[Decision] = []
     async with bench.sandbox(on_decision=told.append) as sandbox:
@@ -149,7 +149,7 @@ async def allowlist_refuses_at_once(bench: Bench) -> None:
             await fails_to_reach(sandbox, host)
 
 
-@check("decisions of the policy are told, and none of them is pier's own", needs="network:allowlist")
+@check("decisions of the policy are reported, and none about pier's own traffic", needs="network:allowlist")
 async def decisions_are_told(bench: Bench) -> None:
     told: list[Decision] = []
     policy = NetworkPolicy("allowlist", ("allowed.test",))
@@ -162,10 +162,10 @@ async def decisions_are_told(bench: Bench) -> None:
             refused = {(decision.kind, decision.name, decision.port) for decision in told if not decision.allowed}
             return refused >= {("dns", "refused.test", 0), ("tcp", "192.0.2.1", 8080)}
 
-        await until("both refusals to be told", all_there)
+        await until("both refusals to be reported", all_there)
 
 
-@check("a rule that is none is refused before anything starts", needs="network:allowlist")
+@check("an invalid rule is refused before anything starts", needs="network:allowlist")
 async def bad_rule(bench: Bench) -> None:
     await refuses(bench.backend.start(SandboxSpec(bench.image, NetworkPolicy("allowlist", ("http://x/",)))), PierError)
     assert bench.held() == []

@@ -122,7 +122,7 @@ async def long_command_line(bench: Bench) -> None:
         assert (await run(sandbox, "true " + "z" * 100_000)).ok
 
 
-@check("a timeout is told in the result, with the output so far")
+@check("a timeout is reported in the result, with the output so far")
 async def timeout_result(bench: Bench) -> None:
     async with bench.sandbox() as sandbox:
         result = await sandbox.exec("echo before; sleep 600", timeout=1)
@@ -225,7 +225,7 @@ async def commands_at_once(bench: Bench) -> None:
         assert [(result.exit_code, result.text) for result in results] == [(n, f"{n}\n") for n in range(64)]
 
 
-@check("commands are told apart: a slow one does not hold up others")
+@check("commands are independent: a slow one does not hold up others")
 async def slow_beside_fast(bench: Bench) -> None:
     async with bench.sandbox() as sandbox, await sandbox.spawn("sleep 600") as slow:
         for _ in range(5):

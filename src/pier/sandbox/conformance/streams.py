@@ -67,7 +67,7 @@ async def slow_reader(bench: Bench) -> None:
     assert total == 5_000_000
 
 
-@check("NULs and bytes that are no text pass unchanged")
+@check("NULs and bytes that are not text pass unchanged")
 async def binary_output(bench: Bench) -> None:
     async with bench.sandbox() as sandbox:
         assert (await run(sandbox, "printf 'a\\000b\\377\\200\\n'")).stdout == b"a\0b\xff\x80\n"
@@ -88,7 +88,7 @@ async def large_stdin(bench: Bench) -> None:
         assert (await run(sandbox, ["cat"], stdin=data)).stdout == data
 
 
-@check("stdin that the command does not read is no problem")
+@check("stdin that the command does not read is discarded")
 async def unread_stdin(bench: Bench) -> None:
     async with bench.sandbox() as sandbox:
         assert (await run(sandbox, ["true"], stdin=bytes(4 * MEGABYTE))).ok

@@ -46,7 +46,7 @@ class Attended:
             if not self._group.is_of(id):
                 raise SandboxError(f"the process {pid} is not of the container {key}", code=CONTAINER_ENDED)
             if self._group.has_users_of_its_own:
-                raise SandboxError(f"the container {key} has users of its own", code="engine_userns")
+                raise SandboxError(f"the container {key} uses a user namespace", code="engine_userns")
         except BaseException:
             os.close(self._first)
             raise

@@ -39,7 +39,7 @@ def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
         container = os.pidfd_open(pid)
         inside = os.stat(f"{pid}/ns/pid", dir_fd=proc).st_ino
         if inside == os.stat("self/ns/pid", dir_fd=proc).st_ino:
-            raise OSError(22, "the container has no process namespace of its own")
+            raise OSError(22, "the container shares the host's process namespace")
         _join_groups(pid, plan["container"])
         _enter(pid, container)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)

@@ -76,7 +76,7 @@ def wait_for(own: socket.socket) -> dict[str, Any]:
     own.settimeout(_SECONDS)
     received = wire.receive(own)
     if received is None or "error" in received[0]:
-        raise OSError(0, received[0]["error"] if received else "whoever was to keep the program has died")
+        raise OSError(0, received[0]["error"] if received else "the process that keeps the program has died")
     return received[0]
 
 
@@ -85,7 +85,7 @@ def _begin(own: socket.socket, settings: dict[str, Any]) -> None:
     _mount_proc()
     wire.send(own, {"ready": True})
     if wire.receive(own) is None:
-        raise BrokenPipeError(errno.EPIPE, "nobody waits for it")
+        raise BrokenPipeError(errno.EPIPE, "the caller is gone")
     signal.set_wakeup_fd(-1)
     worker.confine(settings)
 

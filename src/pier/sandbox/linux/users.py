@@ -35,7 +35,7 @@ def find(wanted: str) -> User:
     elif _is_id(who):
         name, uid, gid, home = who, int(who), 0, "/root" if who == "0" else "/"
     else:
-        raise NoSuchUser(f"there is no user {who!r} in the sandbox")
+        raise NoSuchUser(f"unknown user {who!r}: not in the sandbox's /etc/passwd")
     if group:
         gid = _group(group)
         return User(uid, gid, [gid], home, name)
@@ -49,7 +49,7 @@ def _group(wanted: str) -> int:
     for row in _rows("/etc/group", 4):
         if row[0] == wanted:
             return int(row[2])
-    raise NoSuchUser(f"there is no group {wanted!r} in the sandbox")
+    raise NoSuchUser(f"unknown group {wanted!r}: not in the sandbox's /etc/group")
 
 
 def _rows(path: str, fields: int) -> list[list[str]]:

@@ -354,6 +354,7 @@ def _make_directories(directory: str, top: str) -> None:
 
 
 def main() -> None:
+    kernel.set_command_line("pier-init")
     sock = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     os.dup2(nothing, 0)

@@ -105,4 +105,4 @@ def _filter() -> Finding:
     machine = os.uname().machine
     if seccomp.supported(machine):
         return Finding("system call filter", True, machine)
-    return Finding("system call filter", False, f"there is no filter for {machine}", "use the docker backend")
+    return Finding("system call filter", False, f"no filter exists for {machine}", "use the docker backend")

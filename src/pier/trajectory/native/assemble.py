@@ -1,7 +1,7 @@
 """Puts the records of a session log together as steps, one per model call, and lets go of each as soon as it is whole.
 
 Readers tell an `Assembler` what a log says, in its order; memory holds the open step and nothing before it. What a
-log says of no step (a late answer, a mark of compaction) becomes a step of its own: nothing that was told is dropped.
+log ties to no step (a late answer, a mark of compaction) becomes a separate step: nothing in the log is dropped.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ EXTENSIONS = {"image/png": "png", "image/jpeg": "jpg", "image/gif": "gif", "imag
 
 
 _DEEPEST = 32
-"""So many sessions deep is a trajectory at most, but for one more level of all that lies deeper."""
+"""The deepest nesting of sessions in a trajectory; one more level holds all that lies deeper."""
 
 
 @dataclass(slots=True)
 class Session:
-    """One session of an agent. What a reader learns of it beside its steps is filled in while it is read."""
+    """One session of an agent. Facts other than its steps are filled in while it is read."""
 
     agent: str
     path: Path
@@ -84,7 +84,7 @@ def nested(found: list[tuple[Session, str | None]]) -> list[Session]:
 
 
 def _flatten(tops: list[Session]) -> None:
-    """Put all that lies too deep beside each other: whoever reads a trajectory goes down as deep as it is nested."""
+    """Flatten sessions that are nested too deeply: readers of a trajectory recurse into them."""
     todo = [(session, 1) for session in tops]
     while todo:
         session, depth = todo.pop()
@@ -186,7 +186,7 @@ class Assembler:
         self.say("system", summary, at, kind="compaction", **extra)
 
     def take_back(self, summary: str) -> dict[str, Any]:
-        """If the open step is the model call that wrote this summary, it is no step of the work; what it used."""
+        """If the open step is the model call that wrote this summary, it is not a step of the work; its usage."""
         turn = self._open
         said = "\n\n".join(turn.text).strip() if turn else ""
         if turn is None or turn.calls or not said or said not in summary:
@@ -210,7 +210,7 @@ class Assembler:
             self._open.thoughts.append(text)
 
     def call(self, id_: str, name: str, arguments: Any) -> None:
-        """A tool call of the open step. Arguments that are no mapping are kept as they are under `input`."""
+        """A tool call of the open step. Arguments that are not a mapping are kept as they are under `input`."""
         if self._open is None:
             self.turn(None, self._last)
         assert self._open is not None
@@ -222,7 +222,7 @@ class Assembler:
         self._open.calls.append(ToolCall(tool_call_id=unique, function_name=name, arguments=given))
 
     def observe(self, call: str | None, content: Content, at: str | None = None, **extra: Any) -> None:
-        """What a tool answered. One that comes after its step is a step of its own that names the call."""
+        """What a tool answered. One that comes after its step is a separate step that names the call."""
         child = extra.pop("child", None)
         refs = [SubagentTrajectoryRef(trajectory_id=child)] if child else None
         own = self._open and any(row.tool_call_id == call for row in self._open.calls)
@@ -274,7 +274,7 @@ class Assembler:
         )
 
     def picture(self, media_type: str, data: str) -> ContentPart:
-        """A picture that is in the log itself, put into a file beside the trajectory; a note if there is no place."""
+        """A picture that is in the log itself, put into a file next to the trajectory; a note if there is no place."""
         if self._media is None or media_type not in EXTENSIONS:
             return ContentPart(type="text", text=f"[{media_type}, {len(data)} characters of base64]")
         try:

@@ -1,4 +1,4 @@
-"""Claude Code's session logs: a line per content block, sub-agents in files of their own."""
+"""Claude Code's session logs: a line per content block, sub-agents in separate files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cline's messages files: one JSON document a session, sub-agents in files beside it."""
+"""Cline's messages files: one JSON document a session, sub-agents in separate files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read(session: Session, assembler: Assembler) -> Iterator[None]:
             prompt = value
         yield
     if isinstance(prompt, str):
-        # It stands behind the messages in the file, where a step of its own would be out of order.
+        # It stands behind the messages in the file, where a separate step would be out of order.
         session.extra["system_prompt"] = prompt
 
 

@@ -83,7 +83,7 @@ def _item(item: dict[str, Any], at: str | None, session: Session, assembler: Ass
 
 
 def _answer(item: dict[str, Any], at: str | None, session: Session, assembler: Assembler) -> None:
-    """An item of an answer. The answer before it is over once its tokens were told or a tool has answered."""
+    """An item of an answer. The answer before it is over once its tokens were reported or a tool has answered."""
     if assembler.is_over:
         assembler.turn(None, at, session.model)
     if item["type"] == "message":

@@ -55,7 +55,7 @@ def find_sessions(root: Path, agent: str | None = None) -> list[Session]:
 
 
 def convert(session: Session, target: Path) -> None:
-    """Write a session and its sub-agents as one trajectory file, all of it or not at all. Pictures go beside it."""
+    """Write a session and its sub-agents as one trajectory file, all of it or not at all. Pictures go next to it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     try:
@@ -76,7 +76,7 @@ def _readable(agent: str, place: Path) -> Iterator[None]:
         yield
     except _BROKEN as error:
         what = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{place}: this is no session log as {agent} writes it ({what})", code="trajectory") from error
+        raise UsageError(f"{place}: not a session log of {agent} ({what})", code="trajectory") from error
 
 
 def trajectory_of(session: Session) -> Trajectory:

@@ -53,7 +53,7 @@ class _Window:
         self._decoder = json.JSONDecoder()
 
     def peek(self) -> str:
-        """The next character that is no white space."""
+        """The next character that is not white space."""
         while True:
             while self._at < len(self._text):
                 if self._text[self._at] not in _SPACE:

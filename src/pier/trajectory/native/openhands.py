@@ -83,7 +83,7 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _usage(session: Session) -> dict[str, dict[str, Any]]:
-    """The tokens of each model call by its id, and what the state says of the whole conversation."""
+    """The tokens of each model call by its id, and the state's totals of the conversation."""
     state = _document(session.path / "base_state.json")
     session.model = ((state.get("agent") or {}).get("llm") or {}).get("model")
     session.extra["exit_status"] = state.get("execution_status")

@@ -44,7 +44,7 @@ def _is_log(path: Path) -> bool:
 
 
 def _call_of(path: Path) -> str | None:
-    """The id of the tool call that began a sub-agent, from the file beside its log."""
+    """The id of the tool call that began a sub-agent, from the file next to its log."""
     try:
         with open_regular(path.with_suffix(".meta.json")) as file:
             facts = json.load(file)
@@ -61,7 +61,7 @@ def read(session: Session, assembler: Assembler) -> Iterator[None]:
         parts = (row.get("message") or {}).get("parts") or []
         match row.get("type"):
             case "assistant":
-                # A sub-agent's log has the tokens of a model call first, its tool calls in a line of their own.
+                # A sub-agent's log has the tokens of a model call first, its tool calls in a separate line.
                 goes_on = before == "assistant" and row.get("isSidechain") and "usageMetadata" not in row
                 _answer(row, parts, session, assembler, goes_on=bool(goes_on))
             case "tool_result":
