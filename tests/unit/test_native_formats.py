@@ -343,7 +343,7 @@ def test_logs_that_no_agent_writes_are_read_or_named(agent: str, tmp_path: Path)
                     for session in find_sessions(tmp_path / "logs", agent):
                         convert(session, tmp_path / "made.json")
                 except UsageError as error:
-                    assert "not a session log" in str(error)
+                    assert error.code == "trajectory" and "session log" in str(error)
         path.write_text(whole)
     assert tried > 10
 

@@ -127,7 +127,7 @@ def test_legacy_keys_get_their_present_names() -> None:
 
 def test_sizes() -> None:
     assert [parse_size_mb(text) for text in ("1G", "1.5g", " 10M ", "2048K")] == [1024, 1536, 10, 2]
-    with pytest.raises(ValueError, match="no size"):
+    with pytest.raises(ValueError, match="invalid size"):
         parse_size_mb("lots")
 
 

@@ -14,7 +14,7 @@ from pier.task import load_task
 from pier.task.ignore import IgnoreRules
 from pier.task.lint import Problem, lint
 from pier.task.scaffold import create_task
-from tests.trial_runs import TOML, write_task
+from tests.trial_runs import PASS, TOML, write_task
 
 pytestmark = pytest.mark.plain
 
@@ -204,12 +204,12 @@ def test_lint_reads_the_dockerfile(tmp_path: Path) -> None:
 
 
 def test_lint_finds_tests_that_the_image_holds(tmp_path: Path) -> None:
-    own = {
-        "environment__Dockerfile": "FROM x\nCOPY tests/ /app/tests/\n",
-        "environment__tests__test_app.py": "assert 1",
-    }
+    own = {"environment__Dockerfile": "FROM x\nCOPY . /app/\n", "environment__tests__test_app.py": "assert 1"}
     assert "copies-tests" not in rules_of(tmp_path / "own", own)
-    assert "copies-tests" in rules_of(tmp_path / "leak", own | {"tests__test_app.py": "assert 1"})
+    assert "copies-tests" not in rules_of(tmp_path / "some", own | {"tests__test_app.py": "assert 1"})
+    every = own | {"environment__tests__test.sh": PASS}
+    assert "copies-tests" in rules_of(tmp_path / "every", every | {"tests__test_app.py": "assert 1"})
+    assert "copies-tests" in rules_of(tmp_path / "fix", own | {"environment__x": "fix", "solution__x": "fix"})
 
 
 def rules_of(root: Path, content: dict[str, str]) -> dict[str, str]:

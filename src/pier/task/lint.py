@@ -13,7 +13,7 @@ from pier.errors import ImageError, TaskError
 from pier.image.copying import matches
 from pier.image.dockerfile import Dockerfile, Instruction, read
 from pier.image.ignore import read_ignore
-from pier.image.view import Entry, View
+from pier.image.view import View
 from pier.image.words import split
 from pier.task.config import TaskConfig
 from pier.task.load import load_task, read_config
@@ -99,16 +99,16 @@ def _lint_image(task: Task) -> Iterator[Problem]:
             message += f"; rename {other[0]} to docker-compose.yaml if it describes the services"
         yield Problem("error", "no-image", str(task.environment_dir), message)
     if task.dockerfile and not environment.docker_image:
-        yield from lint_dockerfile(task.dockerfile, task.environment_dir, (task.path / "tests", task.path / "solution"))
+        yield from lint_dockerfile(task.dockerfile, task.environment_dir, task.path)
     for step in task.steps:
         verifier = step.verifier_environment
         if step.verifier_mode == "separate" and verifier.context and verifier.context != task.environment_dir:
-            yield from lint_dockerfile(verifier.context / "Dockerfile", verifier.context, ())
+            yield from lint_dockerfile(verifier.context / "Dockerfile", verifier.context)
 
 
-def lint_dockerfile(path: Path, context: Path, private: tuple[Path, ...]) -> Iterator[Problem]:
+def lint_dockerfile(path: Path, context: Path, task: Path | None = None) -> Iterator[Problem]:
     """The problems of a Dockerfile that show without building it: syntax, sources of COPY and ADD that are missing, and
-    copies of files that also lie in the `private` directories, which the agent must not see."""
+    copies of all tests or of a file of the solution of a `task`, which its agent must not see."""
     try:
         file = read(path)
         ignore = read_ignore(context, path)
@@ -118,7 +118,7 @@ def lint_dockerfile(path: Path, context: Path, private: tuple[Path, ...]) -> Ite
         at, text = (where, message) if found else (str(path), str(error))
         yield Problem("error", "invalid-dockerfile", at, f"{text}{hint}")
         return
-    secret = {_fingerprint(each) for root in private for each in root.rglob("*") if each.is_file()}
+    tests, solution = (_fingerprints(task / name) if task else set() for name in ("tests", "solution"))
     view = View([str(context)])
     for instruction in file.instructions:
         for source in _sources(file, instruction):
@@ -128,8 +128,9 @@ def lint_dockerfile(path: Path, context: Path, private: tuple[Path, ...]) -> Ite
             except ImageError as error:
                 yield Problem("error", "missing-source", where, f"{instruction.name}: {error}")
                 continue
-            if secret and any(_fingerprint(each) in secret for _, entry in entries for each in _files(entry)):
-                message = f"{source} holds files of the task's tests or solution, which the agent then sees"
+            copied = {found for _, entry in entries for found in _fingerprints(Path(entry.place))}
+            if copied & solution or (tests and tests <= copied):
+                message = f"{source} holds the task's tests or its solution, which the agent then sees"
                 yield Problem("warning", "copies-tests", where, message)
 
 
@@ -142,13 +143,11 @@ def _sources(file: Dockerfile, instruction: Instruction) -> list[str]:
     return [word.strip("\"'") for word in known if "://" not in word and not word.startswith("git@")]
 
 
-def _files(entry: Entry) -> Iterator[Path]:
-    place = Path(entry.place)
-    yield from (each for each in place.rglob("*") if each.is_file()) if entry.is_dir else (place,)
-
-
-def _fingerprint(path: Path) -> tuple[str, bytes]:
-    return path.name, hashlib.sha256(_bytes(path)).digest()
+def _fingerprints(path: Path) -> set[tuple[str, bytes]]:
+    """The names and digests of a file, or of all files in a directory, but for empty ones."""
+    found = path.rglob("*") if path.is_dir() else (path,)
+    content = ((each.name, _bytes(each)) for each in found if each.is_file())
+    return {(name, hashlib.sha256(data).digest()) for name, data in content if data}
 
 
 def _lint_host(task: Task) -> Iterator[Problem]:
