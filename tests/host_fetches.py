@@ -178,7 +178,6 @@ def serve(names: dict[str, str]) -> None:
         "files.test": "93.184.216.51",
         "registry.test": "93.184.216.52",
         "rebind.test": "93.184.216.53 127.0.0.1",
-        "slow.test": "",
     }
     for port in (PLAIN, SECURE):
         server = _Server6(("::", port), _Handler)

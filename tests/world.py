@@ -40,8 +40,8 @@ NAMES = {
     "mapped.test": "::ffff:169.254.169.254",
     "six.test": "2001:470::34",
 }
-"""The names that the fake internet knows, and where they lead. Of several addresses (`a b`) each lookup gets the next.
-One that is empty is never answered."""
+"""The names that the fake internet knows, and where they lead. With several addresses (`a b`) each lookup gets the
+next one."""
 
 CERTIFICATE: list[str] = []
 """The file with the key and certificate of the world's TLS servers, if there is a program to make one."""
@@ -200,8 +200,7 @@ def _be_the_internet(control: socket.socket, machine: int) -> None:
                     _count(data, counts)
             elif sock is resolver:
                 data, peer = resolver.recvfrom(2048)
-                if reply := _resolve(data):
-                    resolver.sendto(reply, peer)
+                resolver.sendto(_resolve(data), peer)
             elif not control.recv(100):
                 return
             else:
@@ -242,12 +241,9 @@ def _resolve(query: bytes) -> bytes:
         at += size + 1
     name = ".".join(labels).lower()
     kind = struct.unpack_from(">H", query, at + 1)[0]
-    address, *others = NAMES.get(name, "none").split() or [""]
-    if not address:
-        return b""
+    address, *others = NAMES.get(name, "").split() or [""]
     if others and kind == 1:
         NAMES[name] = " ".join((*others, address))
-    address = address.removeprefix("none")
     records = b""
     if address and (":" in address) == (kind == 28) and kind in (1, 28):
         packed = socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET, address)

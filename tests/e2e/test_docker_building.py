@@ -166,6 +166,10 @@ async def _check_refusals(build: Callable[[BuildOrder], Awaitable[Image]], order
     with pytest.raises(PolicyError, match="cannot keep an allowlist"):
         await build(replace(order, network=NetworkPolicy("allowlist", ("example.com",))))
     elsewhere = order.context.with_name("elsewhere.Dockerfile")
+    if order.network == NONE:
+        elsewhere.write_text("FROM test/bash\nARG WHERE=http://files.test/\nADD ${WHERE}x /x\n")
+        with pytest.raises(PolicyError, match="fetches the URLs of ADD also in a build without a network"):
+            await build(replace(order, key="added", dockerfile=elsewhere, target=None))
     elsewhere.write_text("FROM test/bash\nRUN echo last words; exit 3\n")
     with pytest.raises(ImageError, match=r"(?s)elsewhere.*RUN echo last words; exit 3.*last words") as failed:
         await build(replace(order, key="other", dockerfile=elsewhere, target=None))

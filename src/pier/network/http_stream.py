@@ -27,7 +27,6 @@ _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;" + _VALUE + rb"*+)?\r\n")
 _STATUS = re.compile(rb"HTTP/1\.[01] ([1-9]\d\d)(?: [^\r\n]*)?\r\n")
 _HOST = re.compile(rb"([0-9A-Za-z._-]+)(?::[0-9]{1,5})?")
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)(?:[/?#].*)?", re.IGNORECASE)
-_BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
 _NOT_IN_TRAILERS = (b"host", b"content-length", b"transfer-encoding", b"connection", b"upgrade")
 _SWITCHES = (b"upgrade", b"http2-settings")
 _CHUNKED = -1
@@ -91,6 +90,7 @@ class Requests:
         self._name = name
         self._held = b""
         self._body: Body | None = None
+        self._line_checked = False
         self.answers = Answers()
 
     def feed(self, data: bytes) -> bytes:
@@ -125,15 +125,17 @@ class Requests:
         held, self._held = self._held, b""
         return held
 
-    @staticmethod
-    def _check_beginning(data: bytes, at: int) -> None:
-        end = data.find(b"\r\n", at)
-        if _BARE_LINE_FEED.search(data, at):
+    def _check_beginning(self, data: bytes, at: int) -> None:
+        """Refuse at once what would else be held for ever."""
+        if data.count(b"\n", at) != data.count(b"\r\n", at):
             raise Disagreement("an HTTP line without a carriage return")
-        if end >= 0 and not _REQUEST_LINE.fullmatch(data, at, end):
-            raise Disagreement("a malformed HTTP request")
+        if not self._line_checked and (end := data.find(b"\r\n", at)) >= 0:
+            self._line_checked = True
+            if not _REQUEST_LINE.fullmatch(data, at, end):
+                raise Disagreement("a malformed HTTP request")
 
     def _take_head(self, head: bytes) -> bytes:
+        self._line_checked = False
         first, _, lines = head.partition(b"\r\n")
         request = _REQUEST_LINE.fullmatch(first)
         if request is None or not _FIELDS.fullmatch(lines):

@@ -24,6 +24,8 @@ _BLANK = re.compile(rb"[\x00-\x20\x7f-\xff]+")
 _LIKE_HTTP = re.compile(rb"HTTP/\d|\nhost ?:|[ \n]https?://", re.IGNORECASE)
 _OLD_HELLO = re.compile(rb"[\x80-\xff].\x01[\x00\x03]", re.DOTALL)
 _MEMORY = 64
+_FIRST_LINE = 8192
+"""Text whose kind only its whole line tells is held up to this length."""
 
 
 class Watch:
@@ -90,8 +92,8 @@ class Watch:
             self._requests = Requests(self._name)
             return self._requests.feed(self._held)
         if _BEGINNING.fullmatch(self._held):
-            if len(self._held) > LIMIT:
-                raise Disagreement("a first line of more than 64 KiB")
+            if len(self._held) > _FIRST_LINE:
+                raise Disagreement("a first line of more than 8 KiB")
             return b""
         self._other = _Other()
         held, self._held = self._held, b""

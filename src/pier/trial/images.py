@@ -168,8 +168,11 @@ async def _pull(backend: Backend, store: ImageStore, wish: ImageWish, reference:
     except ImageError as error:
         if refused is None:
             raise
-        hint = refused.hint if error.code == "not_found" else error.hint
+        hint = refused.hint if error.code in ("not_found", "refused") else error.hint
         message = f"{error.message}\n  - {refused.message}"
+        if error.code == "refused":
+            # The backend reached the registry and pier may not: what the backend was answered counts.
+            message, error = f"{refused.message}\n  - registry: {error.message}", refused
         raise ImageError(message, code=error.code, blame=error.blame, retryable=error.retryable, hint=hint) from error
 
 
