@@ -101,6 +101,7 @@ class First(Init):
     def run(self) -> None:
         """The thread that serves. It gives its rights up before there is anything to serve."""
         try:
+            kernel.enter_domain()
             worker.confine(self.confine)
             self.confine["filter"] = b""
             self._begin.acquire()

@@ -367,7 +367,7 @@ class Init:
         return pid
 
     def _hire_enclosed(self, others: Sequence[int], **where: Any) -> int:
-        return self._with_rights(lambda: self.hire(lambda *streams: enclosure.work(*streams, **where), others))
+        return self._with_rights(lambda: Init.hire(self, lambda *given: enclosure.work(*given, **where), others))
 
     def _with_rights(self, work: Callable[[], Any]) -> Any:
         """Do something that needs the right to mount."""
@@ -384,6 +384,8 @@ class Init:
         for pid in list(place.members):
             if self._clear(pid):
                 self._lose(pid)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
         until = time.monotonic() + _PATIENCE
         while left := self._with_rights(lambda: self._enclosed(place)):
             _send_each(left, signal.SIGKILL)
