@@ -96,6 +96,7 @@ def routes(pid: int) -> dict[str, Callable[[], object]]:
         "maps": lambda: read(f"{proc}/maps"),
         "memory": lambda: read(f"{proc}/mem"),
         "namespace": lambda: join(pid),
+        "signal": lambda: os.kill(pid, 0),
         "ptrace attach": lambda: attach(pid, 16),
         "ptrace seize": lambda: attach(pid, 0x4206),
         "process_vm_readv": lambda: vectors(SYSCALLS["readv"], pid),

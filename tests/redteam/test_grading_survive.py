@@ -76,6 +76,7 @@ def survivors(result: TrialResult) -> list[str]:
     "a survivor traces a child of the verifier that became the survivor's user",
     "permission denied (Linux 6.12 or later)",
 )
+@route("grading", "a survivor stops or kills the verifier", "not permitted (Linux 6.12 or later)")
 @route("grading", "a survivor renames, removes or mounts over /tests or /logs/verifier", "the kernel refuses")
 @route("grading", "a survivor writes a reward through a directory or cwd that it held open", "nothing reads that place")
 @route("grading", "a survivor watches /tests and /logs/verifier with inotify", "it sees no event of the verifier")
@@ -109,6 +110,9 @@ done
                     assert siblings[f"sibling: {way}"].startswith("got"), "the routes work on processes of the agent"
             others = {name: report.pop(name) for name in list(report) if name.startswith("other user: ")}
             assert bool(others) == (user == "root")
+            workers = [name for name in report if name == "pier-worker: signal"]
+            for name in workers if has_domains() else [name for name in report if name.endswith(": signal")]:
+                del report[name]
             if has_domains():
                 report |= others
             assert any(name.startswith("test.sh: ") for name in report)

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pier.errors import VerifierError
+from pier.errors import SandboxError, VerifierError
 from pier.network.policy import NONE, NetworkPolicy
-from pier.sandbox.contract import Change, Sandbox
+from pier.sandbox.contract import LOST, Change, Sandbox
 from pier.task import Step, resolve_env
 from pier.trial.agents import Deadline, user_text
 from pier.trial.clock import limit
@@ -79,20 +79,23 @@ async def grade_shared(
         async with await place.start(room, NONE, f"{spec.name}-clean") as clean:
             yield clean
 
-    secured = await secure(
-        sandbox,
-        before=before,
-        workdir=workdir,
-        pristine=pristine,
-        keep_processes=_keeps_processes(spec),
-        tests=spec.task.steps[index].tests,
-    )
-    graded.compared = secured.compared
-    graded.notes += secured.notes
-    whole = sandbox if secured.view is not None and index == len(spec.task.steps) - 1 else None
-    async with secured.place(sandbox) as view:
-        await _grade(place, graded, spec.task.steps[index], view, workdir, directory, bundled=False, whole=whole)
-        graded.notes += await look_again(sandbox, secured, workdir)
+    step = spec.task.steps[index]
+    for keep in (_keeps_processes(spec), False):
+        secured = await secure(
+            sandbox, before=before, workdir=workdir, pristine=pristine, keep_processes=keep, tests=step.tests
+        )
+        graded.compared = secured.compared
+        graded.notes += secured.notes
+        whole = sandbox if secured.view is not None and index == len(spec.task.steps) - 1 else None
+        try:
+            async with secured.place(sandbox) as view:
+                await _grade(place, graded, step, view, workdir, directory, bundled=False, whole=whole)
+                graded.notes += await look_again(sandbox, secured, workdir)
+            return
+        except SandboxError as error:
+            if secured.view is None or error.code != LOST:
+                raise
+            graded.notes.append(Note("processes", f"they kept the verifier from its work, and are killed: {error}"))
 
 
 async def grade_separately(

@@ -122,14 +122,14 @@ def prctl(option: int, *values: int | bytes) -> int:
 
 def enter_domain() -> bool:
     """Put this thread, and all that it will start, into a Landlock domain: from within it nothing outside can be
-    traced, whatever its user and capabilities. It limits nothing else but connections to abstract sockets of processes
-    outside. False where the kernel (before 6.12) cannot do that."""
+    traced or signalled, and no abstract socket of processes outside be reached, whatever their users and capabilities.
+    It limits nothing else. False where the kernel (before 6.12) cannot do that."""
     try:
         if syscall("landlock", _CREATE_RULESET, None, 0, 1) < _SCOPED:
             return False
     except OSError:
         return False
-    rules = struct.pack("3Q", 0, 0, 1)
+    rules = struct.pack("3Q", 0, 0, 3)
     fd = syscall("cannot make a domain", _CREATE_RULESET, rules, len(rules), 0)
     try:
         syscall("cannot enter a domain", _RESTRICT_SELF, fd, 0)
