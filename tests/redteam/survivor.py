@@ -60,6 +60,18 @@ def join(pid: int) -> int:
     return call(SYSCALLS["setns"], os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY), 0)
 
 
+def borrow_user(path: str) -> str:
+    """List a directory below /proc/PID/root after opening that as the user 1000."""
+    LIBC.setfsgid(1000)
+    LIBC.setfsuid(1000)
+    try:
+        root = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    finally:
+        LIBC.setfsuid(os.getuid())
+        LIBC.setfsgid(os.getgid())
+    return str(os.listdir(os.open("tests", os.O_RDONLY, dir_fd=root)))
+
+
 def attach(pid: int, request: int) -> str:
     if LIBC.ptrace(ctypes.c_long(request), pid, None, None) < 0:
         raise OSError(ctypes.get_errno(), "ptrace")
@@ -75,6 +87,7 @@ def routes(pid: int) -> dict[str, Callable[[], object]]:
     proc = f"/proc/{pid}"
     return {
         "tests through root": lambda: os.listdir(f"{proc}/root/tests"),
+        "tests through root as another user": lambda: borrow_user(f"{proc}/root"),
         "verdict through root": lambda: write(f"{proc}/root/logs/verifier/reward.txt"),
         "cwd": lambda: os.listdir(f"{proc}/cwd"),
         "fd": lambda: os.readlink(f"{proc}/fd/1"),
@@ -83,6 +96,7 @@ def routes(pid: int) -> dict[str, Callable[[], object]]:
         "maps": lambda: read(f"{proc}/maps"),
         "memory": lambda: read(f"{proc}/mem"),
         "namespace": lambda: join(pid),
+        "signal": lambda: os.kill(pid, 0),
         "ptrace attach": lambda: attach(pid, 16),
         "ptrace seize": lambda: attach(pid, 0x4206),
         "process_vm_readv": lambda: vectors(SYSCALLS["readv"], pid),
@@ -121,7 +135,7 @@ def attempt(ways: dict[str, Callable[[], object]]) -> dict[str, str]:
 
 
 def verifier() -> dict[int, str]:
-    """The verifier's processes, pier's workers, and another process that the agent left running."""
+    """The verifier's processes, a child of it with another user, pier's workers, and another survivor."""
     found: dict[int, str] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -133,8 +147,8 @@ def verifier() -> dict[int, str]:
             continue
         if b"/tests/test.sh" in command:
             found[int(name)] = "test.sh"
-        elif command == b"sleep\0" + b"7777\0":
-            found[int(name)] = "sibling"
+        elif command in (b"sleep\0" + b"7777\0", b"sleep\0" + b"8888\0"):
+            found[int(name)] = "sibling" if b"7777" in command else "other user"
         elif comm == "pier-worker":
             found[int(name)] = comm
     return found
@@ -168,8 +182,9 @@ def main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     open(f"{directory}/ready-{uid}", "w").close()
     deadline = time.monotonic() + 60
-    while "test.sh" not in (found := verifier()).values() and time.monotonic() < deadline:
+    while not os.path.exists(f"{directory}/go") and time.monotonic() < deadline:
         time.sleep(0.005)
+    found = verifier()
     time.sleep(0.2)
     found = {pid: name for pid, name in verifier().items() if found.get(pid) == name}
     report = {f"{name}: {way}": what for pid, name in found.items() for way, what in attempt(routes(pid)).items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from pathlib import Path
@@ -25,6 +26,17 @@ printf 'GET /answer HTTP/1.0\\r\\n\\r\\n' >&3
 case "$(cat <&3)" in *forty-two*) echo 1 ;; *) echo 0 ;; esac > /logs/verifier/reward.txt
 """
 """Asks the agent's server."""
+BECOME = """\
+{} -c 'import os; os.setgroups([]); os.setresgid(1000, 1000, 1000); os.setresuid(1000, 1000, 1000); \
+os.execvp("sleep", ["sleep", "8888"])' &
+until tr '\\0' ' ' < /proc/$!/cmdline | grep -qx 'sleep 8888 '; do sleep 0.05; done
+"""
+"""Starts a child that runs as another user."""
+
+
+def has_domains() -> bool:
+    """Whether the kernel has Landlock with scopes."""
+    return ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) >= 6
 
 
 def python(place: str) -> str:
@@ -59,6 +71,12 @@ def survivors(result: TrialResult) -> list[str]:
 @route(
     "grading", "a survivor uses process_vm_readv, process_vm_writev or pidfd_getfd on the verifier", "permission denied"
 )
+@route(
+    "grading",
+    "a survivor traces a child of the verifier that became the survivor's user",
+    "permission denied (Linux 6.12 or later)",
+)
+@route("grading", "a survivor stops or kills the verifier", "not permitted (Linux 6.12 or later)")
 @route("grading", "a survivor renames, removes or mounts over /tests or /logs/verifier", "the kernel refuses")
 @route("grading", "a survivor writes a reward through a directory or cwd that it held open", "nothing reads that place")
 @route("grading", "a survivor watches /tests and /logs/verifier with inotify", "it sees no event of the verifier")
@@ -76,7 +94,8 @@ for uid in 0 1000; do
 done
 """
     wait = "for i in $(seq 100); do test -e /app/out/0.json -a -e /app/out/1000.json && break; sleep 0.1; done\n"
-    test = f"#!/bin/bash\n{wait}cp /app/out/* /logs/verifier/\n{ASK}"
+    test = f"#!/bin/bash\n{BECOME.format(python(place)) if user == 'root' else ''}touch /app/out/go\n"
+    test += f"{wait}cp /app/out/* /logs/verifier/\n{ASK}"
     toml = TOML.replace("[verifier]", f'[verifier]\nuser = "{user}"')
     task = write_task(tmp_path / "task", toml=toml, solve=solve, test=test, **{"solution__survivor.py": SURVIVOR})
     async with open_place(place, tmp_path / "trials") as bench:
@@ -89,6 +108,13 @@ done
             if uid == "0":
                 for way in ("fd", "environ", "maps", "pidfd_getfd", "ptrace attach"):
                     assert siblings[f"sibling: {way}"].startswith("got"), "the routes work on processes of the agent"
+            others = {name: report.pop(name) for name in list(report) if name.startswith("other user: ")}
+            assert bool(others) == (user == "root")
+            workers = [name for name in report if name == "pier-worker: signal"]
+            for name in workers if has_domains() else [name for name in report if name.endswith(": signal")]:
+                del report[name]
+            if has_domains():
+                report |= others
             assert any(name.startswith("test.sh: ") for name in report)
             assert {name: what for name, what in report.items() if what not in REFUSED} == {}
         assert sum("http.server" in line for line in survivors(result)) == 1

@@ -25,6 +25,9 @@ from pier.sandbox.order import BuildOrder
 OUTPUT_LIMIT = 16 * 1024 * 1024
 """How many bytes of each stream a `Result` keeps unless told otherwise. What is beyond is read and dropped."""
 
+LOST = "sandbox"
+"""The code of the error that what did a request inside a sandbox was killed or stopped, while the sandbox lives on."""
+
 Command = str | Sequence[str]
 """A string runs in the image's shell (`/bin/sh -c`), a sequence is an argv; no shell is needed for the latter."""
 

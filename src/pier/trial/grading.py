@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from pier.errors import VerifierError
+from pier.errors import SandboxError, VerifierError
 from pier.network.decision import OnDecision
 from pier.network.policy import NONE, NetworkPolicy
 from pier.redact import Redactor
-from pier.sandbox.contract import Change, Mount, Sandbox
+from pier.sandbox.contract import LOST, Change, Mount, Sandbox
 from pier.sandbox.tree.pack import SKIPPED
 from pier.task import Step, resolve_env
 from pier.tree import Tree
@@ -129,21 +129,23 @@ class SharedTests:
                 graded.starting = False
                 yield clean
 
-        secured = await secure(
-            sandbox,
-            before=before,
-            workdir=workdir,
-            pristine=pristine,
-            keep_processes=_keeps_processes(spec),
-            tests=spec.task.steps[self.index].tests,
-        )
-        graded.compared = secured.compared
-        graded.notes += secured.notes
         step, is_last = spec.task.steps[self.index], self.index == len(spec.task.steps) - 1
-        whole = sandbox if secured.view is not None and is_last else None
-        async with secured.place(sandbox) as view:
-            await _grade(place, graded, step, view, workdir, logs, bundled=False, whole=whole)
-            graded.notes += await look_again(sandbox, secured, workdir)
+        for keep in (_keeps_processes(spec), False):
+            secured = await secure(
+                sandbox, before=before, workdir=workdir, pristine=pristine, keep_processes=keep, tests=step.tests
+            )
+            graded.compared = secured.compared
+            graded.notes += secured.notes
+            whole = sandbox if secured.view is not None and is_last else None
+            try:
+                async with secured.place(sandbox) as view:
+                    await _grade(place, graded, step, view, workdir, logs, bundled=False, whole=whole)
+                    graded.notes += await look_again(sandbox, secured, workdir)
+                return
+            except SandboxError as error:
+                if secured.view is None or error.code != LOST:
+                    raise
+                graded.notes.append(Note("processes", f"they kept the verifier from its work, and are killed: {error}"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ work as in a local sandbox. It ends when the container does, and ends it when pi
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import os
@@ -41,14 +42,17 @@ def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
         if inside == os.stat("self/ns/pid", dir_fd=proc).st_ino:
             raise OSError(22, "the container shares the host's process namespace")
         _join_groups(pid, plan["container"])
-        _enter(pid, container)
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         os.umask(0o022)
+        forker = Forker()
+        for run in (lambda work: work(), forker.run):
+            run(lambda: _enter(pid, container))
+        forker.run(kernel.enter_domain)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         os.setgroups([])
         _take_limits(pid)
         set_limits(plan["rlimits"])
         census = Census(proc, first=pid, namespace=inside)
-        attendant = Attendant(control, plan, census, container, (proc, inside))
+        attendant = Attendant(control, plan, census, container, (proc, inside), forker)
         proof, sockets = last_resort.begin()
         wire.send(control, {"id": 0, "ready": True, "proof": proof}, [sock.fileno() for sock in sockets])
         for sock in sockets:
@@ -62,11 +66,53 @@ def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
         os._exit(1)
 
 
+class Forker:
+    """A thread that workers are forked from, so that all of them are in one domain and this process is in none. It has
+    to be made before this process joins a process namespace, and joins the container's namespaces by itself."""
+
+    def __init__(self) -> None:
+        self._work: Callable[[], Any] = lambda: None
+        self._outcome: Any = None
+        self._ask, self._done = _thread.allocate_lock(), _thread.allocate_lock()
+        self._ask.acquire()
+        self._done.acquire()
+        _thread.start_new_thread(self._serve, ())
+        self._done.acquire()
+
+    def _serve(self) -> None:
+        try:
+            kernel.unshare(kernel.CLONE_FS)
+            while True:
+                self._done.release()
+                self._ask.acquire()
+                try:
+                    self._outcome = self._work()
+                except OSError as error:
+                    self._outcome = error
+        finally:
+            os._exit(1)
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Do something by the thread."""
+        self._work = work
+        self._ask.release()
+        self._done.acquire()
+        if isinstance(self._outcome, OSError):
+            raise self._outcome
+        return self._outcome
+
+
 class Attendant(Init):
     """Init's loop for a container that has a first process of its own."""
 
     def __init__(
-        self, control: socket.socket, plan: dict[str, Any], census: Census, container: int, inside: tuple[int, int]
+        self,
+        control: socket.socket,
+        plan: dict[str, Any],
+        census: Census,
+        container: int,
+        inside: tuple[int, int],
+        forker: Forker,
     ) -> None:
         super().__init__(control, plan, census)
         self._container = container
@@ -75,6 +121,13 @@ class Attendant(Init):
         self._former: list[Inner] = []
         """Namespaces whose keeper is gone. What is left of them counts until it is known to have ended."""
         self.poll.register(container, select.POLLIN)
+        self._forker = forker
+
+    def hire(
+        self, work: Callable[[socket.socket, socket.socket, dict[str, Any]], None], others: Sequence[int] = ()
+    ) -> int:
+        hire = super().hire
+        return self._forker.run(lambda: hire(work, others))
 
     def _hear(self, fd: int) -> None:
         if fd == self._container:
@@ -157,8 +210,12 @@ class Attendant(Init):
     def _choose_inside(self, place: Inner, others: Sequence[int]) -> int:
         if place.idle:
             return place.idle.pop()
-        with place.entered():
-            pid = self.hire(worker.main, others)
+
+        def enter() -> int:
+            with place.entered():
+                return Init.hire(self, worker.main, others)
+
+        pid = self._forker.run(enter)
         place.members.add(pid)
         return pid
 

@@ -15,13 +15,13 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pier.network import last_resort
 from pier.sandbox.linux import kernel, root, wire, worker
 from pier.sandbox.linux.census import Census
-from pier.sandbox.linux.init import Init, set_limits
+from pier.sandbox.linux.init import Init, send_each, set_limits
 
 GO = b"1"
 """Says that the ids are mapped."""
@@ -101,6 +101,7 @@ class First(Init):
     def run(self) -> None:
         """The thread that serves. It gives its rights up before there is anything to serve."""
         try:
+            kernel.enter_domain()
             worker.confine(self.confine)
             self.confine["filter"] = b""
             self._begin.acquire()
@@ -148,9 +149,13 @@ class First(Init):
         where["like"] = {"filter": self._filter, "cores": os.sched_getaffinity(0)}
         return super()._hire_enclosed(others, **where)
 
+    def _send_each(self, pids: Iterable[int], number: int) -> None:
+        wanted = list(pids)
+        if wanted:
+            self._with_rights(lambda: send_each(wanted, number))
+
     def _hold_all(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGSTOP)
+        self._send_each([-1], signal.SIGSTOP)
 
     def _on_free(self, job: int, answer: dict[str, Any]) -> None:
         self.jobs.pop(job, None)

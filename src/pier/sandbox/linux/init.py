@@ -227,8 +227,7 @@ class Init:
         if self.enclosure is not None and pid in self.enclosure.members:
             self.enclosure.members.discard(pid)
             self.enclosure.idle = [other for other in self.enclosure.idle if other != pid]
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        self._send_each([pid], signal.SIGKILL)
         for job in [job for job, owner in self.jobs.items() if owner == pid]:
             del self.jobs[job]
             self.strayed = True
@@ -263,7 +262,7 @@ class Init:
         began = time.monotonic()
         heir = worker or self.census.first
         while True:
-            _send_each(self.census.children(heir), signal.SIGKILL)
+            self._send_each(self.census.children(heir), signal.SIGKILL)
             chosen = self._strike(worker, still=time.monotonic() > began + _PATIENCE / 5)
             self._collect()
             if not any(self.census.is_running(pid) for pid in chosen) and self.census.is_barren(heir):
@@ -282,9 +281,9 @@ class Init:
             self._hold_all()
         found = self.census.take()
         chosen = [pid for pid in found if self._worker_of(pid, found) == worker and pid != worker]
-        _send_each(chosen, signal.SIGKILL)
+        self._send_each(chosen, signal.SIGKILL)
         if still:
-            _send_each(found.keys() - set(chosen) - set(asleep), signal.SIGCONT)
+            self._send_each(found.keys() - set(chosen) - set(asleep), signal.SIGCONT)
         return chosen
 
     def _hold_all(self) -> None:
@@ -324,8 +323,7 @@ class Init:
         quiet = not self.jobs and not self.strayed
         self.strayed = False
         killed = 0 if quiet else self._count()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
+        self._send_each([-1], signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while True:
                 ended = os.waitpid(-1, 0)
@@ -376,11 +374,15 @@ class Init:
         return pid
 
     def _hire_enclosed(self, others: Sequence[int], **where: Any) -> int:
-        return self._with_rights(lambda: self.hire(lambda *streams: enclosure.work(*streams, **where), others))
+        return self._with_rights(lambda: Init.hire(self, lambda *given: enclosure.work(*given, **where), others))
 
     def _with_rights(self, work: Callable[[], Any]) -> Any:
         """Do something that needs the right to mount."""
         return work()
+
+    def _send_each(self, pids: Iterable[int], number: int) -> None:
+        """Send a signal, also to processes of a verifier, which commands cannot signal."""
+        send_each(pids, number)
 
     def _kill_enclosed(self) -> int:
         """Kill what runs in a verifier's namespace; how many processes that were. Those whose worker was killed from
@@ -393,9 +395,11 @@ class Init:
         for pid in list(place.members):
             if self._clear(pid):
                 self._lose(pid)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
         until = time.monotonic() + _PATIENCE
         while left := self._with_rights(lambda: self._enclosed(place)):
-            _send_each(left, signal.SIGKILL)
+            self._send_each(left, signal.SIGKILL)
             self._collect()
             if time.monotonic() > until:
                 self._kill_all()
@@ -422,8 +426,7 @@ class Init:
         sizes = {pid: self.census.private_memory(pid) for pid in self.census.take() if pid not in self.workers}
         if sum(sizes.values()) > self.memory:
             wire.send(self.control, {"id": OUT_OF_MEMORY})
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(max(sizes, key=sizes.__getitem__), signal.SIGKILL)
+            self._send_each([max(sizes, key=sizes.__getitem__)], signal.SIGKILL)
 
     def _change_network(self, message: dict[str, Any]) -> None:
         plumbing.disconnect()
@@ -447,7 +450,8 @@ class Init:
             wire.send(self.control, answer, [sock.fileno()])
 
 
-def _send_each(pids: Iterable[int], number: int) -> None:
+def send_each(pids: Iterable[int], number: int) -> None:
+    """Send a signal to each process that is still there; -1 is every other process that this one knows of."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
