@@ -37,6 +37,7 @@ def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     library = Path(f"/usr/lib/{python.name}")
     if not library.is_dir():
         pytest.skip("this machine has no Python of its own in /usr")
+    (layer / "bin/tar").unlink()
     packed = BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         archive.add(layer, ".")

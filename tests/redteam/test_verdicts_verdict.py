@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pier.network.decision import Decision
 from pier.trial.model import TrialResult
 from pier.trial.spec import AgentChoice
 from pier.trial.verdict import NetworkUse, is_machine_fault, network_faults
+from tests.job_tasks import PIER, make_task, pier
 from tests.redteam import route
 from tests.redteam.places import everywhere, open_place
 from tests.trial_runs import TOML, Bench, kinds, write_task
@@ -22,6 +24,7 @@ from tests.world import in_world
 
 SEPARATE = 'artifacts = ["/app/answer"]\n' + TOML.replace("[verifier]", '[verifier]\nenvironment_mode = "separate"')
 ZERO = "reward 0, with a note"
+GIVE_ZERO = "echo 0 > /logs/verifier/reward.txt"
 ASSUMES = "#!/bin/bash\nset -e\nread -r value < /app/data\necho $((value == 7)) > /logs/verifier/reward.txt\n"
 """Tests that give no reward if a file of the task is missing."""
 
@@ -124,6 +127,55 @@ async def test_a_flake(place: str, tmp_path: Path) -> None:
         info = result.exception_info
         assert (info.code, info.blame, info.retryable) == ("verifier_flaky", "infra", True)
         assert not (bench.last / "verifier" / "reward.txt").exists()
+
+
+STEPS = TOML + "".join(f'[[steps]]\nname = "{name}"\n' for name in ("one", "two", "three"))
+
+
+@everywhere
+@route("verdicts", "The agent breaks the second step of a task", "that step counts 0, and the trial's mean with it")
+async def test_a_step_is_wrecked(place: str, tmp_path: Path) -> None:
+    more = {f"steps__{name}__instruction.md": "Do it." for name in ("one", "two", "three")}
+    toml = STEPS.replace('name = "two"', 'name = "two"\nmin_reward = 1')
+    passes = "#!/bin/bash\nset -e\nread -r _ < /app/data\necho 1 > /logs/verifier/reward.txt\n"
+    command = "if [ -e /app/first ]; then rm /app/data; fi; touch /app/first"
+    async with open_place(place, tmp_path / "trials") as bench:
+        result = await attack(bench, tmp_path, command, test=passes, toml=toml, **more)
+        assert result.rewards == {"reward": 0.5} and result.pier is not None
+        assert (result.pier.graded_steps, result.pier.n_steps) == (2, 3)
+        steps = result.step_results or []
+        assert [step.verifier_result and step.verifier_result.rewards for step in steps] == [
+            {"reward": 1},
+            {"reward": 0},
+        ]
+        assert steps[1].integrity is not None and len(steps[1].integrity.runs) == 3
+        assert (bench.last / "steps/two" / steps[1].integrity.runs[2].logs).is_dir()
+        shown = subprocess.run([*PIER, "trial", "show", str(bench.last)], capture_output=True, text=True, check=True)
+        assert "2 of 3 graded" in shown.stdout and "grading  shared" in shown.stdout
+        assert "pristine state (verifier-runs/2-pristine): 1.0" in shown.stdout
+
+
+@pytest.mark.plain
+@route("verdicts", "The state of an agent that broke its grading is graded again", ZERO)
+def test_regrading_a_broken_state(tmp_path: Path) -> None:
+    make_task(tmp_path / "tasks/t", solve="touch /tmp/broken", test=f"test ! -e /tmp/broken || exit 1\n{GIVE_ZERO}")
+    pier("run", "-p", "tasks", "-a", "oracle", "--keep-state", "--job-name", "j", cwd=tmp_path)
+    pier("job", "regrade", "jobs/j", "--job-name", "again", cwd=tmp_path)
+    for name in ("j", "again"):
+        (path,) = (tmp_path / "jobs" / name).glob("*/result.json")
+        result = TrialResult.model_validate_json(path.read_bytes())
+        assert_broken(result, path.parent)
+
+
+@pytest.mark.plain
+@route("verdicts", "A flake in a job with retries", "the trial is tried again")
+def test_a_flake_is_tried_again(tmp_path: Path) -> None:
+    test = f"if test -e /tmp/ran; then {GIVE_ZERO}; else touch /tmp/ran; fi"
+    make_task(tmp_path / "tasks/t", test=test)
+    done = pier("run", "-p", "tasks", "-a", "oracle", "-r", "1", "--job-name", "j", cwd=tmp_path, code=1)
+    result = json.loads((tmp_path / "jobs/j/result.json").read_text())
+    assert result["stats"]["n_retries"] == 1 and "blame: infra" in done.stdout
+    assert "retry jobs/j --only infra" in done.stdout
 
 
 TRIALS = """

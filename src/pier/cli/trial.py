@@ -78,7 +78,8 @@ def _advice(result: TrialResult, directory: Path) -> str | None:
 def _integrity_lines(integrity: Integrity | None) -> list[str]:
     if integrity is None:
         return []
-    lines = []
+    where = "the agent's sandbox" if integrity.mode == "shared" else "a sandbox that the agent never saw"
+    lines = [f"grading  {integrity.mode}: the tests ran in {where}"]
     for note in integrity.notes:
         undone = " (undone before grading)" if note.stopped else ""
         lines.append(f"note     {note.kind}: {note.path + ': ' if note.path else ''}{note.detail}{undone}")
