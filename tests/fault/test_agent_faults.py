@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from pier.agent import deadline
 from pier.agent.contract import PACK_PATH, AgentRun
 from pier.agent.registry import find_agent
 from pier.gateway.answering import Policy
 from pier.gateway.canonical import Delta, PartDelta, PartStart, Request, StreamError, Text, TurnStart
+from pier.gateway.limiter import Retry
+from pier.gateway.providers import Provider
 from pier.gateway.script import Script
 from pier.gateway.server import Gateway
 from pier.gateway.session import Session
@@ -25,6 +28,8 @@ from pier.sandbox.contract import Sandbox
 from pier.trial.model import TrialResult
 from pier.trial.spec import AgentChoice
 from tests.agent_rig import DESK, FOUR, PACKS, need_pack, stage
+from tests.fault.test_gateway_upstreams import events
+from tests.gateway_fakes import Behaviour, fake_provider, replies, streams
 from tests.trial_runs import open_bench, write_task
 
 KILL = f"for p in /proc/[0-9]*; do readlink $p/exe | grep -q ^{PACK_PATH}/bin/ && kill -9 ${{p#/proc/}}; done"
@@ -172,3 +177,46 @@ async def test_a_cancelled_agent_is_gone(name: str) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await running(sandbox) == 0
+
+
+def broken_stream() -> Behaviour:
+    """The beginning of an answer in the dialect of the request, and no more of it."""
+
+    async def behave(request: web.BaseRequest, raw: bytes) -> web.StreamResponse:
+        dialect = "responses" if "responses" in request.path else "anthropic"
+        return await streams(*events(dialect)[:4], cut=True)(request, raw)
+
+    return behave
+
+
+REFUSED = b'{"type":"error","error":{"type":"authentication_error","message":"invalid key"}}'
+FAILING: dict[str, Behaviour] = {
+    "401": replies(401, REFUSED),
+    "503": replies(503, b'{"error":{"message":"no healthy upstream"}}'),
+    "a stream that is cut off": broken_stream(),
+}
+
+
+class Served(Gateway):
+    """A gateway behind which one provider serves every model."""
+
+    provider: Provider
+
+    def session(self, model: str | None = None, **terms: Any) -> Session:
+        return super().session("m", upstream=self.provider, **terms)
+
+
+@pytest.mark.parametrize("fault", FAILING)
+@pytest.mark.parametrize("name", FOUR[:2])
+async def test_a_provider_that_fails_leaves_no_reward(name: str, fault: str, tmp_path: Path) -> None:
+    need_pack(name)
+    retry = Retry(attempts=2, first=0.01, longest=0.02)
+    async with open_bench(tmp_path / "trials") as bench, fake_provider(FAILING[fault]) as fake:
+        async with Served(retry=retry) as gateway:
+            gateway.provider = fake.provider("anthropic" if name == "claude-code" else "responses")
+            bench.services = replace(bench.services, gateway=gateway)
+            good = "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"
+            task = write_task(tmp_path / "task", test=good)
+            result = await bench.run(task, AgentChoice(name, "m", timeout=30))
+    assert told(result) == ("provider_error", "provider") and result.rewards is None
+    assert fake.asked and calls(result).get("answered") is None
