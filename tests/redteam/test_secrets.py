@@ -7,7 +7,6 @@ import base64
 import json
 import os
 import stat
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote, quote_plus
@@ -16,8 +15,7 @@ import pytest
 from aiohttp import web
 
 from pier.gateway.recording import Recording, read
-from pier.redact import REDACTED, Redactor, StreamRedactor
-from pier.secret import is_never_secret, is_secret, looks_secret, secrets_in_text
+from pier.redact import REDACTED
 from tests.gateway_fakes import fake_provider, streams
 from tests.job_tasks import pier, trials_of
 from tests.redteam import route
@@ -95,7 +93,9 @@ test -e /app/done; echo $((! $?)) > /logs/verifier/reward.txt
 
 def piece(text: str, **more: object) -> bytes:
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": None, **more}
-    return b"data: " + json.dumps({"id": "c1", "object": "chat.completion.chunk", "choices": [choice]}).encode() + b"\n\n"
+    return (
+        b"data: " + json.dumps({"id": "c1", "object": "chat.completion.chunk", "choices": [choice]}).encode() + b"\n\n"
+    )
 
 
 async def echo(request: web.BaseRequest, raw: bytes) -> web.StreamResponse:
@@ -139,7 +139,9 @@ def leaks(root: Path) -> list[str]:
 
 def texts_of(recording: Recording) -> str:
     """All that was streamed to the agent, joined."""
-    events = [event for call in recording.calls if call.answer and call.answer.streamed for event in call.answer.events()]
+    events = [
+        event for call in recording.calls if call.answer and call.answer.streamed for event in call.answer.events()
+    ]
     choices = [json.loads(event.data)["choices"][0] for event in events if event.data != "[DONE]"]
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 
@@ -156,15 +158,26 @@ async def test_no_file_of_a_job_holds_a_secret(tmp_path: Path) -> None:
     given = {name: CANARIES[name] for name in ("SERVICE_TOKEN", "BUILD_NOTE", "ODD_SECRET", "PRIVATE_KEY")}
     given |= {"INDIRECT": "${FROM_FILE}", "REMOTE": url}
     async with fake_provider(echo) as fake:
-        words = ["run", "-p", "tasks", "-m", "openai/m", "--image", "host", "--job-name", "j", "--env-file", ".env", "-y"]
+        words = [
+            "run",
+            "-p",
+            "tasks",
+            "-m",
+            "openai/m",
+            "--image",
+            "host",
+            "--job-name",
+            "j",
+            "--env-file",
+            ".env",
+            "-y",
+        ]
         words += ["-a", "command", "--ak", "script=agent.py", "--ak", f"command=--api-key {CANARIES['FLAG']}"]
         words += ["--ve", f"VERIFIER_SECRET={CANARIES['VERIFIER_SECRET']}"]
         for name, value in given.items():
             words += ["--ae", f"{name}={value}"]
         home = {"PIER_HOME": str(tmp_path / "home"), "OPENAI_API_KEY": CANARIES["PROVIDER_KEY"]}
-        done = await asyncio.to_thread(
-            pier, *words, cwd=tmp_path, code=None, OPENAI_BASE_URL=fake.url, **home
-        )
+        done = await asyncio.to_thread(pier, *words, cwd=tmp_path, code=None, OPENAI_BASE_URL=fake.url, **home)
     job = tmp_path / "jobs" / "j"
     (trial,) = trials_of(job)
     asked = b"".join(asked.body for asked in fake.asked)
