@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ _MARK = REDACTED.encode()
 _CHUNK = 1024 * 1024
 _LONGEST_LINE = 256 * 1024
 """A longer line is not read as JSON."""
+_LONG = 256
+"""All beginnings of a longer secret would take much memory."""
+_MOST_KNOWN = 4096
 _DEEPEST = 64
 _ESCAPES = 8
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
@@ -59,7 +62,10 @@ class Redactor:
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         wanted = {secret for secret in secrets if not is_never_secret(secret)}
         self._secrets = [_compile(secret) for secret in sorted(wanted, key=lambda secret: (-len(secret), secret))]
-        self._forms = tuple({form for secret in wanted for form in _forms(secret)})
+        forms = {form for secret in wanted for form in _forms(secret)}
+        self._begins = {form[:size] for form in forms if len(form) <= _LONG for size in range(1, len(form))}
+        self._long = [form for form in forms if len(form) > _LONG]
+        self._known: dict[str, int] = {}
         self.longest = max((secret.longest for secret in self._secrets), default=0)
         self.has_lines = any("\n" in secret for secret in wanted)
         """Whether a secret has several lines, as private keys do."""
@@ -101,14 +107,15 @@ class Redactor:
 
     def begun(self, text: str) -> int:
         """How many characters at the end of a text may be the beginning of a secret."""
-        most = 0
-        for form in self._forms:
-            at = text.find(form[0], max(0, len(text) - len(form) + 1))
-            while 0 <= at < len(text) - most:
-                if form.startswith(text[at:]):
-                    most = len(text) - at
-                at = text.find(form[0], at + 1)
-        return most
+        known = self._known.get(text)
+        if known is None:
+            known = max(
+                (size for size in range(min(len(text), _LONG), 0, -1) if text[-size:] in self._begins), default=0
+            )
+            known = max((known, *(_overlap(text, form) for form in self._long)))
+            if len(self._known) < _MOST_KNOWN and len(text) < _LONG:
+                self._known[text] = known
+        return known
 
     def tree(self, root: Path, *, mode: int | None = None) -> None:
         """Remove secrets from all files, names and links below the directory `root`, which came out of a sandbox: no
@@ -220,17 +227,25 @@ def _forms(secret: str) -> Iterator[str]:
         yield form.replace("+", "-").replace("/", "_")
 
 
+def _overlap(text: str, form: str) -> int:
+    """How many characters at the end of a text a form begins with."""
+    at = text.find(form[0], max(0, len(text) - len(form) + 1))
+    while at >= 0 and not form.startswith(text[at:]):
+        at = text.find(form[0], at + 1)
+    return len(text) - at if at >= 0 else 0
+
+
 @dataclass(slots=True)
 class _Piece:
-    """A text in a JSON line, and how to replace it there."""
+    """A text in a JSON line, and the dict or list that it stands in."""
 
     line: _Line
     text: str
-    put: Callable[[str], None]
+    parent: Any
+    key: object
 
     def set(self, text: str) -> None:
-        self.text = text
-        self.put(text)
+        self.text = self.parent[self.key] = text
         self.line.changed = True
 
 
@@ -288,7 +303,7 @@ class StreamRedactor:
         """What is left, at the end."""
         out = b"" if self.is_whole else self._read(self._held)
         if self._rest:
-            self._take(self._rest)
+            self._take(self._cut(self._rest))
         out += b"".join(line.render() for line in self._waiting)
         self._held, self._rest, self._waiting, self._open = b"", b"", [], {}
         return out
@@ -301,13 +316,12 @@ class StreamRedactor:
     def _read(self, data: bytes) -> bytes:
         if not self.lines:
             return data
-        *whole, self._rest = (self._rest + data).splitlines(keepends=True) or [b""]
+        *whole, self._rest = self._cut(self._rest + data).splitlines(keepends=True) or [b""]
         if self._rest.endswith(b"\n"):
             whole, self._rest = [*whole, self._rest], b""
         elif len(self._rest) > _LONGEST_LINE:
-            rest = self._cut(self._rest)
-            cut = max(0, len(rest) - self.redactor.longest + 1)
-            whole, self._rest = [*whole, rest[:cut]], rest[cut:]
+            cut = max(0, len(self._rest) - self.redactor.longest + 1)
+            whole, self._rest = [*whole, self._rest[:cut]], self._rest[cut:]
         for line in whole:
             self._take(line)
         ready = next((place for place, line in enumerate(self._waiting) if line.waits), len(self._waiting))
@@ -315,23 +329,31 @@ class StreamRedactor:
         del self._waiting[:ready]
         return out
 
-    def _take(self, data: bytes) -> None:
-        raw = self._cut(data)
+    def _take(self, raw: bytes) -> None:
         line = _Line(raw)
         self._waiting.append(line)
         start, end = raw.find(b"{"), raw.rfind(b"}") + 1
-        if start < 0 or end <= start:
+        marked, escaped = self.drop_tokens or _MARK in raw, b"\\" in raw
+        if start < 0 or end <= start or not (marked or escaped or self._open or self._begins(raw)):
             return
+        texts: list[_Text] = []
         try:
             line.value = _parse(raw[start:end])
-            texts = list(_texts(line.value))
+            _find_texts(line.value, (), 0, texts)
         except (ValueError, RecursionError):
             return
         line.before, line.after = raw[:start], raw[end:]
-        if self.drop_tokens or _MARK in raw:
+        if marked:
             line.changed = without_tokens(line.value) != line.value
-        for place, text, put in texts:
-            self._join(place, _Piece(line, text, put))
+        for place, text, parent, key in texts:
+            if escaped or self.redactor.begun(text) or (self._open and place in self._open):
+                self._join(place, _Piece(line, text, parent, key))
+
+    def _begins(self, raw: bytes) -> bool:
+        """Whether a secret may have begun in a text of a JSON line without escapes. This spares reading most lines."""
+        parts = raw.decode(errors="replace").split('"')
+        values = (text for text, after in zip(parts[1::2], parts[2::2], strict=False) if after[:1] != ":")
+        return any(map(self.redactor.begun, values))
 
     def _join(self, place: tuple[object, ...], piece: _Piece) -> None:
         """Look at a text together with what came before it at the same place."""
@@ -370,24 +392,23 @@ def _replace(pieces: list[_Piece], start: int, end: int) -> None:
             mark = ""
 
 
-_Text = tuple[tuple[object, ...], str, Callable[[str], None]]
+_Text = tuple[tuple[object, ...], str, Any, object]
 
 
-def _texts(value: Any, place: tuple[object, ...] = (), depth: int = 0) -> Iterator[_Text]:
-    """All texts of a JSON value: where they are, but for their places in lists, and how to replace them. A value that
-    is nested too deep is a `ValueError`."""
+def _find_texts(value: Any, place: tuple[object, ...], depth: int, found: list[_Text]) -> None:
+    """Add all texts of a JSON value: where they are, but for their places in lists, and what they stand in. A value
+    that is nested too deep is a `ValueError`."""
     if depth > _DEEPEST:
         raise ValueError("nested too deep")
-    if isinstance(value, dict):
-        told = tuple(value[key] for key in ("type", "index", "output_index") if isinstance(value.get(key), str | int))
-        items = [(key, (*place, *told, key)) for key in value]
-    else:
-        items = [(number, place) for number in range(len(value))]
-    for key, where in items:
-        if isinstance(each := value[key], str):
-            yield where, each, lambda text, key=key: value.__setitem__(key, text)
+    is_dict = isinstance(value, dict)
+    if is_dict:
+        place = (place, value.get("type"), value.get("index"), value.get("output_index"))
+        place = place if all(isinstance(told, str | int | None) for told in place[1:]) else place[:1]
+    for key, each in value.items() if is_dict else enumerate(value):
+        if isinstance(each, str):
+            found.append(((place, key) if is_dict else place, each, value, key))
         elif isinstance(each, dict | list):
-            yield from _texts(each, where, depth + 1)
+            _find_texts(each, (place, key) if is_dict else place, depth + 1, found)
 
 
 def without_tokens(value: Any) -> Any:

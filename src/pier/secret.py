@@ -40,7 +40,7 @@ _MODEL = re.compile(
     r"(?![a-z])[\w.:-]*",
     re.IGNORECASE,
 )
-_HOST = re.compile(r"(?:[A-Za-z0-9_-]+\.)+[A-Za-z]{2,}\.?(?::\d+)?|[\d.]+(?::\d+)?|[A-Za-z][A-Za-z-]*:\d+")
+_HOST = re.compile(r"(?:[a-z0-9_-]+\.)+[a-z]{2,}\.?(?::\d+)?|[\d.]+(?::\d+)?|[a-z][a-z-]*:\d+")
 _PATH = re.compile(r"(?:~|\.{1,2})?/|[A-Za-z]:\\")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>\\]+")
 _BEARER = re.compile(r"\b(?:bearer|basic|token)\s+([^\s\"',;]+)", re.IGNORECASE)
@@ -83,7 +83,7 @@ def _is_random(chunk: str) -> bool:
         words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", chunk)
         odd = len(chunk) >= SHORTEST and (len(chunk) < 3 * len(words) or _CONSONANTS.search(chunk.lower()) is not None)
         return odd or any(len(word) > _WORD_SIZE for word in words)
-    return len(chunk) >= 6 and not re.fullmatch(r"[A-Za-z]+\d{1,4}|\d{1,4}[A-Za-z]{1,4}", chunk)
+    return len(chunk) >= 5 and not re.fullmatch(r"[A-Za-z]+\d{1,4}|\d{1,4}[A-Za-z]{1,4}", chunk)
 
 
 def is_secret(name: str, value: str, *, given: bool = False) -> bool:

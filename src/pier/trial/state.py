@@ -35,7 +35,8 @@ async def keep_state(sandbox: Sandbox, directory: Path) -> None:
     kept = [change.path for change in changes if change.kind != "removed" and not _is_left_out(change.path)]
     directory.mkdir(parents=True)
     complaints = bytearray()
-    with (directory / _FILES).open("xb") as stream:
+    (directory / _FILES).touch(0o600, exist_ok=False)  # it is exact, so it may hold secrets
+    with (directory / _FILES).open("wb") as stream:
 
         def save(name: Stream, data: bytes) -> None:
             if name == "stdout":
