@@ -34,7 +34,8 @@ def main(own: socket.socket, control: socket.socket, settings: dict[str, Any]) -
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     kernel.set_name("pier-worker")
     confine(settings)
-    serve(own, control, settings)
+    has_labels = bool(settings.get("give_labels"))
+    serve(own, control, settings, first=(lambda: give_labels(settings)) if has_labels else None)
 
 
 def serve(
@@ -55,6 +56,12 @@ def confine(settings: dict[str, Any]) -> None:
     if settings["filter"]:
         seccomp.load(settings["filter"])
     kernel.drop_capabilities()
+
+
+def give_labels(settings: dict[str, Any]) -> None:
+    """Have the program that this process becomes run with the labels of the container. Without them it is not run."""
+    for give in settings.get("give_labels", ()):
+        give()
 
 
 def _serve(own: socket.socket, worker: Worker) -> None:
