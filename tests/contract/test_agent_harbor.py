@@ -50,6 +50,11 @@ class Broken(HarborStyle):
         raise RuntimeError("it broke")
 
 
+class Impatient(HarborStyle):
+    async def run(self, instruction: str, environment: Any, context: Any) -> None:
+        raise TimeoutError("its own")
+
+
 class Slow(HarborStyle):
     async def run(self, instruction: str, environment: Any, context: Any) -> None:
         await environment.exec("sleep 3600")
@@ -78,6 +83,8 @@ async def test_a_harbor_agent_sets_up_and_runs(sandbox: Sandbox) -> None:
 async def test_its_failure_is_the_agents_and_its_time_is_limited(sandbox: Sandbox) -> None:
     with pytest.raises(AgentError, match="it broke"):
         await adapt(Broken)().run(sandbox, run(seconds=300))
+    with pytest.raises(AgentError, match="its own"):
+        await adapt(Impatient)().run(sandbox, run(seconds=300))
     result = await asyncio.wait_for(adapt(Slow)().run(sandbox, run(seconds=3)), 240)
     assert result.timed_out
 

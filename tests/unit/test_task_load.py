@@ -86,6 +86,29 @@ def test_what_is_missing_is_named(tmp_path: Path, gone: str, named: str) -> None
         load_task(tmp_path / "t")
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ('[environment.env]\n"" = "1"', "environment.env: invalid variable name ''"),
+        ('[solution.env]\n"A=B" = "1"', "solution.env: invalid variable name 'A=B'"),
+        ('[solution.env]\nA = "a\\u0000b"', "a string holds a NUL"),
+        ('[[environment.mcp_servers]]\nname = "a\\u0000"\nurl = "http://x"', "a string holds a NUL"),
+    ],
+)
+def test_what_no_process_can_be_given_is_the_tasks_fault(tmp_path: Path, more: str, said: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        write_task(tmp_path / "task", toml=f"{TOML}{more}\n")
+    assert said in caught.value.message and caught.value.blame == "task"
+
+
+@pytest.mark.parametrize(("text", "said"), [(b"do \0 it", "holds a NUL"), (b"do \xed\xa0\xbd it", "cannot be read")])
+def test_an_instruction_that_no_agent_can_be_given_is_the_tasks_fault(tmp_path: Path, text: bytes, said: str) -> None:
+    write_task(tmp_path / "task")
+    (tmp_path / "task" / "instruction.md").write_bytes(text)
+    with pytest.raises(TaskError, match=said):
+        load_task(tmp_path / "task")
+
+
 def test_tests_are_not_needed_when_nothing_is_verified_or_the_image_brings_them(tmp_path: Path) -> None:
     root = tmp_path / "t"
     write_task(root)

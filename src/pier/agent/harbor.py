@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from pier.agent.contract import AGENT_LOGS, Agent, AgentRun, Launch
 from pier.agent.options import merged
 from pier.endpoint import Endpoint
-from pier.errors import AgentError, ArgumentError, PierError
+from pier.errors import AgentError, ArgumentError, PathError, PierError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
 from pier.tree import drop_links
 
@@ -86,8 +86,15 @@ class HarborAgent(Agent):
             except TimeoutError:
                 return Result(137, timed_out=True)
             finally:
-                await sandbox.upload(Path(logs), AGENT_LOGS, owner=run.user)
+                await self._keep(sandbox, Path(logs), run)
         return Result(0)
+
+    async def _keep(self, sandbox: Sandbox, logs: Path, run: AgentRun) -> None:
+        """Put what the agent logged where all agents log, unless it has put something else there."""
+        try:
+            await sandbox.upload(logs, AGENT_LOGS, owner=run.user)
+        except PathError as error:
+            raise AgentError(f"the agent {self.name!r} left no place for its logs: {error}", code=error.code) from error
 
     async def _drive(self, environment: SandboxEnvironment, run: AgentRun, logs: Path) -> None:
         try:

@@ -34,6 +34,14 @@ def _service(name: str) -> str:
     return name.strip()
 
 
+def _env(table: dict[str, str]) -> dict[str, str]:
+    for name in table:
+        if not name or "=" in name:
+            raise ValueError(f"invalid variable name {name!r}: expected a name that is not empty and has no `=`")
+    return table
+
+
+Env = Annotated[dict[str, str], AfterValidator(_env)]
 Service = Annotated[str, AfterValidator(_service)]
 
 
@@ -135,7 +143,7 @@ class Environment(PhaseNetwork):
     gpu_types: tuple[str, ...] | None = None
     tpu: Tpu | None = None
     mcp_servers: tuple[McpServerTable, ...] = ()
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Env = Field(default_factory=dict)
     skills_dir: str | None = None
     healthcheck: Healthcheck | None = None
     workdir: str | None = None
@@ -190,7 +198,7 @@ class Verifier(PhaseNetwork):
     """`[verifier]`."""
 
     timeout_sec: Seconds = 600.0
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Env = Field(default_factory=dict)
     user: User = None
     environment_mode: VerifierMode | None = None
     environment: Environment | None = None
@@ -209,7 +217,7 @@ class Verifier(PhaseNetwork):
 
 
 class Solution(Table):
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Env = Field(default_factory=dict)
 
 
 class Artifact(Table):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -59,9 +59,18 @@ def read_config(path: Path) -> tuple[TaskConfig, list[UnknownKey]]:
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise TaskError(f"{path}: not TOML: {error}", code="task_toml") from error
     try:
-        return TaskConfig.model_validate(data), unknown_keys(data, TaskConfig)
+        config = TaskConfig.model_validate(data)
     except ValidationError as error:
         raise TaskError(f"{path}: {describe(error)}", code="task_toml") from error
+    if _holds_nul(data):
+        raise TaskError(f"{path}: a string holds a NUL, which no command, path or variable can have", code="task_toml")
+    return config, unknown_keys(data, TaskConfig)
+
+
+def _holds_nul(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_nul, (*value.keys(), *value.values())))
+    return any(map(_holds_nul, value)) if isinstance(value, list) else isinstance(value, str) and "\0" in value
 
 
 def describe(error: ValidationError) -> str:
@@ -135,11 +144,14 @@ def _suffix(config: TaskConfig) -> str:
 
 def _instruction(path: Path) -> str:
     try:
-        return strip_canary(path.read_bytes().decode())
+        text = strip_canary(path.read_bytes().decode())
     except FileNotFoundError:
         raise TaskError(f"{path}: the instruction is missing", code="task_layout") from None
     except (OSError, UnicodeDecodeError) as error:
         raise TaskError(f"{path}: cannot be read: {error}", code="task_layout") from error
+    if "\0" in text:
+        raise TaskError(f"{path}: the instruction holds a NUL, which no agent can be given", code="task_layout")
+    return text
 
 
 def _merge_agent(config: TaskConfig, table: StepTable | None) -> Agent:

@@ -22,6 +22,7 @@ from pier.image.model import Image, OnProgress
 from pier.lease import Held, Lease
 from pier.network.rules import Rules
 from pier.sandbox import arguments
+from pier.sandbox.closing import close_all, close_in_turn
 from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Sandbox, SandboxSpec
 from pier.sandbox.docker.box import IMAGE_MISSING, KIND, LABEL, ContainerBox, remove
 from pier.sandbox.docker.building import build_there
@@ -245,10 +246,14 @@ class DockerBackend(Backend):
             await docker.close()
 
     async def close(self) -> None:
-        await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes)))
+        """All sandboxes are stopped, also when one of them fails to; what failed is raised in the end."""
+        stops = [sandbox.stop() for sandbox in self._sandboxes]
         self._sandboxes.clear()
-        if self._opened is not None:
-            opened, self._opened = self._opened, None
+        await close_in_turn(lambda: close_all(stops), self._close_engine)
+
+    async def _close_engine(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
             await opened.close()
 
 

@@ -16,6 +16,7 @@ from pier.image.model import OnProgress
 from pier.image.reach import is_socket, shown
 from pier.lease import Lease
 from pier.network.policy import NetworkMode
+from pier.sandbox.closing import close_in_turn
 from pier.sandbox.contract import Mount
 from pier.sandbox.docker import idle, offers
 from pier.sandbox.docker.client import Client, connect
@@ -173,14 +174,9 @@ class Engine:
         if self._zygotes is not None:
             self._zygotes.close()
             self._zygotes = None
-        try:
-            if self._packs is not None:
-                await self._packs.close()
-            if self._helper is not None:
-                await self._helper.close()
-                self._helper = None
-        finally:
-            await self.docker.close()
+        helper, self._helper = self._helper, None
+        ends = [each.close for each in (self._packs, helper, self.docker) if each is not None]
+        await close_in_turn(*ends)
 
 
 def _existing(mount: Mount) -> Path:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import IO, Any
 
 import aiodocker
 from aiodocker.exceptions import DockerError
@@ -19,7 +20,7 @@ from pier.sandbox.docker.client import DISK_FULL, SPACE_HINT, is_disk_full
 from pier.sandbox.docker.flatten import write_flat
 from pier.sandbox.docker.holding import holding, making
 from pier.sandbox.docker.pulling import pull
-from pier.sandbox.docker.telling import said
+from pier.sandbox.docker.telling import sending
 
 _CHUNK = 1 << 20
 REPOSITORY = "pier"
@@ -137,38 +138,50 @@ class EngineImages:
         return True
 
     async def _bring(self, image: Image, name: str, on_progress: OnProgress | None) -> None:
-        read, write = os.pipe()
-        writing = asyncio.create_task(asyncio.to_thread(_write, image, write))
         query = {"fromSrc": "-", "repo": name, "message": f"brought by pier from {image.reference}"}
         query["changes"] = f'LABEL dev.pier.image="{image.digest}"'
-        try:
-            async with self._docker._query(
+        what = f"bringing {image.reference} to the engine"
+        async with (
+            _flat(image) as parts,
+            sending(parts, what, on_progress) as stream,
+            self._docker._query(
                 "images/create",
                 "POST",
                 params=query,
-                data=said(_read(read), f"bringing {image.reference} to the engine", on_progress),
+                data=stream,
                 headers={"Content-Type": "application/x-tar"},
-            ) as answer:
-                text = await answer.text()
-            _raise_if_failed(text, image)
+            ) as answer,
+        ):
+            text = await answer.text()
+        _raise_if_failed(text, image)
+
+
+@asynccontextmanager
+async def _flat(image: Image) -> AsyncIterator[AsyncIterator[bytes]]:
+    """An image as one tar stream, which a thread writes. It ends with this, also if nobody has read any of it."""
+    read, write = os.pipe()
+    source = os.fdopen(read, "rb", buffering=0)
+    writing = asyncio.create_task(asyncio.to_thread(_write, image, write))
+    try:
+        yield _read(source)
+    finally:
+        nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        os.dup2(nothing, read, inheritable=False)
+        os.close(nothing)
+        try:
+            await asyncio.shield(writing)
         finally:
-            await writing
+            source.close()
 
 
 def _write(image: Image, fd: int) -> None:
-    with open(fd, "wb") as sink:
-        try:
-            write_flat(image.layers, sink)
-        except BrokenPipeError:
-            return
+    with contextlib.suppress(BrokenPipeError), open(fd, "wb") as sink:
+        write_flat(image.layers, sink)
 
 
-async def _read(fd: int) -> AsyncIterator[bytes]:
-    try:
-        while data := await asyncio.to_thread(os.read, fd, _CHUNK):
-            yield data
-    finally:
-        os.close(fd)
+async def _read(source: IO[bytes]) -> AsyncIterator[bytes]:
+    while data := await asyncio.to_thread(source.read, _CHUNK):
+        yield data
 
 
 def _raise_if_failed(text: str, image: Image) -> None:

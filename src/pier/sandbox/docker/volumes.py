@@ -27,7 +27,7 @@ from pier.lease import Lease
 from pier.sandbox.docker.box import passing_container
 from pier.sandbox.docker.client import Client, engine_error
 from pier.sandbox.docker.holding import holding, letting_go, making
-from pier.sandbox.docker.telling import said
+from pier.sandbox.docker.telling import sending
 
 PREFIX = "pier-pack-"
 _OURS = re.compile(PREFIX + "[0-9a-f]{24}")
@@ -72,13 +72,17 @@ class PackVolumes:
         return name
 
     async def _copy(self, directory: Path, container: DockerContainer, on_progress: OnProgress | None) -> None:
-        async with self._docker._query(
-            f"containers/{container.id}/archive",
-            "PUT",
-            params={"path": _INSIDE, "noOverwriteDirNonDir": "0"},
-            data=said(_packed(directory), f"copying {directory} to the engine", on_progress),
-            headers={"Content-Type": "application/x-tar"},
-        ) as answer:
+        what = f"copying {directory} to the engine"
+        async with (
+            sending(_packed(directory), what, on_progress) as stream,
+            self._docker._query(
+                f"containers/{container.id}/archive",
+                "PUT",
+                params={"path": _INSIDE, "noOverwriteDirNonDir": "0"},
+                data=stream,
+                headers={"Content-Type": "application/x-tar"},
+            ) as answer,
+        ):
             await answer.read()
 
     async def close(self) -> None:

@@ -17,6 +17,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from pier.network import lan, last_resort
@@ -24,6 +25,7 @@ from pier.sandbox.linux import inner, kernel, wire, worker
 from pier.sandbox.linux.census import Census
 from pier.sandbox.linux.init import SPARE, Init, set_limits
 from pier.sandbox.linux.inner import Inner
+from pier.sandbox.linux.label import find_labels
 from pier.sandbox.linux.root import HOST
 
 _NAMESPACES = ("ipc", "uts", "net", "cgroup", "pid", "mnt")
@@ -41,6 +43,7 @@ def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
         inside = os.stat(f"{pid}/ns/pid", dir_fd=proc).st_ino
         if inside == os.stat("self/ns/pid", dir_fd=proc).st_ino:
             raise OSError(22, "the container shares the host's process namespace")
+        labels = find_labels(proc, pid)
         _join_groups(pid, plan["container"])
         os.umask(0o022)
         forker = Forker()
@@ -53,6 +56,7 @@ def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
         set_limits(plan["rlimits"])
         census = Census(proc, first=pid, namespace=inside)
         attendant = Attendant(control, plan, census, container, (proc, inside), forker)
+        attendant.confine["give_labels"] = [partial(label.give, proc) for label in labels]
         proof, sockets = last_resort.begin()
         wire.send(control, {"id": 0, "ready": True, "proof": proof}, [sock.fileno() for sock in sockets])
         for sock in sockets:

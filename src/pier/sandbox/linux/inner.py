@@ -88,6 +88,7 @@ def _begin(own: socket.socket, settings: dict[str, Any]) -> None:
         raise BrokenPipeError(errno.EPIPE, "the caller is gone")
     signal.set_wakeup_fd(-1)
     worker.confine(settings)
+    worker.give_labels(settings)
 
 
 def _mount_proc() -> None:

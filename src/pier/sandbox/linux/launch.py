@@ -173,7 +173,7 @@ def _fork(program: Program, fds: list[int], *, terminal: bool) -> int:
     if report.startswith(b"a"):
         raise Refused("the command or its environment holds something that cannot be passed on", "bad_argument")
     if report.startswith(b"f"):
-        raise Refused(f"the program cannot be process 1: {os.strerror(int(report[1:]))}", "cannot_start")
+        raise Refused(f"the command's process cannot be prepared: {os.strerror(int(report[1:]))}", "cannot_start")
     if report.startswith(b"u"):
         raise Refused(f"cannot become user {program.user.name}: {os.strerror(int(report[1:]))}", "cannot_become_user")
     raise _cannot_run(program.argv[0], OSError(int(report), ""))

@@ -151,6 +151,7 @@ class LinuxProcess(Process):
         self._started: asyncio.Future[int] = self._loop.create_future()
         self._ended: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self._terminal = -1
+        self._striking: asyncio.Future[None] | None = None
         self._killing: asyncio.Future[None] | None = None
         self._failed: asyncio.Future[BaseException] = self._loop.create_future()
         self._limit = limit
@@ -247,17 +248,21 @@ class LinuxProcess(Process):
             self._channel.send({"op": "signal", "id": 0, "job": self.number, "number": number})
 
     async def kill(self) -> None:
-        """Every caller waits until the tree is dead. The function that output is handed to may call this too; then its
-        own end is not waited for."""
-        if self._killing is None:
-            self._killing = asyncio.ensure_future(self._kill())
-        await asyncio.shield(self._killing)
-        if not any(output.is_calling for output in self._outputs.values()):
-            await self._settle()
+        """Every caller waits until the tree is dead and its output was read. The function that output is handed to may
+        call this too; that is not waited for then."""
+        if self._striking is None or self._killing is None:
+            self._striking = asyncio.ensure_future(self._strike())
+            self._killing = asyncio.ensure_future(self._kill(self._striking))
+        is_calling = any(output.is_calling for output in self._outputs.values())
+        await asyncio.shield(self._striking if is_calling else self._killing)
 
-    async def _kill(self) -> None:
+    async def _strike(self) -> None:
         with contextlib.suppress(SandboxError):
             await self._channel.ask({"op": "kill", "job": self.number})
+
+    async def _kill(self, striking: asyncio.Future[None]) -> None:
+        await striking
+        await self._settle()
 
     def fail(self, error: BaseException) -> None:
         """The function that output is handed to has failed: `wait` kills the command and raises this."""

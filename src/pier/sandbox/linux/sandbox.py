@@ -14,6 +14,7 @@ from pier.errors import SandboxError
 from pier.image.model import Image
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import arguments
+from pier.sandbox.closing import close_in_turn
 from pier.sandbox.contract import (
     OUTPUT_LIMIT,
     Change,
@@ -358,13 +359,17 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         self._processes.clear()
 
     async def stop(self) -> None:
+        """Whatever fails on the way, the sandbox ends; what failed is raised then."""
         async with self._lock:
-            for listener in self._listeners:
-                await listener.close()
-            await self.network.settle(self.box.channel)
-            await self.network.close()
-            await self._home.end(self)
-            self._discard_processes()
+            try:
+                await close_in_turn(
+                    *(listener.close for listener in self._listeners),
+                    lambda: self.network.settle(self.box.channel),
+                    self.network.close,
+                    lambda: self._home.end(self),
+                )
+            finally:
+                self._discard_processes()
 
 
 class _PrivateChannel:

@@ -10,6 +10,7 @@ on. A worker has the capabilities and the system call filter that commands get, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -45,11 +46,14 @@ def become_worker(settings: dict[str, Any]) -> None:
 def serve(
     own: socket.socket, control: socket.socket, settings: dict[str, Any], first: Callable[[], None] | None = None
 ) -> None:
-    """Serve init's requests. `first` is done by each command's process before it becomes the command."""
+    """Serve init's requests. `first` is done by each command's process before it becomes the command; without it, the
+    command gets the container's labels."""
 
     def free(job: int, answer: dict[str, Any]) -> None:
         wire.send(own, {"free": job, "answer": answer})
 
+    if first is None and settings.get("give_labels"):
+        first = functools.partial(give_labels, settings)
     extra = settings.get("extra", -1)
     _serve(own, Worker(control, free, many_ids=settings["many_ids"], first=first, extra=extra))
 
@@ -62,6 +66,12 @@ def confine(settings: dict[str, Any]) -> None:
         seccomp.load(settings["filter"])
     extra = (settings["extra"],) if "extra" in settings else ()
     kernel.drop_capabilities((*kernel.KEPT_CAPABILITIES, *extra))
+
+
+def give_labels(settings: dict[str, Any]) -> None:
+    """Have the program that this process becomes run with the labels of the container. Without them it is not run."""
+    for give in settings.get("give_labels", ()):
+        give()
 
 
 def _serve(own: socket.socket, worker: Worker) -> None:

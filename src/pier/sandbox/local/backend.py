@@ -15,6 +15,7 @@ from pier.lease import Held, Lease
 from pier.network.policy import NetworkMode
 from pier.network.rules import Rules
 from pier.sandbox import arguments, cgroup
+from pier.sandbox.closing import close_all, close_in_turn
 from pier.sandbox.contract import Backend, Capabilities, Change, Finding, SandboxSpec
 from pier.sandbox.host import HostRoot, host_image, prepare
 from pier.sandbox.linux.changes import merge
@@ -188,13 +189,19 @@ class LocalBackend(Backend):
         await sweeping.destroy(held, self._zygotes)
 
     async def close(self) -> None:
-        await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes)))
+        """All sandboxes are stopped, also when one of them fails to; what failed is raised in the end."""
+        stops = [sandbox.stop() for sandbox in self._sandboxes]
+        try:
+            await close_in_turn(lambda: close_all(stops), self._remove_host)
+        finally:
+            self._zygotes.close()
+
+    async def _remove_host(self) -> None:
         if self._host is not None:
             id = f"host-{self._lease.owner}"
             await self._zygotes.remove(self._base / id)
             self._lease.strike(KIND, id)
             self._host = None
-        self._zygotes.close()
 
 
 def _refuse_what_lacks(spec: SandboxSpec, capabilities: Capabilities) -> None:

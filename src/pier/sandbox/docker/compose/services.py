@@ -11,6 +11,7 @@ from pier.errors import SandboxError, TaskError
 from pier.network import lan
 from pier.network.decision import Decision, OnDecision
 from pier.network.policy import NONE, NetworkPolicy
+from pier.sandbox.closing import close_all, close_in_turn
 from pier.sandbox.compose.model import MAIN, Compose, Composition, Service
 from pier.sandbox.contract import Limits, SandboxSpec
 from pier.sandbox.docker.compose.process import ServiceProcess, health_of
@@ -228,17 +229,15 @@ class ServiceGroup:
         await asyncio.shield(self._stopping)
 
     async def _stop(self) -> None:
-        await asyncio.gather(*(process.stop() for process in self._processes.values()))
-        outcomes = await asyncio.gather(
-            *(DockerSandbox.stop(one) for one in self.sandboxes.values()), return_exceptions=True
-        )
+        steps: list[Callable[[], Awaitable[None]]] = [
+            lambda: close_all(process.stop() for process in self._processes.values()),
+            lambda: close_all(DockerSandbox.stop(one) for one in self.sandboxes.values()),
+        ]
         if self._close_hub is not None:
-            await self._close_hub()
+            steps.append(self._close_hub)
         if self._volumes is not None:
-            await self._volumes.remove()
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+            steps.append(self._volumes.remove)
+        await close_in_turn(*steps)
 
 
 async def _all(works: Any) -> None:

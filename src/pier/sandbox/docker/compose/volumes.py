@@ -12,6 +12,7 @@ import aiodocker
 from aiodocker.exceptions import DockerError
 
 from pier.lease import Lease
+from pier.sandbox.closing import close_all
 from pier.sandbox.docker.box import LABEL, engine_error, passing_container
 from pier.sandbox.docker.client import Client
 
@@ -64,9 +65,11 @@ class TrialVolumes:
         """Remove all of them; no container may use one any more. Idempotent."""
         names = list(self._made.values())
         self._made.clear()
-        await asyncio.gather(*(remove_volume(self._docker, name) for name in names))
-        for name in names:
-            self._lease.strike(VOLUME, name.rpartition("-")[2])
+        await close_all(self._remove(name) for name in names)
+
+    async def _remove(self, name: str) -> None:
+        await remove_volume(self._docker, name)
+        self._lease.strike(VOLUME, name.rpartition("-")[2])
 
 
 async def remove_volume(docker: aiodocker.Docker, name: str) -> None:

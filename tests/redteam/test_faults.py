@@ -1,0 +1,160 @@
+"""Faults that once made pier hang, leak or report something else: none of them does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiodocker.exceptions import DockerError
+
+from pier.errors import ImageError, SandboxError
+from pier.image.model import Image
+from pier.lease import Lease
+from pier.sandbox import open_backend
+from pier.sandbox.contract import Backend, SandboxSpec
+from pier.sandbox.docker import telling
+from pier.sandbox.docker.client import Client
+from pier.sandbox.docker.images import EngineImages
+from tests.busybox import busybox_image
+from tests.redteam import route
+from tests.redteam.places import everywhere
+
+PATIENCE = 60.0
+Reply = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def opened(place: str) -> AsyncIterator[Backend]:
+    with Lease() as lease:
+        async with open_backend(place, lease) as backend:
+            yield backend
+        assert lease.held() == []
+
+
+@route("faults", "A second kill comes while the first is under way", "It returns when the command's tree is dead")
+@everywhere
+async def test_a_second_kill_waits_for_the_first(place: str, tmp_path: Path) -> None:
+    image = busybox_image(tmp_path / "image")
+    async with opened(place) as backend, await backend.start(SandboxSpec(image)) as sandbox:
+        process = await sandbox.spawn("(setsid sleep 600 &) ; sleep 600")
+        first = asyncio.ensure_future(process.kill())
+        await asyncio.sleep(0)
+        await process.kill()
+        assert first.done(), "the second kill returned before the first"
+        assert (await sandbox.exec("pidof sleep")).exit_code == 1
+
+
+@route("faults", "A caller's function for output raises TimeoutError", "It is raised, not reported as a timeout")
+@everywhere
+async def test_a_failing_function_is_no_timeout(place: str, tmp_path: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise TimeoutError("the caller's")
+
+    image = busybox_image(tmp_path / "image")
+    async with opened(place) as backend, await backend.start(SandboxSpec(image)) as sandbox:
+        with pytest.raises(TimeoutError, match="the caller's"):
+            await sandbox.exec("echo x; sleep 600", on_output=fail, timeout=PATIENCE)
+        assert (await sandbox.exec("pidof sleep")).exit_code == 1
+
+
+@route(
+    "faults",
+    "One of several sandboxes cannot be struck from the lease when pier ends",
+    "All others are stopped and struck, and the failure is reported",
+)
+@everywhere
+async def test_a_failure_at_the_end_leaves_nothing_else_behind(place: str, tmp_path: Path) -> None:
+    image = busybox_image(tmp_path / "image")
+    with Lease() as lease:
+        backend = open_backend(place, lease)
+        sandboxes = [await backend.start(SandboxSpec(image)) for _ in range(4)]
+        (entry,) = lease.directory.glob(f"*.{sandboxes[0].id}")
+        entry.unlink()
+        entry.mkdir()
+        with pytest.raises(OSError):
+            await backend.close()
+        entry.rmdir()
+        assert lease.held() == []
+        for sandbox in sandboxes:
+            with pytest.raises(SandboxError):
+                await sandbox.exec("true")
+
+
+async def _ignore(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
+async def _break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readexactly(100_000)
+    writer.transport.abort()
+
+
+async def _answer_in_part(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{}")
+    await writer.drain()
+    writer.transport.abort()
+
+
+async def _stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(3600)
+
+
+@asynccontextmanager
+async def false_engine(path: Path, on_image: Reply) -> AsyncIterator[Client]:
+    """An engine that has no image, and is given one."""
+    serving: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.add(asyncio.current_task())  # type: ignore[arg-type]
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                if b"images/create" in head:
+                    await on_image(reader, writer)
+                    return
+                body = b'{"ApiVersion":"1.41"}' if b"/version" in head else b'{"message":"no such image"}'
+                status = b"200 OK" if b"/version" in head else b"404 Not Found"
+                kind = b"Content-Type: application/json\r\nContent-Length: %d" % len(body)
+                writer.write(b"HTTP/1.1 %s\r\n%s\r\n\r\n%s" % (status, kind, body))
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            return
+        finally:
+            writer.close()
+
+    server = await asyncio.start_unix_server(serve, path)
+    client = Client(f"unix://{path}")
+    try:
+        yield client
+    finally:
+        await client.close()
+        server.close()
+        for task in serving:
+            task.cancel()
+
+
+def _large_image(directory: Path) -> Image:
+    image = busybox_image(directory)
+    (image.layers[0] / "large").write_bytes(bytes(8 << 20))
+    return image
+
+
+@route(
+    "faults",
+    "The connection to an engine breaks or stands still while an image is sent",
+    "The error is reported, and the next attempt does not wait for a lock",
+)
+@pytest.mark.plain
+@pytest.mark.parametrize("reply", [_ignore, _break_off, _answer_in_part, _stall], ids=lambda reply: reply.__name__)
+async def test_an_image_that_cannot_be_sent_holds_no_lock(
+    reply: Reply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telling, "STALL_SECONDS", 2.0 if reply is _stall else PATIENCE)
+    image = _large_image(tmp_path / "image")
+    async with false_engine(tmp_path / "engine.sock", reply) as client:
+        for _ in range(2):
+            with pytest.raises((ImageError, DockerError)):
+                await asyncio.wait_for(EngineImages(client).ensure(image), PATIENCE)
