@@ -76,6 +76,15 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Image:
     return Image("test/bare", f"sha256:{'a' * 64}", (layer,), ImageConfig(user="4321:8765", workdir="/"))
 
 
+async def test_commands_have_the_label_of_the_container(backend: DockerBackend, docker: Engine, image: Image) -> None:
+    """Whatever security modules the kernel has: what the engine runs there and what pier runs are labelled alike."""
+    look = "cat /proc/self/attr/current /proc/self/attr/apparmor/current 2>&1; true"
+    async with await backend.start(SandboxSpec(image)) as sandbox:
+        by_engine = docker.docker("exec", f"pier-{sandbox.id}", "sh", "-c", look)
+        assert (await sandbox.exec(look)).text.strip() == by_engine
+        assert (await sandbox.exec(look, user="1000")).text.strip() == by_engine
+
+
 class Greeter(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

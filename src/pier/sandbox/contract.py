@@ -188,11 +188,13 @@ class Process(ABC):
 
     @abstractmethod
     async def kill(self) -> None:
-        """Kill the command and every process that it started, also those that left its session. Idempotent."""
+        """Kill the command and every process that it started, also those that left its session. Idempotent; every
+        caller waits until they are dead."""
 
     @abstractmethod
     async def wait(self) -> Result:
-        """Wait until the command ended and its output was read; `stdout`/`stderr` hold what `on_output` did not get."""
+        """Wait until the command ended and its output was read; `stdout`/`stderr` hold what `on_output` did not get.
+        What `on_output` raises is raised here, after the command was killed."""
 
     async def __aenter__(self) -> Process:
         return self
@@ -213,7 +215,9 @@ class Listener(ABC):
 
 
 class Sandbox(ABC):
-    """A running sandbox. All methods raise `SandboxError` when the sandbox is gone; none of them hangs then.
+    """A running sandbox. All methods raise `SandboxError` when the sandbox is gone; none of them hangs then. A wrong
+    argument is an `ArgumentError` before anything is done (`pier.sandbox.arguments` has the checks), and a path that is
+    not what a call needs a `PathError`; the sandbox goes on after either.
 
     Use as an async context manager, or call `stop`.
     """
@@ -266,7 +270,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def write_file(self, target: str, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
-        """Write one file, replacing what is there. Parents are made."""
+        """Write one file, replacing what is there, unless that is a directory. Parents are made."""
 
     @abstractmethod
     async def download(
