@@ -31,6 +31,7 @@ from pier.beneath import (
     open_in,
     remove,
     write_all,
+    write_sparse,
 )
 from pier.sandbox.tree.pack import CHUNK, pack, pack_entry
 from pier.sandbox.tree.unpack import unpack
@@ -133,7 +134,7 @@ def _serve_write(root: int, fd: int, request: dict[str, Any]) -> None:
         target = os.open(unborn, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=above)
         try:
             while data := os.read(fd, CHUNK):
-                write_all(target, data)
+                write_sparse(target, data)
             if request["owner"]:
                 os.fchown(target, *request["owner"])
             os.fchmod(target, request["mode"])
