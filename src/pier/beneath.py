@@ -27,6 +27,7 @@ ENTRIES = 1_000_000
 """How many entries a tree may have."""
 
 _OPENAT2 = 437
+_HOLE = 4096
 _HELD = 32
 """How many directories of a walk are held open; the way up to others leads through `..`."""
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -56,11 +57,11 @@ def open_in(root: int, path: str, flags: int, resolve: int, mode: int = 0) -> in
         if number not in (errno.EAGAIN, errno.EINTR):
             break
     if number in (errno.ENOSYS, errno.EPERM) and resolve & NO_SYMLINKS:
-        return _open_by_parts(root, path, flags, mode)
+        return open_by_parts(root, path, flags, mode)
     raise OSError(number, os.strerror(number), path)
 
 
-def _open_by_parts(root: int, path: str, flags: int, mode: int) -> int:
+def open_by_parts(root: int, path: str, flags: int, mode: int) -> int:
     """As `open_in` without links, on a kernel older than 5.6 or in a container that forbids the call."""
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if ".." in parts:
@@ -98,6 +99,14 @@ def write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def write_sparse(fd: int, data: bytes) -> None:
+    """Write all of `data` to a new file; zeros become a hole, so that what was sparse takes no space here either."""
+    if len(data) >= _HOLE and data[:1] == b"\0" and not data.strip(b"\0"):
+        os.truncate(fd, os.lseek(fd, len(data), os.SEEK_CUR))
+    else:
+        write_all(fd, data)
 
 
 class Descent:

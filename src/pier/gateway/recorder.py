@@ -64,6 +64,8 @@ class Recorder:
         self._durable = durable
         self._flusher = flusher
         self._failure: OSError | None = None
+        self.lost: OSError | None = None
+        """Why the first lines were lost that could not be written, if any were."""
         self._passed = 0.0
         self._calls = 0
         self._open = 0
@@ -129,7 +131,8 @@ class Recorder:
         if self._journal and lines:
             try:
                 self._journal.append_lines(b"".join(lines))
-            except OSError:
+            except OSError as error:
+                self.lost = self.lost or error
                 self._start_over()
                 raise
 

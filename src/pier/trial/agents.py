@@ -16,7 +16,7 @@ from pier.agent.contract import PACK_PATH, Agent, AgentRun, McpServer
 from pier.agent.oracle import OracleAgent
 from pier.agent.registry import check_options, find_agent
 from pier.endpoint import GATEWAY_PORT, Endpoint
-from pier.errors import AgentError, JobError, PierError, ProviderError, UsageError
+from pier.errors import AgentError, JobError, PierError, ProviderError, StorageError, UsageError
 from pier.redact import Redactor
 from pier.sandbox.contract import Change, Mount, OnOutput, Result, Sandbox
 from pier.task import Step, Task
@@ -256,6 +256,12 @@ def check_job_budget(session: Session | None) -> None:
     """`JobError` if the budget of the whole job cut the agent off: what it left is no result of its own."""
     if session is not None and session.pool_ended:
         raise JobError(f"the trial was cut off ({session.ended}), so it is not graded", code="job-budget")
+
+
+def check_recording(session: Session | None) -> None:
+    """`StorageError` if calls of the agent failed because they could not be recorded."""
+    if session is not None and session.recorder.lost is not None:
+        raise StorageError(f"the recording of the model calls could not be written: {session.recorder.lost}")
 
 
 async def judge(agent: Agent, failed: AgentError | None, session: Session | None) -> PierError | None:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from pier.task import Task
 from pier.task.lint import Problem
+from pier.tree import find_files, open_regular
 from pier.trial.run import run_trial
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec, VerifierChoice
 
 FOUND = "history.tsv"
 _SECONDS = 300.0
+_LONGEST = 16 * 1024 * 1024
 _WORDS = {
     "commits": "holds commits that are no ancestors of HEAD ({}); the solution may be among them",
     "files": "holds files that no commit of HEAD has ({}), left over from other commits",
@@ -43,12 +45,14 @@ async def find_history(
     if (info := result.exception_info) is not None:
         words = f"could not be searched for a repository's history: {info.exception_message}"
         return [Problem("warning", "history", str(task.path), words)]
-    found = (problem for path in sorted(directory.rglob(FOUND)) for problem in _problems(task, path))
+    found = (problem for path in find_files(directory, FOUND) for problem in _problems(task, path))
     return list(dict.fromkeys(found))
 
 
 def _problems(task: Task, path: Path) -> list[Problem]:
-    rows = (line.split("\t") for line in path.read_text(errors="replace").splitlines())
+    with open_regular(path) as stream:
+        text = stream.read(_LONGEST).decode(errors="replace")
+    rows = (line.split("\t") for line in text.splitlines())
     found = ((row[0], row[1], row[2]) for row in rows if len(row) == 3 and row[0] in _WORDS)
     return [
         Problem("warning", "history", f"{task.path}: {where}", _WORDS[kind].format(words))

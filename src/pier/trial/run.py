@@ -18,7 +18,7 @@ from typing import TypeVar
 from pier import __version__
 from pier.agent.contract import Agent
 from pier.agent.install import install
-from pier.errors import AgentError, SandboxError
+from pier.errors import AgentError, SandboxError, StorageError
 from pier.image.model import Image, OnProgress
 from pier.network.decision import Decision, OnDecision
 from pier.network.policy import PUBLIC, NetworkPolicy
@@ -304,6 +304,10 @@ class _Trial:
             result.verifier = outcome.verifier
             result.integrity = outcome.integrity
             result.verifier_environment_mode = spec.task.steps[0].verifier_mode if spec.verifier.enabled else None
+        if self.record.fault is not None:
+            lost = StorageError(f"the trial's log could not be written: {self.record.fault}")
+            result.exception_info = exception_info(lost, self.clock.current, self.redactor)
+            result.verifier_result = None
         if result.exception_info is not None:
             self.record.write_exception(result.exception_info.exception_traceback)
         judge_as_harbor(result)

@@ -24,6 +24,8 @@ _CHANGED_MEANWHILE = 1
 nothing, when they do not know an option."""
 
 _MOST_COMPLAINTS = 300
+_LIMIT = 64 * 1024**3
+"""How many bytes a state may have; a sparse file counts whole."""
 _NOT_STATE = (TESTS, VERIFIER_LOGS)
 
 
@@ -40,6 +42,8 @@ async def keep_state(sandbox: Sandbox, directory: Path) -> None:
 
         def save(name: Stream, data: bytes) -> None:
             if name == "stdout":
+                if stream.tell() + len(data) > _LIMIT:
+                    raise SandboxError(f"no state is kept: it is larger than {_LIMIT} bytes", retryable=False)
                 stream.write(data)
             elif len(complaints) < _MOST_COMPLAINTS:
                 complaints.extend(data)

@@ -15,6 +15,7 @@ from pier.sandbox.contract import Change, Sandbox
 from pier.task import Step, resolve_env
 from pier.trial.agents import (
     check_job_budget,
+    check_recording,
     describe_run,
     endpoint_of,
     home_of,
@@ -146,6 +147,7 @@ async def _run_agent(
                     failed = await judge(agent, await run_agent(agent, sandbox, informed, output), session)
                 outcome.agent_result = usage_of(session)
     check_job_budget(session)
+    check_recording(session)
     if (tally := session.tally if session else None) and tally.retries:
         stage.record.log(
             f"model: {tally.retries} retries after faults of the provider, {tally.waited:.1f} s of waiting"

@@ -31,6 +31,7 @@ from pier.beneath import (
     open_in,
     remove,
     write_all,
+    write_sparse,
 )
 from pier.sandbox.tree.pack import CHUNK, pack, pack_entry
 from pier.sandbox.tree.unpack import unpack
@@ -133,7 +134,7 @@ def _serve_write(root: int, fd: int, request: dict[str, Any]) -> None:
     try:
         _write_new(above, name, fd, request)
     except OSError as error:
-        # The new file's passing name says nothing to anybody.
+        # Name the path that was asked for, not the temporary one.
         raise OSError(error.errno, os.strerror(error.errno or 0), request["target"]) from error
     finally:
         os.close(above)
@@ -144,7 +145,7 @@ def _write_new(above: int, name: str, fd: int, request: dict[str, Any]) -> None:
     target = os.open(unborn, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=above)
     try:
         while data := os.read(fd, CHUNK):
-            write_all(target, data)
+            write_sparse(target, data)
         if request["owner"]:
             os.fchown(target, *request["owner"])
         os.fchmod(target, request["mode"])

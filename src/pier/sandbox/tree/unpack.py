@@ -18,7 +18,7 @@ from pier.beneath import (
     TreeError,
     make_directory,
     open_in,
-    write_all,
+    write_sparse,
 )
 from pier.sandbox.tree.pack import BUFFER, CHUNK, SKIPPED, forget_members
 
@@ -170,11 +170,7 @@ class _Unpacker:
         try:
             content = archive.extractfile(entry)
             while content and (data := content.read(CHUNK)):
-                if len(data) == CHUNK and data[:1] == b"\0" and not data.strip(b"\0"):
-                    # A hole: what is sparse in the sandbox takes no space here either.
-                    os.truncate(fd, os.lseek(fd, CHUNK, os.SEEK_CUR))
-                else:
-                    write_all(fd, data)
+                write_sparse(fd, data)
             self._dress_open(fd, _looks(entry))
         finally:
             os.close(fd)
