@@ -110,8 +110,8 @@ def write_sparse(fd: int, data: bytes) -> None:
 
 
 class Descent:
-    """Where a walk is. Directories on the way up are the same ones that it came by, or an ESTALE says that somebody has
-    moved one meanwhile."""
+    """Where a walk is. Directories on the way up are the same ones that it came by, or an ESTALE says that one
+    was moved meanwhile."""
 
     def __init__(self, top: str | int, above: int | None = None) -> None:
         self._way = [os.open(top, READ_DIRECTORY, dir_fd=above) if isinstance(top, str) else os.dup(top)]
@@ -161,7 +161,7 @@ def visit(
     walk: Descent, look: Callable[[int, Any], list[tuple[str, Any]]], first: Any, missed: Callable[[Any, OSError], None]
 ) -> None:
     """Look at a directory, and then at each below it that a look has named, with what the look gave along. `missed` is
-    told of those that cannot be opened."""
+    called with those that cannot be opened."""
     todo = [look(walk.here, first)]
     while todo:
         if not todo[-1]:
@@ -188,7 +188,7 @@ def remove(path: str, above: int | None = None) -> None:
 
 
 def remove_some(path: str, most: int) -> bool:
-    """Remove at most so many files and directories of `path`; whether that was all of it."""
+    """Remove at most `count` files and directories of `path`; whether that was all of it."""
     try:
         _remove_tree(path, None, iter(range(most)))
     except _Spent:
@@ -227,7 +227,7 @@ def _empty(walk: Descent, budget: Iterator[int]) -> None:
 
 
 def _look(here: int, budget: Iterator[int]) -> list[str]:
-    """Remove what is no directory, and tell which directories there are."""
+    """Remove everything but directories, and list those."""
     found: list[str] = []
     with os.scandir(here) as entries:
         for entry in list(entries):

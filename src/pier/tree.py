@@ -48,7 +48,7 @@ FAULTS = frozenset(
 """Errors of the machine that holds a file, which say nothing about the file."""
 
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV)
-"""What the kernel says of a path that is missing, or lies behind a link or a file."""
+"""Errors of the kernel for a path that is missing, or lies behind a link or a file."""
 
 Kind = Literal["file", "directory", "link", "other"]
 

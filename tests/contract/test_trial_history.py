@@ -131,9 +131,9 @@ def _blob(repo: Repository, aside: Path) -> None:
 HIDDEN: dict[str, tuple[Callable[[Repository, Path], None], str]] = {
     "a branch, packed": (
         _branch,
-        "/app/.git holds commits that are no ancestors of HEAD (1 in branches and tags, 0 in",
+        "/app/.git holds commits that are not ancestors of HEAD (1 in branches and tags, 0 in",
     ),
-    "a tag": (_tag, "/app/.git holds commits that are no ancestors of HEAD (1 in branches and tags"),
+    "a tag": (_tag, "/app/.git holds commits that are not ancestors of HEAD (1 in branches and tags"),
     "a reflog": (_reflog, "0 in branches and tags, 1 in stashes and reflogs, 0 loose"),
     "a stash": (_stash, "0 in branches and tags, 2 in stashes and reflogs, 0 loose"),
     "nothing names it": (_dangling, "0 in stashes and reflogs, 1 loose, e.g. "),

@@ -84,7 +84,7 @@ def test_later_commits_of_a_tasks_repository_are_told(tmp_path: Path) -> None:
     write_task(tmp_path / "leaky", environment__Dockerfile="FROM x")
     build(tmp_path / "images", "leaky", CLONE)
     said = pier("task", "check", "--run", "--image", "leaky", tmp_path / "leaky")
-    assert "/app/.git: holds commits that are no ancestors of HEAD (0 in branches and tags, 1 in" in said
+    assert "/app/.git: holds commits that are not ancestors of HEAD (0 in branches and tags, 1 in" in said
     assert "Fix the bug" in said
     strict = json.loads(
         pier("task", "check", "--run", "--image", "leaky", "--strict", "--json", tmp_path / "leaky", code=1)

@@ -43,7 +43,7 @@ def test_names_lead_to_providers(model: str, provider: str, name: str, key: str,
 
 def test_unknown_names_and_missing_keys_say_what_to_do(tmp_path: Path) -> None:
     directory = Directory.load({}, tmp_path / "none.toml")
-    with pytest.raises(UsageError, match="nobody is known") as unknown:
+    with pytest.raises(UsageError, match="no known provider") as unknown:
         directory.target("mystery")
     assert unknown.value.hint
     with pytest.raises(UsageError, match="no provider 'anthropc'") as misspelt:

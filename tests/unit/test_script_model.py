@@ -224,7 +224,7 @@ async def test_agents_that_end_by_a_tool_are_ended_by_it() -> None:
         ({"turns": []}, "turns"),
         ({"turns": [{}]}, "a turn needs text"),
         ({"turns": [{"shel": "ls"}]}, "shel"),
-        ({"turns": [{"finish": "x", "shell": "ls"}]}, "finish is a turn of its own"),
+        ({"turns": [{"finish": "x", "shell": "ls"}]}, "finish must be a separate turn"),
         ("no", "not a script"),
     ],
 )

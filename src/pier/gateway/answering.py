@@ -27,7 +27,7 @@ class Answerer(Protocol):
 
     @property
     def model(self) -> str:
-        """The name that the agent is told."""
+        """The name that the agent sees."""
         ...
 
     async def answer(self, x: Exchange) -> None: ...

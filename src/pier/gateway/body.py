@@ -38,7 +38,7 @@ _AFTER = frozenset(",] \t\r\n")
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Array:
     """The elements of a big array: their text from the first to the last, their values, and where each is in the text.
-    Values are shared by all bodies that have the array, so nobody changes them."""
+    Values are shared by all bodies that have the array, so they are never changed."""
 
     text: str
     values: list[Any]

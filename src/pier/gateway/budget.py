@@ -17,12 +17,12 @@ from pier.gateway.canonical import Usage
 from pier.gateway.clock import CLOCK, pause, waiting
 
 _TICK = 0.002
-"""By so many seconds a timer may be early."""
+"""A timer may be early by this many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits; None is no limit. `wall_time` is in seconds from the first call on. `requests_per_minute` slows down,
+    """Limits; None means unlimited. `wall_time` is in seconds from the first call on. `requests_per_minute` slows down,
     the others end the session."""
 
     turns: int | None = None
@@ -141,7 +141,7 @@ class Meter:
         return self.budget.wall_time - (time.monotonic() - self._started if self._started is not None else 0.0)
 
     def exhausted(self) -> str | None:
-        """Which limit is used up for good, in words; None if there is room for a turn, or may yet be."""
+        """A description of the limit that is used up for good; None if there is room for a turn, or may yet be."""
         budget = self.budget
         rows = (
             ("turns", self.turns, budget.turns),

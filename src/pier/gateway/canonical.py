@@ -214,7 +214,7 @@ class Tokens:
     completion_ids: tuple[int, ...] | None = None
     logprobs: tuple[float, ...] | None = None
     weights: str | None = None
-    """The version of the weights that sampled them, where the upstream tells it."""
+    """The version of the weights that sampled them, where the upstream reports it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""The stages of the call that the current task serves, for whoever counts them.
+"""The stages of the call that the current task serves, for metrics.
 
-Code that waits for a provider's limits says so here; nothing else in the gateway needs to know that anybody counts.
+Code that waits for a provider's limits says so here; nothing else in the gateway depends on metrics.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ PRICE_IDS = {"google": "google", "anthropic": "anthropic", "openai": "openai", "
 
 
 def cost_of(usage: Usage | None, model: str | None, provider: str) -> float | None:
-    """US dollars, or None when nobody knows."""
+    """US dollars, or None if unknown."""
     if usage is None:
         return None
     if usage.cost_usd is not None:

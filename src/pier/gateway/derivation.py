@@ -29,7 +29,7 @@ _TOKEN_LISTS = ("prompt_ids", "completion_ids", "logprobs")
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a trajectory says of its agent."""
+    """The agent's part of a trajectory's header."""
 
     agent_name: str
     agent_version: str | None = None
@@ -203,7 +203,7 @@ def _parse_answer(answer: Answer | None, dialect: str) -> Turn | None:
 
 
 def _noted_tokens(call: Call) -> Tokens | None:
-    """What a policy told of its tokens, which may have come in pieces."""
+    """The tokens that a policy reported, which may have come in pieces."""
     pieces: list[Tokens] = []
     for note in call.notes:
         if isinstance(told := note.get("tokens"), dict):

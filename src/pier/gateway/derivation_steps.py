@@ -51,7 +51,7 @@ class Steps:
             self._take_turn(node, node.turn, priced)
 
     def overhear(self, node: Node) -> None:
-        """Take only the tool results from a call beside the work: a summary may be asked for right after a tool ran."""
+        """Take only the tool results from a side call: a summary may be asked for right after a tool ran."""
         renamed = self._renamed_calls(node)
         for message in node.new_messages:
             for part in message.parts:
@@ -136,7 +136,7 @@ class Steps:
         for wire in calls:
             call = _tool_call(wire)
             if wire.id in self._by_call:
-                # A server that numbers its calls anew in each answer; ids must tell them apart all the same.
+                # A server that numbers its calls anew in each answer; ids must be distinct all the same.
                 call.extra = {**(call.extra or {}), "wire_id": wire.id}
                 call.tool_call_id = f"{wire.id}.{step.step_id}.{len(listed)}"
             self._by_call[wire.id] = (step, call.tool_call_id)

@@ -29,7 +29,7 @@ class Ending:
 
 
 def how_work_ended(recording: Path) -> Ending | None:
-    """How the last call of the work ended; None if no call can be told to be of it."""
+    """How the last call of the work ended; None if no call belongs to it."""
     calls = {call.number: call for call in read(recording).generations() if call.ended is not None}
     lineage = Lineage()
     for call in calls.values():

@@ -1,4 +1,4 @@
-"""One generation in flight: the agent on one side, a model on the other, the recording and the budget beside them.
+"""One generation in flight: the agent on one side, a model on the other, with the recording and the budget.
 
 Whatever the model's side is, these promises are kept here: each call ends once, in the recording before the agent
 sees its last event; a failure reaches the agent in its own dialect; a stream that is quiet for long is kept alive.
@@ -54,7 +54,7 @@ class Exchange:
         self.usage: Usage | None = None
         self.ended = False
         self.outcome: tuple[Outcome, int, Fault | None] | None = None
-        """How the call ended, with which status, and whose fault that is."""
+        """How the call ended, with which status, and the blame."""
         self.edited = False
         """Whether `body` is no longer what the agent sent."""
         self.sign_of_life: bytes | None = None

@@ -1,4 +1,4 @@
-"""Whose fault a failed model call is, decided from the wire: one place for all dialects, whole and streamed.
+"""The blame of a failed model call, decided from the wire: one place for all dialects, whole and streamed.
 
 - `agent`: the request itself is wrong (invalid, too large, against the content policy), so another model call by the
   same agent could succeed.
@@ -101,7 +101,7 @@ def classify(
 
 
 def fault_of(status: int, message: str = "") -> Fault:
-    """Whose fault a failure is of which only a status and a text are known."""
+    """The blame of a failure of which only a status and a text are known."""
     return classify(max(status, 400), {"error": {"message": message}}).fault
 
 

@@ -1,7 +1,7 @@
 """Writes what recorders hold back, and sees to it that it is on disk soon after.
 
 Lines of a call that is still running wait for each other for `HOLD` seconds at most, so that a quick call is one write
-and a long stream is a few each second. Whatever was written is on disk within `SYNC` seconds, without anybody waiting.
+and a long stream is a few each second. All that was written is on disk within `SYNC` seconds, and no call waits for it.
 """
 
 from __future__ import annotations

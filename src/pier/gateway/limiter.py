@@ -1,7 +1,7 @@
 """How many requests a provider gets, from all sessions together, and when the next attempt may be made.
 
-One limiter is shared by all sessions that use a provider with the same key. When the provider says "later", everybody
-waits, not only the call that was told so.
+One limiter is shared by all sessions that use a provider with the same key. When the provider says "later", all of them
+wait, not only the call that got this answer.
 """
 
 from __future__ import annotations

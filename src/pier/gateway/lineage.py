@@ -24,9 +24,9 @@ from pier.gateway.lineage_keys import Kind, Node, id_key_of, key_of, link, settl
 
 BESIDE = re.compile(r"\btitle|summar[iy]|\bquota\b|topic|short name|branch name|condense|compact", re.IGNORECASE)
 _RECENT = 8
-"""So many calls back a history is looked for that a new one may share."""
+"""How many calls back a shared history is looked for."""
 _ENOUGH = 40
-"""So many characters in common are no accident; fewer will do if they come from a call for a summary."""
+"""A match of this many characters is significant; fewer will do if they come from a call for a summary."""
 
 
 @dataclass(eq=False, slots=True)

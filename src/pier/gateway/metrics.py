@@ -26,7 +26,7 @@ SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 _SAMPLE = 0.25
 """Seconds between two looks at how late the event loop is."""
 _MOST_LABELS = 200
-"""Names of models come from agents when no model is set; past so many they are counted together."""
+"""Names of models come from agents when no model is set; past this number they are counted together."""
 Labels = tuple[str, ...]
 
 
@@ -105,7 +105,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class Gauge:
-    """A number that is asked for when somebody looks."""
+    """A gauge whose value is computed on scrape."""
 
     name: str
     help: str
@@ -127,7 +127,7 @@ class Metrics:
         self.calls = Counter("pier_gateway_calls_total", "Generations by how they ended.", (*by, "end", "status"))
         self.tokens = Counter("pier_gateway_tokens_total", "Tokens as providers counted them.", (*by, "kind"))
         self.cost = Counter("pier_gateway_cost_usd_total", "Money, where it is known.", by)
-        self.unpriced = Counter("pier_gateway_unpriced_calls_total", "Answered calls whose cost nobody knows.", by)
+        self.unpriced = Counter("pier_gateway_unpriced_calls_total", "Answered calls whose cost is unknown.", by)
         self.attempts = Counter("pier_gateway_upstream_attempts_total", "Requests to providers.", ("provider",))
         self.retries = Counter("pier_gateway_upstream_retries_total", "Attempts after a passing fault.", ("provider",))
         self.faults = Counter(

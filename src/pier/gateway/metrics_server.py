@@ -1,4 +1,4 @@
-"""Serves a gateway's numbers at an address of their own, which is none that any session is served at.
+"""Serves a gateway's metrics at a separate address, which no session uses.
 
 `GET /metrics` is Prometheus text, `GET /metrics.json` the same as JSON. There are no other routes, and nothing can be
 changed here. A unix socket is for its owner only.
@@ -42,14 +42,16 @@ async def _listen(server: Server, address: str) -> tuple[asyncio.Server, str]:
         return await loop.create_unix_server(server, sock=private_socket(Path(address))), address
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise UsageError(f"{address!r} is no address for metrics", hint="give HOST:PORT, or the path of a unix socket")
+        raise UsageError(
+            f"invalid address {address!r} for metrics", hint="give HOST:PORT, or the path of a unix socket"
+        )
     listening = await loop.create_server(server, host.strip("[]"), int(port))
     return listening, f"http://{host}:{listening.sockets[0].getsockname()[1]}/metrics"
 
 
 def private_socket(path: Path) -> socket.socket:
-    """A unix socket at `path` that was at no moment for others than its owner; one that nobody listens at is replaced.
-    `OSError` if somebody does, or if something else is there."""
+    """A unix socket at `path` that only its owner could open at any moment; one without a listener is replaced.
+    `OSError` if it has one, or if another kind of file is there."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         if path.is_socket() and not _answers_at(path):
@@ -72,7 +74,7 @@ def _answers_at(path: Path) -> bool:
 
 
 async def fetch(address: str, path: str) -> str:
-    """What a gateway at `address` tells at `path`; `UsageError` if nobody answers there."""
+    """The answer of a gateway at `address` for `path`; `UsageError` if there is none."""
     try:
         host, _, port = address.removeprefix("http://").partition("/")[0].rpartition(":")
         opening = asyncio.open_unix_connection(address) if "/" in address and "://" not in address else None

@@ -60,7 +60,7 @@ class Alike:
 
     def without(self, text: str) -> str | None:
         """Whole events without the first to the last that is written so; None if they do not follow each other, or if
-        any has a text that is none."""
+        any has a text that is not a string."""
         start, end = text.find(self.head), text.rfind(self.tail) + len(self.tail)
         if start < 0 or (start and text[start - 2 : start] != "\n\n") or end < start + len(self.head) + len(self.tail):
             return None

@@ -170,7 +170,7 @@ class Directory:
         if slash:
             self.get(maker)
         raise UsageError(
-            f"nobody is known to serve the model {model!r}",
+            f"no known provider serves the model {model!r}",
             hint=f"name the provider too, e.g. openrouter/{model}, or give an address with --upstream",
             code="model-unknown",
         )
@@ -201,7 +201,7 @@ def _read(path: Path, env: Mapping[str, str]) -> dict[str, Provider]:
     except FileNotFoundError:
         return {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not TOML: {error}", hint=f"mend {path}") from None
+        raise UsageError(f"{path} is not TOML: {error}", hint=f"correct {path}") from None
     found = {}
     for name, table in tables.items():
         try:
@@ -210,7 +210,7 @@ def _read(path: Path, env: Mapping[str, str]) -> dict[str, Provider]:
             first = error.errors()[0]
             where = ".".join(str(part) for part in (name, *first["loc"]))
             raise UsageError(
-                f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}", hint=f"mend {path}"
+                f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}", hint=f"correct {path}"
             ) from None
         facts = entry.model_dump(exclude={"key_env"})
         key = env.get(entry.key_env) if entry.key_env else None

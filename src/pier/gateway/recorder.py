@@ -41,7 +41,7 @@ _encoder = c_make_encoder(None, None, encode_basestring, None, ":", ",", False, 
 """What `json.dumps` makes anew for each value, which takes longer than to encode a line."""
 _COUNTS = tuple(Usage.__dataclass_fields__)
 _REMEMBERED = 16
-"""So many arrays are known to be in the file without looking at each element."""
+"""How many arrays are known to be in the file without comparing each element."""
 _STORE_APART = 256
 """A top-level field of at least this many characters is stored once and referred to."""
 
@@ -360,7 +360,7 @@ class CallRecord:
         usage: Usage | None = None,
         fault: Fault | None = None,
     ) -> None:
-        """The call is over; `fault` says whose fault it is that there is no whole answer."""
+        """The call is over; `fault` is the blame if there is no whole answer."""
         known = ((name, getattr(usage, name)) for name in _COUNTS) if usage else ()
         counts = {name: value for name, value in known if value is not None} or None
         if self.recorder.redactor and self.recorder.on:
@@ -401,7 +401,7 @@ def _line(value: Mapping[str, Any]) -> bytes:
 
 
 def _encoded(line: str) -> bytes:
-    """Also a line with half a character in it, or with bytes that are none."""
+    """Also a line with half a character in it, or with invalid bytes."""
     try:
         return line.encode()
     except UnicodeEncodeError:

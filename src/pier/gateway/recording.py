@@ -114,7 +114,7 @@ class Call:
     status: int | None = None
     usage: Usage | None = None
     fault: str | None = None
-    """Whose fault it is that there is no whole answer, as `pier.gateway.faults` has it."""
+    """The blame if there is no whole answer, as `pier.gateway.faults` has it."""
     ended: float | None = None
 
     @property
@@ -150,7 +150,7 @@ class Call:
 
     @cached_property
     def request(self) -> Mapping[str, Any]:
-        """The request's body, parsed; empty when it is no JSON object."""
+        """The request's body, parsed; empty when it is not a JSON object."""
         try:
             value = json.loads(self.body)
         except ValueError:

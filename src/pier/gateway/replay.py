@@ -1,6 +1,6 @@
 """An earlier recording answers again, call by call.
 
-A request is answered by the next recorded call that has not been used and asks the same. A request that nobody made
+A request is answered by the next recorded call that has not been used and asks the same. A request that was not made
 before is an error that shows where it differs from the one that was expected; nothing is guessed. A secret that was
 removed from the recording stands for any text.
 """
@@ -20,7 +20,7 @@ from pier.redact import REDACTED
 _VOLATILE = frozenset({"metadata", "user", "prompt_cache_key", "client_metadata", "safety_identifier"})
 """Fields that identify a client's run and change nothing in what is asked."""
 _ENOUGH = 50
-"""So many differences are counted of two requests that have little in common."""
+"""How many differences are counted between requests that have little in common."""
 
 
 class Replay:
@@ -100,7 +100,7 @@ def _is_billing(part: Any) -> bool:
 
 
 def differences(old: Any, new: Any, where: str = "$") -> Iterator[str]:
-    """Where two JSON values differ, in words."""
+    """A description of where two JSON values differ."""
     if old == new:
         return
     if isinstance(old, dict) and isinstance(new, dict):

@@ -100,7 +100,7 @@ class Sample:
 
     @property
     def prompt_length(self) -> int:
-        """So many ids stand before the first one that may be trained."""
+        """The number of ids before the first trainable one."""
         return self.spans[0].start if self.spans else len(self.input_ids or ())
 
     @property
@@ -175,7 +175,7 @@ def from_threads(threads: list[Thread], kinds: Collection[str] = KINDS) -> tuple
 
 
 def broken_promises(samples: Iterable[Sample]) -> Iterator[str]:
-    """Which promises of this module some samples break, in words."""
+    """The invariants of this module that some samples break, as text."""
     trained: set[int] = set()
     for sample in samples:
         name, ids = f"sample {sample.number}", sample.input_ids

@@ -1,4 +1,4 @@
-"""Writes the samples of trials and jobs to one file, a trial at a time, and tells what became of every call.
+"""Writes the samples of trials and jobs to one file, a trial at a time, and reports the outcome of every call.
 
 A file is there whole or not at all. Samples that break a promise are a fault of this program and are never written.
 """
@@ -114,7 +114,7 @@ def sink_for(path: Path) -> AbstractContextManager[Sink]:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A place for a new file beside `path`, which takes its place when all went well."""
+    """A place for a new file next to `path`, which takes its place when all went well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,7 +1,7 @@
-"""Where samples come from: the recordings below a job or a trial, and what the trial's result says of each.
+"""Where samples come from: the recordings below a job or a trial, and the trial's result for each.
 
 Results are read as plain JSON, so those that Harbor wrote will do. A trial without a verdict has no reward, which is
-not a reward of 0; why it ended says whose fault that is.
+not a reward of 0; why it ended says where the fault lies.
 """
 
 from __future__ import annotations

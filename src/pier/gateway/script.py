@@ -1,7 +1,7 @@
 """A model that follows a script: a YAML or JSON file of turns, for demos and tests with any agent and no provider.
 
 Turns say what to do (`shell`, `write`, `edit`, `finish`, ...) and are given as calls of whatever tools the agent
-offers, or in the text form of agents that offer none. Calls beside the work (titles, quota probes, routers) get a
+offers, or in the text form of agents that offer none. Side calls (titles, quota probes, routers) get a
 short answer and use up no turn. A request that comes again unchanged gets the same turn again, as a retry should.
 `docs/reference/scripts.md` has the format.
 """
@@ -40,7 +40,7 @@ from pier.gateway.script_actions import Action, Call, Edit, Write, perform, text
 from pier.gateway.script_side import side_answer
 
 _REPEATS = 8
-"""How often an agent that does not stop is told that the script is over, before that becomes an error."""
+"""How often an agent that does not stop gets the answer that the script is over, before that becomes an error."""
 
 
 class _Strict(BaseModel):
@@ -94,7 +94,7 @@ class TurnSpec(ActionSpec):
         if not self.all_actions() and all(item is None for item in said):
             raise ValueError("a turn needs text, reasoning, an action, finish or error")
         if self.finish is not None and (self.text is not None or self.all_actions()):
-            raise ValueError("finish is a turn of its own")
+            raise ValueError("finish must be a separate turn")
         return self
 
     def all_actions(self) -> list[Action]:
@@ -119,7 +119,7 @@ class ScriptFile(_Strict):
     turns: list[TurnSpec] = Field(min_length=1)
     lanes: list[LaneSpec] = Field(default_factory=list)
     side: str | None = "Scripted session"
-    """The answer to calls beside the work; null takes every call for work."""
+    """The answer to side calls; null takes every call for work."""
 
 
 @dataclass

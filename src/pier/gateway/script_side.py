@@ -1,4 +1,4 @@
-"""Tells calls beside the work from the work itself, for the scripted model."""
+"""Separates side calls from the work itself, for the scripted model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FEW_TOKENS = 32
 
 
 def side_answer(request: Request, plain: str) -> str | None:
-    """The answer to a call beside the work; None if the call is the work itself.
+    """The answer to a side call; None if the call is the work itself.
 
     Such calls offer no tools, and either want JSON of a schema, or a few tokens only, or say that they are about a
     title, a summary and the like. Claude Code offers its tools when it asks for a summary, and forbids their use.

@@ -32,7 +32,7 @@ from pier.gateway.upstream import Upstreams
 from pier.redact import Redactor
 
 _MOST = 512
-"""Connections of one session at an address of its own, so that an agent cannot use up the files of all others."""
+"""Connections of one session at its own address, so that an agent cannot use up the files of all others."""
 
 _MANY = 1 << 16
 
@@ -139,7 +139,7 @@ class Gateway:
         return session
 
     def answerer(self, model: str, terms: Terms, upstream: str | Provider | Policy | None = None) -> Answerer:
-        """Who answers for `model`; `UsageError` if nobody does, or what was agreed cannot be held."""
+        """The upstream for `model`; `UsageError` if there is none, or a limit cannot be enforced."""
         limits = (terms.budget, terms.shared)
         found = answerer(model, upstream, self.directory, usage=any(limit.counts_tokens for limit in limits))
         if not isinstance(found, ByProvider):
@@ -149,7 +149,7 @@ class Gateway:
         in_money = any(limit.cost_usd is not None for limit in limits)
         if in_money and not is_priced(found.target.model, provider.name):
             raise UsageError(
-                f"nobody knows what {found.target.model} costs at {provider.name}, so a budget in money cannot be held",
+                f"unknown price of {found.target.model} at {provider.name}: a budget in money cannot be enforced",
                 hint="limit tokens instead",
                 code="price-unknown",
             )
@@ -219,7 +219,7 @@ class Gateway:
 
 
 def _refused(status: int, message: str) -> bytes:
-    """The body of an error about what is no request, so has no dialect."""
+    """The body of an error about an invalid request, which has no dialect."""
     return dump(DIALECTS["chat"].error_body(status, message, "invalid_request"))
 
 

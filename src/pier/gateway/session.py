@@ -91,7 +91,7 @@ class Session:
 
     @property
     def model(self) -> str:
-        """The name that the agent is told."""
+        """The name that the agent sees."""
         return self._answer.model if self._answer else "any"
 
     def endpoint(self, url: str | None = None) -> Endpoint:
@@ -223,7 +223,7 @@ class Session:
                 raise
             except UsageError as error:
                 return await x.fail(400, error.explain(), "invalid_request")
-            except Exception as error:  # whatever broke, the agent gets an error of its own dialect
+            except Exception as error:  # whatever broke, the agent gets an error in its dialect
                 log.exception("a call of session %s failed", self.id)
                 message = f"the gateway failed: {type(error).__name__}: {error}"
                 return await x.fail(500, message, "server", fault="gateway")
@@ -260,7 +260,7 @@ class Session:
         return await self._answerer(asked).answer(x)
 
     async def _wait_for_turn(self, turn: Turn) -> str | None:
-        """Wait until the turn is reserved; else why there is none, in words for the agent."""
+        """Wait until the turn is reserved; else the reason, as a message to the agent."""
         for meter in self._meters:
             await meter.pace()
         while True:
@@ -271,7 +271,7 @@ class Session:
             await full.change()
 
     def _refusal(self) -> str | None:
-        """Why there is no further turn, in words for the agent; None if there is one, or may yet be."""
+        """Why there is no further turn, as a message to the agent; None if there is one, or may yet be."""
         for meter in self._meters:
             if not self.ended and (why := meter.exhausted()):
                 self.ended = f"budget: {why}"

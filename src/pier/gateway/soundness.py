@@ -18,13 +18,13 @@ _KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false",
 
 
 def fault(value: Any) -> str | None:
-    """Where a canonical value holds what its type does not allow, in words; None if it does nowhere."""
+    """Where a canonical value holds a value that its type does not allow, as text; None if it does not."""
     return None if _check(type(value))(value) else _find(value, type(value), "")
 
 
 @cache
 def _check(hint: Any) -> Check:
-    """What tells whether a value is of a type."""
+    """A check whether a value is of a type."""
     origin = get_origin(hint)
     if origin is Literal:
         allowed = frozenset(get_args(hint))

@@ -1,4 +1,4 @@
-"""Counts how a session's generations ended, so that the agent's failures can be told from the model's."""
+"""Counts how a session's generations ended, to separate the agent's failures from the model's."""
 
 from __future__ import annotations
 

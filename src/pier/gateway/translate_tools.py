@@ -35,7 +35,7 @@ _CLIENT_SIDE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         ["command", "path"],
     ),
 }
-"""Typed tools of Anthropic that the agent itself runs: other models can be told of them as plain functions."""
+"""Typed tools of Anthropic that the agent itself runs: other models get them as plain functions."""
 
 
 class Names:

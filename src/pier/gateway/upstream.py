@@ -3,7 +3,7 @@
 Passing faults (429, 5xx, 529, a connection that breaks before the first byte of an answer, an error event before the
 first content of a stream) are met here with further attempts, so that agents never see them. An answer that has begun
 is never asked for twice. A kept connection that the
-provider had given up in the meantime is no fault at all: the same is asked at once on a new one.
+provider had given up in the meantime is not a fault: the request is repeated at once on a new one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Upstreams:
 
     retry: Retry = field(default_factory=Retry)
     silence: float = 900.0
-    """After so many seconds without a byte an upstream is given up."""
+    """An upstream is given up after this many seconds without a byte."""
     _may_be_proxied: bool = False
     _direct: Client | None = None
     _proxied: ProxiedClient | None = None

@@ -18,7 +18,7 @@ MAX_EVENT = 64 * 1024 * 1024
 _scan = JSONDecoder().scan_once  # pyright: ignore[reportAttributeAccessIssue]
 _END_OF_EVENT = re.compile(rb"\r?\n\r?\n|\r\r")
 _MANY = 1024
-"""In so many characters it is worth to look for events that are alike."""
+"""From this many characters on, similar events are looked for."""
 
 
 class Broken(Exception):

@@ -26,7 +26,7 @@ class JobBudget:
         self.pool = _pool(limits, ledger.used, self.save)
 
     def used_up(self) -> str | None:
-        """Which limit is reached, in words; None while trials may begin."""
+        """A description of the limit that is reached; None while trials may begin."""
         return self.pool.exhausted() if self.pool else None
 
     def save(self) -> None:

@@ -87,7 +87,7 @@ def again_and_report(
 def regrade_and_report(
     directory: Path, name: str | None, env: Mapping[str, str], show: Show, n_concurrent: int | None = None
 ) -> int:
-    """Grade again what the job in `directory` has kept, as the job `name` beside it."""
+    """Grade again what the job in `directory` has kept, as the job `name` next to it."""
     config, _ = read_config(directory)
     source = directory.resolve()
     config.regrade_of = str(source)

@@ -1,7 +1,7 @@
 """What a job is asked to do, as it stands in `config.json` and in job files.
 
 Field names are Harbor's, so that either program reads the other's file; fields of pier's own (`image`, `keep_state`,
-`n_concurrent_builds`, ...) are ones that Harbor passes over. Keys that nobody knows are refused by name in `load`.
+`n_concurrent_builds`, ...) are ones that Harbor passes over. Unknown keys are refused by name in `load`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Part(BaseModel):
 
 
 class BudgetConfig(_Part):
-    """What one trial's agent, or all agents of a job together, may use of their models; None is no limit."""
+    """What one trial's agent, or all agents of a job together, may use of their models; None means unlimited."""
 
     turns: int | None = Field(default=None, gt=0)
     input_tokens: int | None = Field(default=None, gt=0)

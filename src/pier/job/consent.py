@@ -1,7 +1,7 @@
 """Tasks that ask for variables of the person who runs them: told which, asked for consent, refused without.
 
 A task may say `${NAME}` in its variables, and the value goes into its sandbox. A task from somewhere else could ask for
-anything, so nothing is handed out before somebody said yes.
+anything, so nothing is handed out before the user agreed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A job as a directory: made, found again, opened by its one owner, and mended after a crash."""
+"""A job as a directory: made, found again, opened by its one owner, and repaired after a crash."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def open_for(
     warn: Warn = lambda _: None,
 ) -> Iterator[Job]:
     """The job that `config` asks for: continued if it is there already, else made, after `check` had its say. `warn` is
-    told what is odd about its tasks."""
+    called with warnings about its tasks."""
     with _open(config, *plan_job(config, env, yes=yes, warn=warn), check) as job:
         yield job
 

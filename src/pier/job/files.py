@@ -29,7 +29,7 @@ def explained(directory: Path) -> Iterator[None]:
         full = is_full(found)
         raise JobError(
             f"the disk that holds {directory} is full" if full else f"the job's files cannot be written: {found}",
-            hint=f"{'free some space' if full else 'mend that'}, then run the same command again",
+            hint=f"{'free some space' if full else 'fix that'}, then run the same command again",
             code="disk-full" if full else "job-files",
             blame="infra",
         ) from error

@@ -147,7 +147,7 @@ def _apply_sources(merged: dict[str, Any], flags: Flags) -> None:
 
 def _named_dataset(name: str, registry: str | None) -> dict[str, Any]:
     if registry is None:
-        raise UsageError(f"-d {name}: pier has no registry of its own", hint=f"-d {name} --registry-path registry.json")
+        raise UsageError(f"-d {name}: pier has no built-in registry", hint=f"-d {name} --registry-path registry.json")
     short, _, version = name.partition("@")
     return {"name": short, "registry_path": registry, **({"version": version} if version else {})}
 

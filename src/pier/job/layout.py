@@ -1,13 +1,13 @@
 """The files of a job's directory that other programs read: `config.json`, `lock.json`, `result.json`.
 
-Their shapes are Harbor's. They are derived from the ledger (and what they say of model calls from `gateway.json`), so
+Their shapes are Harbor's. They are derived from the ledger (and the numbers of model calls from `gateway.json`), so
 losing one loses nothing.
 
     <job>/config.json      what was asked for, without secrets
     <job>/lock.json        the plan: every trial with the digest of its task
     <job>/result.json      counts, metrics and which trial got what
     <job>/gateway.json     the numbers of the model calls (`pier.job.numbers`)
-    <job>/job.log          what happened, in words
+    <job>/job.log          what happened, as text
     <job>/journal.jsonl    the truth (`pier.job.ledger`)
     <job>/.retries/        tries that no longer count, as they were
     <job>/<trial>/         one directory per trial

@@ -33,7 +33,7 @@ JOURNAL = "journal.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a try has an error: its kind (`type`, the class name; `code`), whose fault, and whether to try again."""
+    """Why a try has an error: its kind (`type`, the class name; `code`), the blame, and whether to try again."""
 
     type: str
     code: str
@@ -55,7 +55,7 @@ class Outcome:
     steps: tuple[int, int] | None = None
     """Of a task with steps: how many were graded, and how many there are."""
     size: int = 0
-    """The size of the result file, by which a torn one is told without reading it."""
+    """The size of the result file, by which a torn one is detected without reading it."""
 
     def to_line(self) -> dict[str, Any]:
         line: dict[str, Any] = {"rewards": self.rewards, "seconds": round(self.seconds, 4), "size": self.size}
@@ -119,7 +119,7 @@ class Ledger:
     open: set[str] = field(default_factory=set)
     """Trials that began and whose end is not written down."""
     used: Used = field(default_factory=Used)
-    """What a job with a budget of its own has used."""
+    """The usage of a job that has a budget."""
     n_retries: int = 0
     finished_at: str | None = None
     lost_lines: int = 0

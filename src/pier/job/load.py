@@ -31,11 +31,11 @@ NOT_DONE = {
     "agents.concurrency_group": "limits per group of agents",
     "agents.resume_trajectory": "continuing a recorded session",
     "agents.load_trajectory": "loading an earlier trajectory",
-    "agents.skills": "skills beside the task's own",
+    "agents.skills": "additional skills",
     "agents.include_logs": "filtering an agent's logs",
     "agents.exclude_logs": "filtering an agent's logs",
     "environment.stream": "streaming of a sandbox's output",
-    "environment.extra_docker_compose": "compose files beside the task's own",
+    "environment.extra_docker_compose": "additional compose files",
     "environment.override_tpu": "TPUs",
     "environment.suppress_override_warnings": "silencing warnings about overrides",
     "verifier.include_logs": "filtering a verifier's logs",
@@ -52,7 +52,7 @@ NOT_DONE = {
     "tasks.overwrite": "downloading a task again",
     "tasks.download_dir": "another download directory",
 }
-"""Keys of Harbor's job files that mean something pier does not do, and in words what that is."""
+"""Keys of Harbor's job files that pier does not support, each with a description of what it asks for."""
 
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {})
 

@@ -1,4 +1,4 @@
-"""`job.log`: what happened in a job, in words, one line each, without secrets. Only ever appended to."""
+"""`job.log`: what happened in a job, one line each, without secrets. Only ever appended to."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def _sum(used: Sequence[AgentResult | None], name: str) -> Any:
 
 
 def outcome_of_error(error: Exception, redactor: Redactor) -> Outcome:
-    """The outcome of a trial that broke before it could seal a result of its own."""
+    """The outcome of a trial that broke before it could seal its result."""
     known = isinstance(error, PierError)
     fault = Fault(
         type=type(error).__name__,

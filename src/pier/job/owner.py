@@ -50,7 +50,7 @@ def owning(directory: Path) -> Iterator[None]:
 
 
 def current_owner(directory: Path) -> str | None:
-    """The runner of the job as words, or None if nobody runs it now."""
+    """A description of the runner of the job, or None if it is not running."""
     path = directory.resolve() / OWNER
     if path in _held:
         return f"this process ({os.getpid()})"

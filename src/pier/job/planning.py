@@ -40,7 +40,7 @@ def plan_job(
     config: JobConfig, env: Mapping[str, str], *, yes: bool = False, warn: Warn = lambda _: None
 ) -> tuple[Plan, dict[str, Any]]:
     """The plan that a configuration asks for, and the configuration as it may stand on disk. `yes` is consent to what
-    tasks want to know of this environment; `warn` is told of keys that nothing reads."""
+    tasks want to know of this environment; `warn` is called with unknown keys and other warnings."""
     consent = Consent(env, given=yes)
     disk = to_disk(config, env)
     redactor = Redactor(job_secrets(config.model_dump(mode="json"), env))

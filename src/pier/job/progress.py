@@ -12,7 +12,7 @@ from pier.job.ledger import Outcome
 from pier.job.plan import PlannedTrial
 
 PLAIN_PAUSE = 5.0
-"""Without a terminal, at most one line in so many seconds once a job has many trials."""
+"""Without a terminal, at most one line in this many seconds once a job has many trials."""
 
 
 class Progress:

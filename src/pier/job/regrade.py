@@ -1,6 +1,6 @@
 """Grading again: a job whose trials bring back what earlier agents left behind, and run only the verifier on it.
 
-The earlier job is read and never changed. Its tasks are read as they are now, since a mended verifier is the usual
+The earlier job is read and never changed. Its tasks are read as they are now, since a fixed verifier is the usual
 reason; trials keep their names, so that the two jobs can be laid side by side.
 """
 
@@ -55,7 +55,7 @@ def plan_regrade(source: Path, config: JobConfig) -> tuple[Plan, int]:
     kept = [trial for trial in finished if all(map(has_state, _states(source / trial.name, read[trial.task])))]
     if not kept:
         several = sorted({task.name for task in read if task.compose is not None})
-        why = f"; tasks with services beside the agent's keep none: {', '.join(several)}" if several else ""
+        why = f"; tasks with several services keep none: {', '.join(several)}" if several else ""
         raise JobError(
             f"no finished trial of {source} has kept its state, so there is nothing to grade{why}",
             hint="run the job again" if len(several) == len(read) else "run the job with --keep-state",

@@ -187,7 +187,7 @@ async def _keep_up(job: Job, schedule: Schedule, budget: JobBudget, numbers: Job
 
 
 async def _build_ahead(specs: Specs, owed: Sequence[PlannedTrial], services: TrialServices) -> None:
-    """Build the images of tasks that are still to come, so that builds and running trials have limits of their own."""
+    """Build the images of tasks that are still to come, so that builds and running trials have separate limits."""
 
     async def build() -> None:
         for task in places:

@@ -1,4 +1,4 @@
-"""Which trial runs when: so many at once, retries after a pause and outside of any slot, and an orderly stop.
+"""Which trial runs when: a limited number at once, retries after a pause and outside of any slot, and an orderly stop.
 
 The schedule knows nothing of sandboxes: it is given a function that runs one try of one trial. Workers draw from one
 queue, so a job of ten thousand trials costs no more than its concurrency.

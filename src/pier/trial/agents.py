@@ -1,4 +1,4 @@
-"""The agent's part of a trial: what it is told, its model, its clock, and how its end is judged."""
+"""The agent's part of a trial: its inputs, its model, its clock, and how its end is judged."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Brought:
 
 async def bring_agent(agent: Agent, choice: AgentChoice, say: Callable[[str], None]) -> Brought:
     """What must be mounted for the agent: its pack, built now if it is not there yet, and what its options ask for.
-    `say` is told how a build goes."""
+    `say` receives progress of a build."""
     mounts = agent.mounts(choice.options)
     if agent.pack is None:
         return Brought(mounts, agent.version or __version__)
@@ -108,7 +108,7 @@ def describe_run(
     env: Mapping[str, str],
     solution_env: Mapping[str, str],
 ) -> AgentRun:
-    """What the agent is told for one step; the model's endpoint is added when its session is open."""
+    """The agent's inputs for one step; the model's endpoint is added when its session is open."""
     deadline = Deadline(
         spec.agent.timeout, step.agent.timeout_sec, spec.agent.max_timeout, spec.multipliers.of("agent")
     )
@@ -253,7 +253,7 @@ async def run_agent(agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: On
 
 
 def check_job_budget(session: Session | None) -> None:
-    """`JobError` if the budget of the whole job cut the agent off: what it left is no result of its own."""
+    """`JobError` if the budget of the whole job cut the agent off: what it left is not a result."""
     if session is not None and session.pool_ended:
         raise JobError(f"the trial was cut off ({session.ended}), so it is not graded", code="job-budget")
 

@@ -15,7 +15,7 @@ from pier.trial.spec import OnPhase, Phase
 
 
 class Clock:
-    """Tells of each phase when it begins, and adds up what it took."""
+    """Reports each phase when it begins, and adds up the time it took."""
 
     def __init__(self, record: TrialRecord, on_phase: OnPhase | None) -> None:
         self.current: Phase = "prepare"

@@ -1,6 +1,6 @@
 """Takes files out of a sandbox into the trial's directory, and artifacts into a separate verifier's sandbox.
 
-What an agent did to its own files never fails a trial; `artifacts/manifest.json` says of each artifact what became of
+What an agent did to its own files never fails a trial; `artifacts/manifest.json` lists what became of each artifact
 it. What this machine could not take, keep or hand over does: such a trial has no verdict. Nothing that came out of the
 sandbox is resolved here: every path below goes through `pier.tree`.
 """
@@ -233,5 +233,5 @@ def _merge(logs: Tree, target: Path) -> None:
 
 
 def _unused(target: Path) -> Path:
-    """A name beside `target`, on the same file system, for what is not yet known to belong there."""
+    """A name next to `target`, on the same file system, for what is not yet known to belong there."""
     return target.with_name(f".incoming.{secrets.token_hex(6)}")

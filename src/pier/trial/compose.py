@@ -73,7 +73,7 @@ class ServiceLogs:
         self._files: dict[Path, OutputFile] = {}
 
     def of(self, group: str) -> Callable[[str, bytes], None]:
-        """Where the services of one group print to; `group` is empty for those beside the agent."""
+        """Where the services of one group print to; `group` is empty for those of the agent."""
 
         def keep(service: str, data: bytes) -> None:
             path = self._directory / group / f"{service}.log"

@@ -44,7 +44,7 @@ class Room:
     content: Path | None
     """The directory whose files go into the working directory, if the image cannot hold them."""
     compose: Compose | None = None
-    """The services that run beside it."""
+    """The services that run with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def _finished(task: Task, room: Room, choice: SandboxChoice) -> Room:
 def _services_room(
     task: Task, table: Environment, path: Path, choice: SandboxChoice, environ: Mapping[str, str] | None
 ) -> Room:
-    """A room with services beside it. Its image is what the file says of `main`, else what a task without one has."""
+    """A room with services. Its image is the one of `main` in the file, else that of a task without one."""
     from pier.sandbox.compose.read import read_compose  # most tasks have one service, and need no reader
 
     compose = read_compose(path, compose_variables(table, path.parent, environ))

@@ -19,7 +19,7 @@ FOUND = "history.tsv"
 _SECONDS = 300.0
 _LONGEST = 16 * 1024 * 1024
 _WORDS = {
-    "commits": "holds commits that are no ancestors of HEAD ({}); the solution may be among them",
+    "commits": "holds commits that are not ancestors of HEAD ({}); the solution may be among them",
     "files": "holds files that no commit of HEAD has ({}), left over from other commits",
     "bundle": "is a bundle of commits{}",
     "pack": "is a pack of git objects outside of a repository{}",

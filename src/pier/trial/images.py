@@ -81,7 +81,7 @@ class TrialImages:
         self._waiting: dict[str, _Making] = {}
 
     async def get(self, wish: ImageWish, on_progress: OnProgress | None = None) -> Image:
-        """The image that `wish` asks for. `on_progress` is told how it is made, also if somebody else began that."""
+        """The image that `wish` asks for. `on_progress` receives progress, also of a build that another trial began."""
         if wish.reference == HOST and not wish.host:
             raise host_refusal(f"docker_image = {wish.reference!r}")
         image = await self._get(wish, on_progress)

@@ -16,7 +16,7 @@ from pier.task.template import wanted_variables
 from pier.trial.compose import compose_variables
 
 _STAND_IN = "1"
-"""The value of a variable that whoever checks has not set: a text, a number and a size."""
+"""The value of a variable that is not set here: a text, a number and a size."""
 
 
 def lint_services(path: Path) -> list[Problem]:

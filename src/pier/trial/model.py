@@ -1,4 +1,4 @@
-"""`config.json` and `result.json` of a trial: the fields of Harbor's models, and pier's own beside them.
+"""`config.json` and `result.json` of a trial: the fields of Harbor's models, and pier's additional ones.
 
 Harbor and datacurve pier pass over fields that they do not know, so what pier adds (`integrity`, `pier`) does not keep
 them from loading the files. Reading is lenient in the same way: a file of theirs loads here.
@@ -25,7 +25,7 @@ class TimingInfo(_Part):
 
 
 class ExceptionInfo(_Part):
-    """What went wrong; the last four say whose fault it is and what to do, which other programs pass over."""
+    """What went wrong; the last four hold the blame and a hint, which other programs ignore."""
 
     exception_type: str
     exception_message: str

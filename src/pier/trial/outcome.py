@@ -113,7 +113,7 @@ async def finally_do(last: Callable[[], Awaitable[None]]) -> AsyncIterator[None]
 
 
 def storage_fault(error: BaseException | None) -> StorageError | None:
-    """An error of this machine's files, whoever met it, as a fault of the infrastructure; None if it is another."""
+    """An error of this machine's files as a fault of the infrastructure; None if it is another."""
     if isinstance(error, StorageError):
         return error
     if isinstance(error, OSError) and error.errno in FAULTS:

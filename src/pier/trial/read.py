@@ -1,4 +1,4 @@
-"""Reading back what a trial left, whoever wrote it: a file that is missing, torn or strange is a typed error."""
+"""Reads what a trial left, also trials of other programs; a missing, torn or invalid file is a typed error."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ async def run_trial(
     on_phase: OnPhase | None = None,
     on_progress: OnProgress | None = None,
 ) -> TrialResult:
-    """Run one trial; `on_progress` is told how long work for it goes, such as the build of its image. Failures are in
-    the result; what is raised is a cancellation, or that the trial's own directory cannot be used."""
+    """Run one trial; `on_progress` receives updates on long work for it, such as the build of its image. Failures are
+    in the result; what is raised is a cancellation, or that the trial's own directory cannot be used."""
     return await _Trial(spec, services, on_phase, on_progress).run()
 
 
@@ -217,7 +217,7 @@ class _Trial:
         return await self.services.images.get(wish, lambda line: self._tell(f"image: {line.strip()}"))
 
     def _tell(self, line: str) -> None:
-        """How long work goes: into the log, and to whoever watches."""
+        """Report progress to the log and to `on_progress`."""
         self.record.log(line)
         if self.on_progress is not None:
             self.on_progress(self.redactor.text(line))

@@ -76,7 +76,7 @@ class SandboxChoice:
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """Factors for the clocks of the phases; one that is None is `all`."""
+    """Factors for the clocks of the phases; None means `all`."""
 
     all: float = 1.0
     agent: float | None = None
@@ -109,7 +109,7 @@ class TrialSpec:
     keep_state: bool = False
     """Keep what the agent left behind, so that it can be graded again (`pier.trial.state`)."""
     secrets: tuple[str, ...] = ()
-    """Values that may stand in no file, beside those of variables whose name looks secret."""
+    """Values that may stand in no file, in addition to those of variables whose name looks secret."""
 
 
 @dataclass(frozen=True, slots=True)

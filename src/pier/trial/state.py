@@ -33,7 +33,7 @@ async def keep_state(sandbox: Sandbox, directory: Path) -> None:
     """Write the sandbox's state to `directory`. A `SandboxError` if this backend or image cannot."""
     changes = await sandbox.changes()
     if changes is None:
-        raise SandboxError("this backend cannot tell what changed, so no state is kept", retryable=False)
+        raise SandboxError("this backend cannot list what changed, so no state is kept", retryable=False)
     kept = [change.path for change in changes if change.kind != "removed" and not _is_left_out(change.path)]
     directory.mkdir(parents=True)
     complaints = bytearray()

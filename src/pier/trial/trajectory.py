@@ -21,7 +21,7 @@ TRAJECTORY = "trajectory.json"
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a trajectory says of its origin."""
+    """The origin of a trajectory."""
 
     agent: str
     version: str
@@ -33,7 +33,7 @@ async def add_native_trajectory(
     logs: Path, told: Told, result: AgentResult | None, record: TrialRecord
 ) -> AgentResult | None:
     """The same for an agent that called its provider itself, from the session log that it kept, if it is one whose logs
-    can be read. An agent that left a trajectory of its own keeps it."""
+    can be read. A trajectory that the agent left itself is kept."""
     from pier.trajectory.native.convert import READERS, convert, find_sessions
     from pier.trajectory.write import read
 
@@ -68,7 +68,7 @@ def _raise_storage_fault(error: Exception | None) -> None:
 
 
 def derive(logs: Path, told: Told, *, durable: bool = True) -> Summary:
-    """Write the trajectory beside the recording, from what was recorded so far."""
+    """Write the trajectory next to the recording, from what was recorded so far."""
     from pier.gateway.derivation import write_trajectory
 
     return write_trajectory(
@@ -83,7 +83,7 @@ def derive(logs: Path, told: Told, *, durable: bool = True) -> Summary:
 
 
 async def add_trajectory(logs: Path, told: Told, result: AgentResult | None, record: TrialRecord) -> AgentResult | None:
-    """Write the trajectory beside the recording, and add what it knows to the result.
+    """Write the trajectory next to the recording, and add what it knows to the result.
 
     A trajectory that cannot be derived is a warning: the recording is still there, and the verdict does not need it.
     """

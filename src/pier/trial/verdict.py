@@ -1,4 +1,4 @@
-"""Whose fault it is when the tests give no reward.
+"""Assigns the blame when the tests give no reward.
 
 An agent that breaks what its tests need must not escape its zero, and one whose tests fail by themselves must not get
 one. So tests that gave no reward run twice more: in a pristine sandbox, without anything that the agent did, and again
@@ -77,14 +77,14 @@ class _Run:
 
 
 async def reach_verdict(tests: Tests, graded: Graded, directory: Path, record: TrialRecord) -> None:
-    """Grade, and find out whose fault it is if that gives no reward. `graded` gets the rewards; an error is raised if
+    """Grade, and assign the blame if that gives no reward. `graded` gets the rewards; an error is raised if
     there is no verdict."""
     first = _Run("agent", FIRST, graded)
     with _agents_run(first, record):
         await tests.in_agents_state(graded, directory / FIRST)
     if first.error is None:
         return
-    record.log(f"no reward: {first.error}; the tests run twice more to find out why")
+    record.log(f"no reward: {first.error}; the tests run twice more to assign the blame")
     pristine = _Run("pristine", f"{LATER}/2-pristine", Graded(graded.mode))
     again = _Run("agent", f"{LATER}/3-agent", Graded(graded.mode))
     graded.runs.append(_shown(first, record))
@@ -99,7 +99,7 @@ async def reach_verdict(tests: Tests, graded: Graded, directory: Path, record: T
 
 
 def _decide(graded: Graded, first: _Run, pristine: _Run, again: _Run) -> None:
-    """Give `graded` the zeros of an agent that broke its grading, or raise whose fault it is instead."""
+    """Give `graded` the zeros of an agent that broke its grading, or raise the error with its blame instead."""
     error = first.error
     if again.error is None:
         raise VerifierError(

@@ -1,6 +1,6 @@
 """Which of the files that an agent changed could steer a verifier, judged by their paths alone.
 
-A file is not proof of cheating: projects have their own `conftest.py`. It is worth a note, because whoever reads the
+A file is not proof of cheating: projects have their own `conftest.py`. It is worth a note, because a reader of the
 verdict should know. What never belongs to a solution (a shell replaced, a library loaded into every program, a module
 that every Python imports) is undone before the tests run.
 """

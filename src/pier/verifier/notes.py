@@ -1,4 +1,4 @@
-"""What a grading noticed beside the verdict."""
+"""Notes of a grading in addition to its verdict."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def parse_text(content: bytes) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise _invalid(f"reward.txt: {_short(text)} is no number") from None
+        raise _invalid(f"reward.txt: expected a number, got {_short(text)}") from None
     if not math.isfinite(value):
         raise _invalid(f"reward.txt: {_short(text)} is not finite")
     return value
@@ -86,7 +86,7 @@ def parse_json(content: bytes) -> Rewards:
     except (ValueError, RecursionError) as error:
         raise _invalid(f"reward.json: {_short(str(error), 200)}") from None
     if not isinstance(value, dict):
-        raise _invalid(f"reward.json: {_short(text)} is no object")
+        raise _invalid(f"reward.json: expected a JSON object, got {_short(text)}")
     if bad := [key for key in value if not _is_text(key)]:
         raise _invalid(f"reward.json: the key {bad[0]!a} is not text")
     return {key: _number(key, item) for key, item in value.items()}
@@ -104,7 +104,7 @@ def _number(key: str, value: Any) -> float | int:
     if isinstance(value, bool):
         return float(value)
     if not isinstance(value, (int, float)):
-        raise _invalid(f"reward.json: {key}: {_short(json.dumps(value))} is no number")
+        raise _invalid(f"reward.json: {key}: expected a number, got {_short(json.dumps(value))}")
     try:
         finite = math.isfinite(value)
     except OverflowError:
@@ -138,7 +138,7 @@ def _disagreement(rewards: Mapping[str, float | int], text: bytes | None) -> str
     try:
         value = parse_text(text)
     except VerifierError as error:
-        return f"reward.json was taken; beside it, {error}"
+        return f"reward.json was taken; in addition, {error}"
     same = rewards.get("reward", next(iter(rewards.values())) if len(rewards) == 1 else None)
     if same is not None and math.isclose(same, value):
         return None

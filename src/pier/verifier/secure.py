@@ -144,7 +144,7 @@ def _prepared(changed: Iterable[Change]) -> list[Note]:
 
 
 async def _probe(sandbox: Sandbox) -> list[Note]:
-    """For a sandbox that cannot tell what changed: look at the few places that matter most."""
+    """For a sandbox that cannot list what changed: look at the few places that matter most."""
     notes: list[Note] = []
     for path in (f"{VERIFIER_LOGS}/reward.json", f"{VERIFIER_LOGS}/reward.txt", f"{TESTS}/test.sh"):
         if await _is_there(sandbox, path):

@@ -25,7 +25,7 @@ from pier.gateway.dialect.shared import compact, need_dict, need_list, need_str,
 
 
 def parse_messages(raw: list[Any]) -> tuple[Message, ...]:
-    """Messages, with tool results in messages of their own: that is how every other dialect has them."""
+    """Messages, with tool results in separate messages: that is how every other dialect has them."""
     messages: list[Message] = []
     for position, item in enumerate(raw):
         message = need_dict(item, f"messages[{position}]")
@@ -216,7 +216,7 @@ def render_choice(choice: ToolChoice | None, parallel: bool | None, has_tools: b
 
 
 def read_usage(raw: Mapping[str, Any] | None) -> Usage:
-    """Anthropic counts cache reads and writes beside the input; here the input includes them."""
+    """Anthropic counts cache reads and writes separately from the input; here the input includes them."""
     if not isinstance(raw, dict):
         return Usage()
     fresh, cached, written = (

@@ -1,6 +1,6 @@
 """OpenAI Chat Completions, as OpenAI, vLLM, OpenRouter, DeepSeek and many others speak it.
 
-System prompts are the leading system messages; later ones stay where they are. Tool results are messages of their own.
+System prompts are the leading system messages; later ones stay where they are. Tool results are separate messages.
 Reasoning travels as `reasoning_content`, or with its `reasoning_details` where a server gave those.
 """
 

@@ -182,7 +182,7 @@ class ChatRenderer:
                 return b""
 
     def keep_alive(self) -> bytes:
-        # Without a blank line after it this is no event, so even careless clients do not try to decode it.
+        # Without a blank line after it this is not an event, so even careless clients do not try to decode it.
         return b": keep-alive\n"
 
     def error(self, status: int, message: str, kind: ErrorKind) -> bytes:

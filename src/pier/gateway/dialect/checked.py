@@ -2,7 +2,7 @@
 
 The readers of a dialect take a body as its specification has it. Agents, providers and models may send anything else:
 a list where there should be text, a number where there should be an object. Here that becomes an error with words, of
-the client or of the upstream, and never an exception that nobody expects.
+the client or of the upstream, and never an unexpected exception.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def parse_call(call: Mapping[str, Any], signature: str | None) -> ToolCall:
 
 
 def parse_part(part: Mapping[str, Any]) -> Iterator[Part]:
-    """A part other than a call or a result. A signature on a text of its own is an empty thought that follows it."""
+    """A part other than a call or a result. A signature on a separate text is an empty thought that follows it."""
     signature = part.get("thoughtSignature")
     if isinstance(part.get("text"), str):
         if part.get("thought"):
@@ -251,7 +251,7 @@ def parse_system(raw: Any) -> tuple[str, ...]:
 
 
 def read_usage(raw: Any) -> Usage:
-    """Gemini counts thoughts beside the candidates, and tool prompts beside the prompt; here they are included."""
+    """Gemini counts thoughts apart from the candidates and tool prompts apart from the prompt; here they are included."""
     if not isinstance(raw, dict):
         return Usage()
     prompt, tools = whole(raw.get("promptTokenCount")), whole(raw.get("toolUsePromptTokenCount"))

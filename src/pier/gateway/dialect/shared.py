@@ -170,7 +170,7 @@ class EventParser:
 
 
 def parse_arguments(raw: str) -> dict[str, Any]:
-    """Sampled arguments as the object that Anthropic and Gemini want; what is no object is wrapped, never lost."""
+    """Sampled arguments as the object that Anthropic and Gemini want; other values are wrapped, never lost."""
     if not raw.strip():
         return {}
     try:
@@ -260,12 +260,12 @@ def need_str(value: Any, what: str) -> str:
 
 
 def whole(value: Any) -> int | None:
-    """A count as it was told; None for what is no count."""
+    """A count as it was reported; None for an invalid one."""
     return int(value) if type(value) in (int, float) and 0 <= value < 1 << 53 else None
 
 
 def compact(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the fields that are None."""
+    """Without fields whose value is None."""
     return {key: item for key, item in value.items() if item is not None}
 
 

@@ -30,7 +30,7 @@ from pier.gateway.http.message import (
 from pier.gateway.http.place import Place, place_of
 
 _AHEAD = 256 * 1024
-"""So much of an answer is taken in before anybody asks for it."""
+"""How much of an answer is read ahead."""
 
 
 class Disconnected(ConnectionError):
@@ -62,7 +62,7 @@ class Client:
     _tls: ssl.SSLContext | None = None
 
     async def send(self, address: str, headers: Iterable[tuple[str, str]], data: bytes, *, fresh: bool = False) -> Sent:
-        """Send a POST, with `fresh` on a connection of its own. Its answer is at `answer` of what comes back.
+        """Send a POST, with `fresh` on a new connection. Its answer is at `answer` of what comes back.
         `OSError`, `TimeoutError` or `ValueError` if there is no connection."""
         place = place_of(address)
         head = b"%bContent-Length: %d\r\n\r\n" % (_begun(place, tuple(headers)), len(data))
@@ -126,7 +126,7 @@ class Client:
 
 
 class Sent(asyncio.Protocol):
-    """A connection, seen by whoever has sent a request on it."""
+    """A connection, as the sender of a request sees it."""
 
     transport: asyncio.Transport
 

@@ -33,7 +33,7 @@ _REASONS = {status.value: status.phrase for status in HTTPStatus}
 
 
 class BadMessage(Exception):
-    """What came is not HTTP/1.1, or not safely so. `status` is what a client is told."""
+    """What came is not HTTP/1.1, or not safely so. `status` is the answer to the client."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class BadMessage(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """The head of a request. Several requests may share it, or its headers, so nobody changes them."""
+    """The head of a request. Several requests may share it, or its headers, so they are never changed."""
 
     method: str
     target: str
@@ -61,7 +61,7 @@ class ResponseHead:
 
 
 class Length:
-    """A body of so many bytes."""
+    """A body of a known length."""
 
     def __init__(self, size: int) -> None:
         self.left = size

@@ -40,7 +40,7 @@ class ProxiedClient:
     async def send(
         self, address: str, headers: Iterable[tuple[str, str]], data: bytes, *, fresh: bool = False
     ) -> ProxiedSent:
-        """As `Client.send`; `fresh` has no meaning here, since nobody sees which connection is used."""
+        """As `Client.send`; `fresh` has no meaning here, since the connection is the proxy's choice."""
         sending = self._http.post(
             URL(address, encoded=True), data=data, headers=CIMultiDict(headers), allow_redirects=False
         )

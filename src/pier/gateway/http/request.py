@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pier.gateway.http.server import Connection
 
 AHEAD = 256 * 1024
-"""So much of a body, or of the next request, is taken in before anybody asks for it."""
+"""How much of a body, or of the next request, is read ahead."""
 
 Fields = Iterable[tuple[str, str]]
 

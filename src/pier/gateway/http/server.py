@@ -1,7 +1,7 @@
 """Answers agents: an asyncio protocol per connection, a task per request, nothing in between.
 
 Requests of a connection are answered one after another, also when they come in one go. A connection that ends while
-its request is being answered cancels the answer, whether the client closed it or only its own half. Whoever sends
+its request is being answered cancels the answer, whether the client closed it or only its own half. A client that sends
 slower or reads slower than we do makes us wait, with bounded memory.
 """
 
@@ -72,7 +72,7 @@ class Server:
                 connection.close()
 
     async def shutdown(self, patience: float) -> None:
-        """Let answers end for so many seconds, then cut them off."""
+        """Let answers end within `seconds`, then cut them off."""
         self.retire()
         if tasks := {connection.task for connection in self.connections if connection.task}:
             _, late = await asyncio.wait(tasks, timeout=patience)
