@@ -251,7 +251,7 @@ def parse_system(raw: Any) -> tuple[str, ...]:
 
 
 def read_usage(raw: Any) -> Usage:
-    """Gemini counts thoughts apart from the candidates and tool prompts apart from the prompt; here they are included."""
+    """Gemini counts thoughts and tool prompts apart from candidates and prompt; here they are included."""
     if not isinstance(raw, dict):
         return Usage()
     prompt, tools = whole(raw.get("promptTokenCount")), whole(raw.get("toolUsePromptTokenCount"))
