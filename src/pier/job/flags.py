@@ -38,6 +38,7 @@ _PLAIN = {
     "override_cpus": "environment.override_cpus",
     "override_memory_mb": "environment.override_memory_mb",
     "override_storage_mb": "environment.override_storage_mb",
+    "override_processes": "environment.override_processes",
     "override_gpus": "environment.override_gpus",
     "disable_verification": "verifier.disable",
     "extra_instruction": "extra_instructions",

@@ -226,7 +226,7 @@ class _Trial:
     async def _start(self, room: Room, network: NetworkPolicy, name: str, mounts: Iterable[Mount] = ()) -> Sandbox:
         backend = self.services.backend
         image = await self._get_image(room)
-        limits = sandbox_limits(room.table, self.spec.sandbox, await backend.capabilities(), self.record)
+        limits = await sandbox_limits(self.spec.task, room.table, self.spec.sandbox, backend, self.record)
         starting = start_room(
             room,
             image,
