@@ -63,7 +63,7 @@ def compose_task(root: Path, compose: str, *, toml: str = TOML, **more: str) -> 
 async def docker_bench(root: Path, environ: Mapping[str, str] | None = None) -> AsyncIterator[Bench]:
     """Trials on the engine at `$DOCKER_HOST`."""
     async with open_services("docker", label="test") as services:
-        yield Bench(TrialServices(services.backend, services.images, environ=environ or {}), root)
+        yield Bench(TrialServices(services.backend, services.images, environ=environ or {}), root, image=None)
 
 
 def network_log(trial: Path) -> list[dict[str, Any]]:

@@ -46,9 +46,10 @@ def write_task(root: Path, *, toml: str = TOML, solve: str = "touch /app/done", 
 
 
 class Bench:
-    """Runs trials one after another in directories of their own, in `image` unless a trial says otherwise."""
+    """Runs trials one after another in directories of their own, in `image` unless a trial says otherwise. Without an
+    image each task's own is used."""
 
-    def __init__(self, services: TrialServices, root: Path, image: str = "host") -> None:
+    def __init__(self, services: TrialServices, root: Path, image: str | None = "host") -> None:
         self.services = services
         self.root = root
         self.image = image

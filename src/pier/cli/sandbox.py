@@ -19,7 +19,7 @@ import click
 
 if TYPE_CHECKING:
     from pier.image.model import Image
-    from pier.sandbox.contract import Mount, Process, SandboxSpec
+    from pier.sandbox.contract import Limits, Mount, Process, SandboxSpec
     from pier.sandbox.remote import Running
 
 _SHELL = "/bin/sh"
@@ -68,9 +68,9 @@ def sandbox() -> None:
 @click.option("--network", type=click.Choice(["none", "public"]), default="none", show_default=True)
 @click.option("--allow", multiple=True, metavar="HOST", help="Let the sandbox reach this host, and only such.")
 @click.option("--cpus", type=float, help="How many cpus, such as 1.5.")
-@click.option("--memory", type=Size(), help="How much memory, such as 2G.")
-@click.option("--processes", type=int, help="How many processes.")
-@click.option("--disk", type=Size(), help="How much may be written.")
+@click.option("--memory", type=Size(), help="How much memory, such as 2G; 0 is no limit.  [default: half of it]")
+@click.option("--processes", type=int, help="How many processes; 0 is no limit.  [default: 4096]")
+@click.option("--disk", type=Size(), help="How much may be written; 0 is no limit.  [default: half of what is free]")
 @click.option("--open-files", type=int, help="How many open files a process may have.")
 @click.option("-v", "--volume", multiple=True, metavar="SRC:DST[:ro|rw]", help="Mount a path of this machine.")
 @click.option("--name", default="", help="A name for `pier sandbox exec`.")
@@ -160,7 +160,7 @@ async def _run(command: tuple[str, ...], interactive: bool, tty: bool, options: 
     with Lease(label="pier sandbox run") as lease:
         async with open_backend("local", lease) as backend:
             await sweep(dict.fromkeys(backend.kinds, backend.destroy))
-            spec = await _spec(options)
+            spec = await _spec(options, await backend.share())
             config = spec.image.config
             argv = list(command) or [*config.entrypoint, *config.cmd] or [_SHELL]
             async with await backend.start(spec) as box:
@@ -177,7 +177,7 @@ async def _run(command: tuple[str, ...], interactive: bool, tty: bool, options: 
                 return code
 
 
-async def _spec(options: dict[str, Any]) -> SandboxSpec:
+async def _spec(options: dict[str, Any], share: Limits) -> SandboxSpec:
     from pier.image.host import host_image
     from pier.network.policy import NetworkPolicy
     from pier.sandbox.contract import Limits, SandboxSpec
@@ -192,7 +192,7 @@ async def _spec(options: dict[str, Any]) -> SandboxSpec:
     return SandboxSpec(
         image=host_image() if options["image"] == "host" else await _resolve(options["image"]),
         network=policy or NetworkPolicy(options["network"]),
-        limits=Limits(**limits),
+        limits=Limits(**limits).over(share),
         mounts=mounts,
         env=_env(options["env"]),
         user=options["user"],

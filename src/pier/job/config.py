@@ -71,8 +71,9 @@ class EnvironmentConfig(_Part):
     cpu_enforcement_policy: Policy = "auto"
     memory_enforcement_policy: Policy = "auto"
     override_cpus: float | None = Field(default=None, gt=0)
-    override_memory_mb: int | None = Field(default=None, gt=0)
-    override_storage_mb: int | None = Field(default=None, gt=0)
+    override_memory_mb: int | None = Field(default=None, ge=0)
+    override_storage_mb: int | None = Field(default=None, ge=0)
+    override_processes: int | None = Field(default=None, ge=0)
     override_gpus: int | None = Field(default=None, ge=0)
     mounts: list[dict[str, Any]] = Field(default_factory=list)
     env: dict[str, str] = Field(default_factory=dict)

@@ -40,6 +40,7 @@ _PLAIN = {
     "override_cpus": "environment.override_cpus",
     "override_memory_mb": "environment.override_memory_mb",
     "override_storage_mb": "environment.override_storage_mb",
+    "override_processes": "environment.override_processes",
     "override_gpus": "environment.override_gpus",
     "disable_verification": "verifier.disable",
     "kill_processes": "verifier.kill_processes",

@@ -185,12 +185,17 @@ def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
         env=environment.env,
         limits=Limits(
             cpus=environment.override_cpus,
-            memory=environment.override_memory_mb << 20 if environment.override_memory_mb else None,
-            disk=environment.override_storage_mb << 20 if environment.override_storage_mb else None,
+            memory=_bytes(environment.override_memory_mb),
+            disk=_bytes(environment.override_storage_mb),
+            processes=environment.override_processes,
         ),
         gpus=environment.override_gpus,
         mounts=_mounts(environment),
     )
+
+
+def _bytes(megabytes: int | None) -> int | None:
+    return None if megabytes is None else megabytes << 20
 
 
 def _hidden(config: JobConfig, plan: Plan) -> tuple[Path, ...]:

@@ -28,6 +28,7 @@ class SandboxRunner:
         spec = SandboxSpec(
             image=step.image,
             network=step.network,
+            limits=await self.backend.share(),
             mounts=tuple(Mount(each.target, each.source, each.read_only, each.size) for each in step.mounts),
             name="build",
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -33,6 +33,9 @@ Command = str | Sequence[str]
 
 Stream = Literal["stdout", "stderr"]
 OnOutput = Callable[[Stream, bytes], Awaitable[None] | None]
+DEFAULT_PROCESSES = 4096
+"""How many processes and threads a sandbox may have if nothing else is said."""
+
 ProtocolFactory = Callable[[], asyncio.BaseProtocol]
 
 
@@ -55,6 +58,12 @@ class Limits:
     processes: int | None = None
     disk: int | None = None
     open_files: int | None = None
+
+    def over(self, share: Limits) -> Limits:
+        """These limits, with those of `share` where they say nothing. Here 0 says that there is no limit."""
+        said = {each.name: getattr(self, each.name) for each in fields(self)}
+        merged = {name: getattr(share, name) if value is None else value for name, value in said.items()}
+        return Limits(**{name: value or None for name, value in merged.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +135,8 @@ class Capabilities:
     isolates_verifier: bool = False
     """Whether `Sandbox.isolate` works."""
     limits: Mapping[str, str] = field(default_factory=dict)
-    """For each field of `Limits`: by what it is enforced (`cgroup`, `rlimit`, `watched`), absent if it is not."""
+    """For each field of `Limits`: by what it is enforced (`cgroup`, `namespace`, `rlimit`, `watched`, `affinity`,
+    `quota`), absent if it is not. An `rlimit` on processes holds for each user id apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +399,10 @@ class Backend(ABC):
         """Whether sandboxes can have GPUs. Apart from `capabilities`, since some backends have to try it out, which
         only those should pay for who ask for one. Cached; tries at most once."""
         return False
+
+    async def share(self) -> Limits:
+        """What one sandbox may use of the machine if nothing else is said, as far as that can be limited here."""
+        return Limits(processes=DEFAULT_PROCESSES if "processes" in (await self.capabilities()).limits else None)
 
     @abstractmethod
     async def start(self, spec: SandboxSpec) -> Sandbox:

@@ -115,12 +115,17 @@ def _environment(choice: SandboxChoice, environ: Mapping[str, str]) -> dict[str,
         "override_gpus": choice.gpus,
         "env": env_on_disk(choice.env, environ),
         "extra_allowed_hosts": [host.partition(":")[0] for host in choice.hosts],
-        "kwargs": {**_image(choice), **_network(choice.network)},
+        "kwargs": {**_image(choice), **_processes(choice), **_network(choice.network)},
     }
 
 
 def _image(choice: SandboxChoice) -> dict[str, Any]:
     return {"image": choice.image} if choice.image else {}
+
+
+def _processes(choice: SandboxChoice) -> dict[str, Any]:
+    """Harbor has no word for it."""
+    return {} if choice.limits.processes is None else {"processes": choice.limits.processes}
 
 
 def _network(policy: NetworkPolicy | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pier.agent.contract import AGENT_LOGS
@@ -16,7 +16,7 @@ from pier.image.model import HOST, Image, OnProgress
 from pier.network.decision import OnDecision
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.compose import Compose, Composition
-from pier.sandbox.contract import Backend, Capabilities, Limits, Mount, Sandbox, SandboxSpec
+from pier.sandbox.contract import Backend, Limits, Mount, Sandbox, SandboxSpec
 from pier.sandbox.hidden import refuse_hidden
 from pier.sandbox.parcel import deliver
 from pier.task import Task, resolve_env
@@ -141,17 +141,19 @@ def _verifier_room(task: Task, step_index: int, choice: SandboxChoice, environ: 
     return Room(own.table, ImageWish(context=own.context), None)
 
 
-def sandbox_limits(
-    table: Environment, choice: SandboxChoice, capabilities: Capabilities, record: TrialRecord
+async def sandbox_limits(
+    task: Task, table: Environment, choice: SandboxChoice, backend: Backend, record: TrialRecord
 ) -> Limits:
-    """The task's limits with the run's own before them; what the backend cannot hold is left out and said."""
-    wanted = {
-        "cpus": choice.limits.cpus or table.cpus,
-        "memory": choice.limits.memory or (table.memory_mb or 0) * _MEGABYTE or None,
-        "disk": choice.limits.disk or (table.storage_mb or 0) * _MEGABYTE or None,
-        "processes": choice.limits.processes,
-        "open_files": choice.limits.open_files,
-    }
+    """The task's limits with the run's own before them, and the backend's share of the machine where neither says
+    anything; what the backend cannot hold is left out and said."""
+    asked = Limits(
+        cpus=table.cpus or None,
+        memory=(table.memory_mb or 0) * _MEGABYTE or None,
+        disk=(table.storage_mb or 0) * _MEGABYTE or None,
+        processes=_processes(task),
+    )
+    wanted = asdict(choice.limits.over(asked))
+    capabilities = await backend.capabilities()
     held = {name: value for name, value in wanted.items() if value and name in capabilities.limits}
     if table.gpu_types and wanted_gpus(table, choice):
         record.warn(
@@ -159,7 +161,18 @@ def sandbox_limits(
         )
     for name in (name for name, value in wanted.items() if value and name not in held):
         record.warn(f"this backend does not limit {name} here; the task asks for {wanted[name]}")
-    return Limits(**held)
+    lifted = {name: 0 for name, value in asdict(choice.limits).items() if value == 0}
+    return Limits(**{**held, **lifted}).over(await backend.share())
+
+
+def _processes(task: Task) -> int | None:
+    """What `metadata.pier.processes` says."""
+    own = task.config.metadata.get("pier")
+    value = own.get("processes") if isinstance(own, dict) else None
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    where = f"{task.path / 'task.toml'}: metadata.pier.processes"
+    raise TaskError(f"{where}: invalid value {value!r}: expected a number above 0", code="task_toml")
 
 
 async def start_room(

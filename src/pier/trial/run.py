@@ -249,7 +249,7 @@ class _Trial:
 
         backend = self.services.backend
         image = await self._get_image(room)
-        limits = sandbox_limits(room.table, self.spec.sandbox, await backend.capabilities(), self.record)
+        limits = await sandbox_limits(self.spec.task, room.table, self.spec.sandbox, backend, self.record)
         starting = start_room(
             room,
             image,

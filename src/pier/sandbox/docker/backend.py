@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import aiodocker
@@ -23,7 +23,7 @@ from pier.lease import Held, Lease
 from pier.network.rules import Rules
 from pier.sandbox import arguments
 from pier.sandbox.closing import close_all, close_in_turn
-from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Sandbox, SandboxSpec
+from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Limits, Sandbox, SandboxSpec
 from pier.sandbox.docker.box import IMAGE_MISSING, KIND, LABEL, ContainerBox, remove
 from pier.sandbox.docker.building import build_there
 from pier.sandbox.docker.client import connect, engine_error
@@ -176,6 +176,12 @@ class DockerBackend(Backend):
         """The volumes of one trial, none so far."""
         engine = await self._engine()
         return TrialVolumes(engine.docker, self._lease, await engine.images.ensure(image))
+
+    async def share(self) -> Limits:
+        """Half of the memory of the engine's host. How much disk is free there is not known."""
+        share = await super().share()
+        can = "memory" in (await self.capabilities()).limits
+        return replace(share, memory=await self.memory() // 2 or None) if can else share
 
     async def memory(self) -> int:
         """How many bytes of memory the engine's host has."""

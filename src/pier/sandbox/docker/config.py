@@ -9,6 +9,7 @@ from typing import Any
 from pier.network.plumbing import GATEWAY
 from pier.sandbox.contract import Mount, SandboxSpec
 from pier.sandbox.hidden import masks
+from pier.sandbox.linux.oom import SCORE
 
 _OWN_PROCESSES = 4
 """The idle program, the attendant and its workers, which the limit on processes does not count."""
@@ -40,6 +41,7 @@ def container_config(
             for mount in (*spec.mounts, *masks(spec.mounts, spec.hidden))
             if mount.source is None
         },
+        "OomScoreAdj": SCORE,
         "ReadonlyPaths": ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"],
     }
     if placing.has_six:

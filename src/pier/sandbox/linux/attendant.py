@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from pier.network import lan, last_resort
-from pier.sandbox.linux import inner, kernel, wire, worker
+from pier.sandbox.linux import inner, kernel, oom, wire, worker
 from pier.sandbox.linux.census import Census
 from pier.sandbox.linux.init import SPARE, Init, set_limits
 from pier.sandbox.linux.inner import Inner
@@ -39,6 +39,8 @@ def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
     try:
         kernel.set_name("pier-attendant")
         proc = os.open(f"{HOST}/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        oom.put_first(proc)
+        plan["restores_scores"] = not oom.is_final(proc)
         container = os.pidfd_open(pid)
         inside = os.stat(f"{pid}/ns/pid", dir_fd=proc).st_ino
         if inside == os.stat("self/ns/pid", dir_fd=proc).st_ino:

@@ -47,6 +47,7 @@ def _begin(control: socket.socket, config: dict[str, Any]) -> None:
     many_ids = config["many_ids"]
     _become_root(many_ids=many_ids)
     root.mount_proc()
+    pid_max = root.open_pid_max()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     proc = os.open("/b/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     init = First(control, _BLANK | config, Census(proc, first=1))
@@ -67,6 +68,7 @@ def _begin(control: socket.socket, config: dict[str, Any]) -> None:
         return
     for sock in sockets:
         sock.close()
+    root.limit_processes(pid_max, plan["processes"])
     root.leave()
     init.attend(plan)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pier.network import plumbing
-from pier.sandbox.linux import enclosure, wire, worker
+from pier.sandbox.linux import enclosure, oom, wire, worker
 from pier.sandbox.linux.census import Census
 from pier.sandbox.linux.enclosure import Enclosure
 from pier.sandbox.linux.wire import OUT_OF_MEMORY
@@ -23,6 +23,7 @@ SPARE = 2
 SURVIVORS = 50
 """How many processes that were left running are described; the others are counted."""
 _WATCH_MS = 100
+_RESTORE_MS = 1000
 _PATIENCE = 5.0
 """Seconds that killing one command's tree may take before everything inside is killed instead."""
 
@@ -48,6 +49,8 @@ class Init:
         self.confine = {name: plan[name] for name in ("no_new_privileges", "many_ids")}
         self.confine["filter"] = bytes.fromhex(plan["filter"])
         self.memory = plan["watched_memory"]
+        self.restores_scores = plan["restores_scores"]
+        self.restored = time.monotonic()
         self.workers: dict[int, socket.socket] = {}
         self.idle: list[int] = []
         self.jobs: dict[int, int] = {}
@@ -63,7 +66,7 @@ class Init:
         self.poll.register(self.wake_in, select.POLLIN)
         self.poll.register(self.control, select.POLLIN)
         while True:
-            for fd, _ in self.poll.poll(_WATCH_MS if self.memory else None):
+            for fd, _ in self.poll.poll(self._pause()):
                 if fd == self.wake_in:
                     os.read(self.wake_in, 4096)
                     self._reap()
@@ -79,6 +82,14 @@ class Init:
                     self._hear(fd)
             if self.memory:
                 self._watch_memory()
+            if self.restores_scores and time.monotonic() > self.restored + _RESTORE_MS / 1000:
+                self._restore_scores()
+
+    def _pause(self) -> int | None:
+        """Milliseconds until something is to be looked at, whether or not anybody asks."""
+        if self.memory:
+            return _WATCH_MS
+        return _RESTORE_MS if self.restores_scores and not self._is_alone() else None
 
     def add_worker(self, others: Sequence[int] = ()) -> None:
         """Fork a worker that waits for a command, so that commands do not wait for a fork. `others` are open files of
@@ -427,6 +438,14 @@ class Init:
         if sum(sizes.values()) > self.memory:
             wire.send(self.control, {"id": OUT_OF_MEMORY})
             self._send_each([max(sizes, key=sizes.__getitem__)], signal.SIGKILL)
+
+    def _restore_scores(self) -> None:
+        """Put whatever left the line of those that are killed for want of memory back to its head."""
+        self.restored = time.monotonic()
+        for pid in self.census.take():
+            with contextlib.suppress(OSError, ValueError):
+                if oom.score(self.census.proc, pid) < oom.SCORE:
+                    oom.put_first(self.census.proc, pid)
 
     def _change_network(self, message: dict[str, Any]) -> None:
         plumbing.disconnect()

@@ -47,6 +47,7 @@ _LINKS = (
 )  # fmt: skip
 _PLAIN = MS_NOSUID | MS_NODEV | MS_NOEXEC
 _SHM = 64 << 20
+_RESERVED_PIDS = 300
 
 
 def make_skeleton(directory: str, owner: int) -> None:
@@ -133,6 +134,24 @@ def mount_proc() -> None:
             os.write(fd, b"0")
         finally:
             os.close(fd)
+
+
+def open_pid_max() -> int:
+    """The file that limits how many processes there are here, to be opened before /proc/sys is sealed; -1 where that is
+    the whole machine's."""
+    try:
+        return os.open("/b/proc/sys/kernel/pid_max", os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def limit_processes(pid_max: int, most: int) -> None:
+    """Let there be `most` processes, if that is not 0. The kernel gives the first few numbers only once."""
+    if pid_max < 0:
+        return
+    if most:
+        os.write(pid_max, b"%d" % (most + _RESERVED_PIDS + 1))
+    os.close(pid_max)
 
 
 def _mount_dev(many_ids: bool) -> None:

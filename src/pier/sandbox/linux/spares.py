@@ -13,7 +13,7 @@ import signal
 import socket
 from typing import Any
 
-from pier.sandbox.linux import first, kernel
+from pier.sandbox.linux import first, kernel, oom
 from pier.sandbox.linux.root import HOST
 
 _NAMESPACES = (
@@ -104,6 +104,7 @@ class Spares:
         spare = Spare(pid, pidfd, ours, self.layers)
         try:
             write_maps(pid, maps)
+            _put_first(pid)
             ours.send(first.GO)
         except OSError:
             os.kill(pid, signal.SIGKILL)
@@ -120,6 +121,14 @@ def write_maps(pid: int, maps: dict[str, str]) -> None:
             os.write(fd, rows.encode())
         finally:
             os.close(fd)
+
+
+def _put_first(pid: int) -> None:
+    proc = os.open(f"{HOST}/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        oom.put_first(proc, pid)
+    finally:
+        os.close(proc)
 
 
 def _is_alive(spare: Spare) -> bool:

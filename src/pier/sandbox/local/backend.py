@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -16,7 +17,7 @@ from pier.network.policy import NetworkMode
 from pier.network.rules import Rules
 from pier.sandbox import arguments, cgroup
 from pier.sandbox.closing import close_all, close_in_turn
-from pier.sandbox.contract import Backend, Capabilities, Change, Finding, SandboxSpec
+from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Limits, SandboxSpec
 from pier.sandbox.host import HostRoot, host_image, prepare
 from pier.sandbox.linux.changes import merge
 from pier.sandbox.linux.network import offered_modes
@@ -24,9 +25,9 @@ from pier.sandbox.linux.root import APT_OF_ONE_ID, NO_OVERLAY
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.sandbox.linux.zygotes import Zygotes
 from pier.sandbox.local import sweeping
-from pier.sandbox.local.box import KIND, Box, make_private
+from pier.sandbox.local.box import KIND, Box, free_bytes, make_private
 from pier.sandbox.local.doctor import HOMES, examine
-from pier.sandbox.local.plan import layers_of, limits_of, make_plan
+from pier.sandbox.local.plan import layers_of, limits_of, machine_memory, make_plan
 from pier.sandbox.local.snapshots import KIND as SNAPSHOT
 from pier.sandbox.local.snapshots import Snapshots
 
@@ -74,6 +75,10 @@ class LocalBackend(Backend):
             isolates_verifier=True,
             limits=limits_of(self._groups),
         )
+
+    async def share(self) -> Limits:
+        """Half of the memory, and half of the disk that is free."""
+        return replace(await super().share(), memory=machine_memory() // 2, disk=free_bytes(self._base) // 2 or None)
 
     async def start(self, spec: SandboxSpec) -> LinuxSandbox[Box]:
         capabilities = await self.capabilities()

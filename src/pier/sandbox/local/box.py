@@ -24,6 +24,9 @@ from pier.sandbox.linux.zygotes import Zygotes
 KIND = "sandbox"
 _START_SECONDS = 120
 _WATCH_SECONDS = 0.5
+_MEASURE_SECONDS = 10.0
+_LARGE = 1 << 30
+"""A limit on disk from which on measuring waits for a sign that it may be passed."""
 _PAUSE = 0.02
 _FEW = 32
 """Files and directories that are removed without asking anybody."""
@@ -101,17 +104,25 @@ class Box:
         self._watching = asyncio.create_task(self._watch_disk(limit))
 
     async def _watch_disk(self, limit: int) -> None:
+        """To measure costs much. Under a large limit it is done when the disk lost so much that the limit may be
+        passed, and now and then, since others may have freed as much meanwhile."""
         loop = asyncio.get_running_loop()
-        pause = _WATCH_SECONDS
+        pause, used, most, due = _WATCH_SECONDS, 0, 0, loop.time() + _MEASURE_SECONDS
         while not self.channel.closed:
             await asyncio.sleep(pause)
             began = loop.time()
             try:
-                answer, _ = await self._zygotes.ask_any({"op": "measure", "path": str(self.directory / "u")})
-                if answer["bytes"] > limit:
+                free = free_bytes(self.directory)
+                most = max(most, free)
+                if limit >= _LARGE and used + most - free <= limit and began < due:
+                    continue
+                asked = {"op": "measure", "path": str(self.directory / "u"), "pid": self.pid}
+                used = (await self._zygotes.ask_any(asked))[0]["bytes"]
+                most, due = free, began + _MEASURE_SECONDS
+                if used > limit:
                     self._disk_kills += 1
                     await self.channel.ask({"op": "kill_all"})
-            except SandboxError:
+            except (SandboxError, OSError):
                 continue
             pause = max(_WATCH_SECONDS, 10 * (loop.time() - began))
 
@@ -159,6 +170,14 @@ def _is_removed(directory: str) -> bool:
         return remove_some(directory, _FEW)
     except OSError:
         return False
+
+
+def free_bytes(directory: Path) -> int:
+    """How much a user may still write where a directory is, or will be."""
+    while not directory.exists():
+        directory = directory.parent
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize
 
 
 def make_private(directory: Path) -> None:

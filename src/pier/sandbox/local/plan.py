@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +18,8 @@ from pier.sandbox.host import HostRoot
 _HOSTS = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t{name}\n"
 _SLACK = 3
 """Processes of pier's own inside, which a limit by rlimit would count too."""
+_SEEN_IN_TIME = 8 << 30
+"""A file of a size like this takes longer to write than the disk goes unwatched. Sparse ones may be as long."""
 
 
 def make_plan(
@@ -25,10 +29,11 @@ def make_plan(
     rlimits: dict[str, int] = {}
     if spec.limits.open_files is not None:
         rlimits["RLIMIT_NOFILE"] = spec.limits.open_files
-    if spec.limits.disk is not None:
+    if spec.limits.disk is not None and spec.limits.disk < _SEEN_IN_TIME:
         rlimits["RLIMIT_FSIZE"] = spec.limits.disk
-    if spec.limits.processes is not None and enforced_by.get("processes") == "rlimit":
-        rlimits["RLIMIT_NPROC"] = spec.limits.processes + _SLACK
+    by_init = spec.limits.processes if enforced_by.get("processes") != "cgroup" else None
+    if by_init is not None:
+        rlimits["RLIMIT_NPROC"] = by_init + _SLACK
     return {
         "trees": list(host.trees) if host else [],
         "mounts": [_mount(mount) for mount in (*spec.mounts, *_masks(spec, host))],
@@ -39,6 +44,7 @@ def make_plan(
         },
         "hostname": spec.hostname,
         "rlimits": rlimits,
+        "processes": (by_init or 0) + _SLACK if by_init else 0,
         "no_new_privileges": spec.no_new_privileges,
         "shm_size": max(64 << 20, (spec.limits.memory or 0) // 2),
         "caged": caged,
@@ -50,8 +56,20 @@ def make_plan(
 def limits_of(groups: Hierarchies | None) -> dict[str, str]:
     """By what each limit is enforced here."""
     found = dict.fromkeys(groups.limits if groups else (), "cgroup")
-    weaker = {"processes": "rlimit", "open_files": "rlimit", "memory": "watched", "disk": "watched", "cpus": "affinity"}
+    count = "namespace" if _counts_in_namespaces() else "rlimit"
+    weaker = {"processes": count, "open_files": "rlimit", "memory": "watched", "disk": "watched", "cpus": "affinity"}
     return weaker | found
+
+
+def _counts_in_namespaces() -> bool:
+    """Whether the kernel limits how many processes a pid namespace has: those from 6.14 on do."""
+    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return found is not None and (int(found[1]), int(found[2])) >= (6, 14)
+
+
+def machine_memory() -> int:
+    """How many bytes of memory this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def layers_of(spec: SandboxSpec, host: HostRoot | None) -> list[str]:
