@@ -16,7 +16,7 @@ from pier.image.model import Image
 from pier.lease import Lease
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend, SandboxSpec
-from pier.sandbox.docker import telling
+from pier.sandbox.docker import images, telling
 from pier.sandbox.docker.client import Client
 from pier.sandbox.docker.images import EngineImages
 from tests.busybox import busybox_image
@@ -103,6 +103,11 @@ async def _stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     await asyncio.sleep(3600)
 
 
+async def _never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """As `_stall`, and to questions already."""
+    await asyncio.sleep(3600)
+
+
 @asynccontextmanager
 async def false_engine(path: Path, on_image: Reply) -> AsyncIterator[Client]:
     """An engine that has no image, and is given one."""
@@ -112,7 +117,7 @@ async def false_engine(path: Path, on_image: Reply) -> AsyncIterator[Client]:
         serving.add(asyncio.current_task())  # type: ignore[arg-type]
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
-                if b"images/create" in head:
+                if b"images/create" in head or (b"/images/" in head and on_image is _never_answer):
                     await on_image(reader, writer)
                     return
                 body = b'{"ApiVersion":"1.41"}' if b"/version" in head else b'{"message":"no such image"}'
@@ -136,6 +141,9 @@ async def false_engine(path: Path, on_image: Reply) -> AsyncIterator[Client]:
             task.cancel()
 
 
+REPLIES = [_ignore, _break_off, _answer_in_part, _stall, _never_answer]
+
+
 def _large_image(directory: Path) -> Image:
     image = busybox_image(directory)
     (image.layers[0] / "large").write_bytes(bytes(8 << 20))
@@ -148,10 +156,11 @@ def _large_image(directory: Path) -> Image:
     "The error is reported, and the next attempt does not wait for a lock",
 )
 @pytest.mark.plain
-@pytest.mark.parametrize("reply", [_ignore, _break_off, _answer_in_part, _stall], ids=lambda reply: reply.__name__)
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.__name__)
 async def test_an_image_that_cannot_be_sent_holds_no_lock(
     reply: Reply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(images, "ANSWER_SECONDS", 2.0)
     monkeypatch.setattr(telling, "STALL_SECONDS", 2.0 if reply is _stall else PATIENCE)
     image = _large_image(tmp_path / "image")
     async with false_engine(tmp_path / "engine.sock", reply) as client:

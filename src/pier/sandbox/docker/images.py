@@ -23,6 +23,7 @@ from pier.sandbox.docker.pulling import pull
 from pier.sandbox.docker.telling import sending
 
 _CHUNK = 1 << 20
+ANSWER_SECONDS = 120.0
 REPOSITORY = "pier"
 _OURS = re.compile(r"(?:localhost/|docker\.io/)?(pier/(?:[0-9a-f]{32}|(?:helper|idle):[0-9a-f]{24}))(?::latest)?")
 
@@ -102,7 +103,7 @@ class EngineImages:
     async def find(self, reference: str) -> Image | None:
         """The engine's own image of that name, with its settings."""
         try:
-            found = await self._docker.images.inspect(reference)
+            found = await self._inspect(reference)
         except DockerError as error:
             if error.status in (400, 404):
                 return None
@@ -126,11 +127,19 @@ class EngineImages:
 
     async def size(self, name: str) -> int:
         """How many bytes an image holds."""
-        return int((await self._docker.images.inspect(name))["Size"])
+        return int((await self._inspect(name))["Size"])
+
+    async def _inspect(self, name: str) -> dict[str, Any]:
+        """Ask the engine, and not for ever: locks are held meanwhile."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await self._docker.images.inspect(name)
+        except TimeoutError:
+            raise DockerError(900, f"no answer about the image {name} in {ANSWER_SECONDS:g} s") from None
 
     async def _has(self, name: str) -> bool:
         try:
-            await self._docker.images.inspect(name)
+            await self._inspect(name)
         except DockerError as error:
             if error.status == 404:
                 return False
