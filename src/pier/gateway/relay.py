@@ -14,7 +14,7 @@ from pier.gateway.body import dump
 from pier.gateway.canonical import DialectName
 from pier.gateway.dialect import BadResponse
 from pier.gateway.exchange import Exchange
-from pier.gateway.faults import nothing_in
+from pier.gateway.faults import classify, nothing_in
 from pier.gateway.http.coding import BadCoding
 from pier.gateway.providers import Target
 from pier.gateway.redact import Scrubber, without_key
@@ -90,7 +90,8 @@ async def _whole(
     if not isinstance(value, dict):
         raise UpstreamFailed(502, f"the provider's answer is not JSON: {_glimpse(raw)}", "server")
     if missing := nothing_in(x.caller.route.dialect, value):
-        raise UpstreamFailed(502, f"the provider's answer has no {missing}: {_glimpse(raw)}", "server")
+        fault = classify(200, value).fault
+        raise UpstreamFailed(502, f"the provider's answer has no {missing}: {_glimpse(raw)}", "server", fault=fault)
     watch = Watch(x.caller.route.dialect)
     watch.see_whole(value)
     x.usage = watch.usage
