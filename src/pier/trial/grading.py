@@ -59,7 +59,10 @@ class Graded:
     def integrity(self, redactor: Redactor) -> Integrity:
         notes = [
             IntegrityNote(
-                kind=n.kind, detail=n.detail, path=redactor.text(n.path) if n.path else None, stopped=n.stopped
+                kind=n.kind,
+                detail=redactor.text(n.detail),
+                path=redactor.text(n.path) if n.path else None,
+                stopped=n.stopped,
             )
             for n in self.notes
         ]
