@@ -113,8 +113,9 @@ def _decide(graded: Graded, first: _Run, pristine: _Run, again: _Run) -> None:
             f"the tests could not reach {lost}: {error}", code="verifier_network", blame="infra", retryable=True
         ) from error
     if pristine.error is not None:
-        assert error is not None
-        raise _of_the_task(error) from error
+        if isinstance(error, VerifierError) and error.blame == "task":
+            raise error
+        raise VerifierError(f"the tests could not run: {error}", code=getattr(error, "code", "verifier")) from error
     graded.rewards = dict.fromkeys(pristine.graded.rewards or {}, 0)
     graded.notes.append(
         Note("no_reward", f"the tests give a reward without the agent's work, and none with it, tried twice: {error}")
@@ -123,17 +124,11 @@ def _decide(graded: Graded, first: _Run, pristine: _Run, again: _Run) -> None:
 
 def network_faults(first: NetworkUse, pristine: NetworkUse, again: NetworkUse, *, reward: bool) -> str:
     """The destinations that could not be reached. In the agent's state only those count that the tests also try without
-    it: the agent may have planted attempts that fail. `reward`: the pristine run gave one in spite of its failures."""
+    it: the agent may have planted attempts that fail. `reward`: the pristine run gave one, so what failed there is not
+    needed for it."""
     lost = (first.failed | again.failed) & pristine.tried
-    if not reward:
-        lost |= pristine.failed
+    lost = lost - pristine.failed if reward else lost | pristine.failed
     return ", ".join(sorted({f"{name}:{port}" if port else name for _, name, port in lost}))
-
-
-def _of_the_task(error: Exception) -> Exception:
-    if isinstance(error, VerifierError) and error.blame == "task":
-        return error
-    return VerifierError(f"the tests could not run: {error}", code=getattr(error, "code", "verifier"))
 
 
 @contextmanager
