@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.trial.spec import AgentChoice
+from pier.trial.spec import AgentChoice, VerifierChoice
 from tests.compose_tasks import IMAGE, TOML, compose_task, docker_bench, import_bash_image, network_log
 from tests.engine import Engine, engine, missing
 from tests.job_tasks import pier, rewards_of, trials_of
@@ -254,7 +254,7 @@ async def test_a_service_that_does_not_come_up_is_the_tasks_fault(
     assert docker.containers() == []
 
 
-async def test_what_main_runs_is_dead_before_grading(docker: Engine, tmp_path: Path) -> None:
+async def test_what_main_runs_lives_while_it_is_graded(docker: Engine, tmp_path: Path) -> None:
     beat = "while true; do date > /tmp/beat; sleep 0.1; done"
     text = f'services:\n  main: {{image: "{{image}}", command: [sh, -c, "{beat}"]}}\n'
     wait = "while [ ! -e /tmp/beat ]; do sleep 0.1; done"
@@ -263,7 +263,13 @@ async def test_what_main_runs_is_dead_before_grading(docker: Engine, tmp_path: P
         result = await bench.run(
             compose_task(tmp_path / "task", text, test=test), AgentChoice("command", options={"command": wait})
         )
-    assert result.rewards == {"reward": 0}, result.exception_info
+        killed = await bench.run(
+            compose_task(tmp_path / "other", text, test=test),
+            AgentChoice("command", options={"command": wait}),
+            verifier=VerifierChoice(keep_processes=False),
+        )
+    assert result.rewards == {"reward": 1}, result.exception_info
+    assert killed.rewards == {"reward": 0}, killed.exception_info
 
 
 def test_state_is_kept_of_main_alone_and_never_beside_services(docker: Engine, tmp_path: Path) -> None:
