@@ -87,7 +87,8 @@ def _host_image(ids: IdMap) -> Finding:
 
 def _limits(groups: cgroup.Hierarchies | None) -> Finding:
     if groups is None:
-        detail = f"no writable control groups: memory is watched, cpus are bound to cores, processes by pid namespace or rlimit; {_OTHERS}"
+        weaker = "memory is watched, cpus are bound to cores, processes by namespace or rlimit"
+        detail = f"no writable control groups: {weaker}; {_OTHERS}"
         return Finding("limits", False, detail, "run as root, or in a session with delegated control groups")
     return Finding("limits", True, f"control groups v{groups.version}: {', '.join(sorted(groups.limits))}; {_OTHERS}")
 
