@@ -205,7 +205,7 @@ def _hidden(config: JobConfig, plan: Plan) -> tuple[Path, ...]:
     tasks = [Path(task.path) for task in plan.tasks]
     if not config.environment.mounts and not any("mount" in agent.kwargs for agent in config.agents):
         tasks = [path for path in tasks if not any(path.is_relative_to(dataset) for dataset in datasets)]
-    return (Path(config.jobs_dir), *datasets, *tasks)
+    return (Path(config.jobs_dir).resolve(), *datasets, *tasks)
 
 
 def _mounts(environment: EnvironmentConfig) -> tuple[Mount, ...]:

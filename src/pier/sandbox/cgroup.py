@@ -18,6 +18,8 @@ from pathlib import Path
 from pier.sandbox.contract import Limits
 
 _CONTROLLERS = ("memory", "pids", "cpu")
+_LIMITED = {"memory": "memory", "pids": "processes", "cpu": "cpus"}
+"""The limit that each controller keeps."""
 _PERIOD = 100_000
 
 
@@ -31,8 +33,7 @@ class Hierarchies:
     @property
     def limits(self) -> frozenset[str]:
         """The fields of `Limits` that groups made here enforce."""
-        names = {"memory": "memory", "pids": "processes", "cpu": "cpus"}
-        return frozenset(names[controller] for controller in self.parents)
+        return frozenset(_LIMITED[controller] for controller in self.parents)
 
     def place(self, id: str) -> tuple[Path, ...]:
         """The directories of the group `id`, whether or not they exist."""
@@ -40,11 +41,16 @@ class Hierarchies:
 
     def make(self, id: str, limits: Limits, *, own_processes: int = 1) -> Group:
         """Make a group with these limits. `own_processes` are pier's own inside, which the limit does not count."""
-        group = Group(self.place(id))
+        wanted = {
+            controller: parent
+            for controller, parent in self.parents.items()
+            if getattr(limits, _LIMITED[controller]) is not None
+        }
+        group = Group(tuple(sorted({parent / id for parent in wanted.values()})))
         try:
             for path in group.paths:
                 path.mkdir(exist_ok=True)
-            for controller, parent in self.parents.items():
+            for controller, parent in wanted.items():
                 _limit(self.version, controller, parent / id, limits, own_processes)
         except OSError:
             group.remove()

@@ -81,7 +81,8 @@ def prepare(layer: Path) -> HostRoot:
             trees.append(str(path))
     if as_root:
         _hide_from_root(layer, of_etc)
-    return HostRoot((layer,), tuple(trees), tuple(_homes()))
+    homes = (home for home in _homes() if any(home.is_relative_to(tree) for tree in trees))
+    return HostRoot((layer,), tuple(trees), tuple(homes))
 
 
 def _shown() -> Iterator[Path]:

@@ -81,15 +81,14 @@ def _ids(ids: IdMap, shifted: bool) -> Finding:
 
 def _host_image(ids: IdMap) -> Finding:
     if ids.mode == "root":
-        return Finding("host image", True, "this machine's whole root, copy-on-write")
-    return Finding("host image", True, "system directories are read-only in it, since you are not root")
+        return Finding("host image", True, "this machine's software, copy-on-write")
+    return Finding("host image", True, "this machine's software, read-only, since you are not root")
 
 
 def _limits(groups: cgroup.Hierarchies | None) -> Finding:
     if groups is None:
-        detail = (
-            f"no writable control groups: memory is watched, cpus are bound to cores, processes by rlimit; {_OTHERS}"
-        )
+        weaker = "memory is watched, cpus are bound to cores, processes by namespace or rlimit"
+        detail = f"no writable control groups: {weaker}; {_OTHERS}"
         return Finding("limits", False, detail, "run as root, or in a session with delegated control groups")
     return Finding("limits", True, f"control groups v{groups.version}: {', '.join(sorted(groups.limits))}; {_OTHERS}")
 
