@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pier.errors import PierError
 from pier.job.ledger import Fault, Outcome
 from pier.trial.model import AgentResult, TrialResult
+from pier.trial.outcome import storage_fault
 from pier.trial.redact import Redactor
 
 RESULT = "result.json"
@@ -56,6 +57,7 @@ def _sum(used: Sequence[AgentResult | None], name: str) -> Any:
 
 def outcome_of_error(error: Exception, redactor: Redactor) -> Outcome:
     """The outcome of a trial that broke before it could seal a result of its own."""
+    error = storage_fault(error) or error
     known = isinstance(error, PierError)
     fault = Fault(
         type=type(error).__name__,
