@@ -208,6 +208,7 @@ async def test_after_a_full_disk_nothing_refers_to_what_was_lost(
         patch.setattr(Journal, "append_lines", full_disk)
         recorder.write_lines([b"{}\n"], later=True)
         recorder.flush()
+    assert "full" in str(recorder.lost)
     with pytest.raises(OSError, match="full"):
         recorder.call(FACTS, parse(raw)).end("ok", 200)
     recorder.call(FACTS, parse(raw)).end("ok", 200)

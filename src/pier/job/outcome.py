@@ -12,6 +12,7 @@ from pier.errors import PierError
 from pier.job.ledger import Fault, Outcome
 from pier.redact import Redactor
 from pier.trial.model import AgentResult, TrialResult
+from pier.trial.outcome import storage_fault
 
 RESULT = "result.json"
 CANCELLED = "CancelledError"
@@ -63,6 +64,7 @@ def _sum(used: Sequence[AgentResult | None], name: str) -> Any:
 
 def outcome_of_error(error: Exception, redactor: Redactor) -> Outcome:
     """The outcome of a trial that broke before it could seal its result."""
+    error = storage_fault(error) or error
     known = isinstance(error, PierError)
     fault = Fault(
         type=type(error).__name__,
