@@ -300,6 +300,7 @@ def usage_of(session: Session | None) -> AgentResult:
         return AgentResult()
     meter = session.meter
     known: dict[str, Any] = {"n_agent_steps": meter.turns}
+    known["cost_usd"] = 0.0
     if meter.turns:
         known |= {"n_input_tokens": meter.input_tokens, "n_output_tokens": meter.output_tokens}
         known["cost_usd"] = meter.cost_usd or None
