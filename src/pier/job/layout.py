@@ -144,7 +144,7 @@ def result_of(ledger: Ledger, config: JobConfig, running: int = 0) -> dict[str, 
         "pier": {
             "faults_by_blame": Counter(outcome.fault.blame for outcome in counted.values() if outcome.fault),
             "model_calls": calls_of(ledger.directory),
-            "cost": {"known_usd": cost.known, "trials_unknown": cost.unknown},
+            **({"cost": {"known_usd": cost.known, "trials_unknown": cost.unknown}} if cost.unknown else {}),
         },
     }
 

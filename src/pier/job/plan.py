@@ -77,6 +77,12 @@ class Plan:
         )
 
 
+def check_tasks(tasks: Sequence[PlannedTask]) -> None:
+    """`UsageError` if there is nothing to plan."""
+    if not tasks:
+        raise UsageError("there is no task to run", hint="give a task or a directory of tasks with -p")
+
+
 def make_plan(
     tasks: Sequence[PlannedTask],
     agents: Sequence[dict[str, Any]],
@@ -88,8 +94,7 @@ def make_plan(
 ) -> Plan:
     """The plan for each agent on each task, `attempts` times. Agents and settings are what counts of them; `shown` are
     the agents as they may be written down, if that is something else; `variables` are those that each task asks for."""
-    if not tasks:
-        raise UsageError("there is no task to run", hint="give a task or a directory of tasks with -p")
+    check_tasks(tasks)
     told = variables or [{}] * len(tasks)
     prefixes = [
         [_identity_of(task, agent, {**settings, "variables": more}) for agent in agents]

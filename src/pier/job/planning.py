@@ -11,7 +11,7 @@ from pier.job.config import DatasetConfig, JobConfig, TaskConfig
 from pier.job.consent import Consent
 from pier.job.identity import Identity
 from pier.job.layout import to_disk
-from pier.job.plan import Plan, PlannedTask, make_plan
+from pier.job.plan import Plan, PlannedTask, check_tasks, make_plan
 from pier.job.templates import job_secrets
 from pier.redact import Redactor
 from pier.task.sources import Selection, resolve_sources
@@ -41,6 +41,7 @@ def plan_job(
     sources = [*config.datasets, *config.tasks]
     tasks = [_tasks_of(source, config, consent, warn) for source in sources]
     found = [task for each in distinct_sources(list(zip(sources, tasks, strict=True))) for task in each]
+    check_tasks(found)
     wanted = [consent.values.get(task.path, {}) for task in found]
     found = [replace(task, **redactor.value({"path": task.path, "git_url": task.git_url})) for task in found]
     consent.ask()
