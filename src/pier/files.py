@@ -109,7 +109,7 @@ def read_journal(path: Path) -> Iterator[Any]:
     """The values of a journal in order; lines that were torn are passed over. A missing file has none."""
     try:
         stream = path.open("rb")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     with stream:
         for line in stream:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from pier.errors import UsageError
+from pier.job.config import JobConfig
+from pier.job.identity import Identity
 from pier.job.plan import Plan, PlannedTask, make_plan
 
 pytestmark = pytest.mark.plain
@@ -46,7 +48,9 @@ def test_a_setting_that_asks_for_nothing_does_not_matter() -> None:
 def test_a_model_that_is_a_file_is_known_by_its_content(tmp_path: Path) -> None:
     for name, text in (("a", "same"), ("b", "same"), ("c", "other")):
         (tmp_path / name).write_text(text)
-    ids = [_ids([TASK], [{"name": "x", "model_name": f"script:{tmp_path / name}"}]) for name in "abc"]
+    models = [f"script:{tmp_path / name}" for name in "abc"]
+    configs = [JobConfig.model_validate({"agents": [{"name": "x", "model_name": model}]}) for model in models]
+    ids = [_ids([TASK], Identity(config, {}, ()).agents(b"")) for config in configs]
     assert ids[0] == ids[1] != ids[2]
 
 

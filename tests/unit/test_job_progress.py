@@ -33,7 +33,7 @@ def test_numbers_add_up_and_earlier_trials_count() -> None:
     progress.ended(first, GOOD)
     progress.started(second, 1)
     progress.retrying(second, BROKEN, 1.0)
-    assert (progress.done, progress.verdicts, progress.retries, progress.cost) == (3, 3, 1, 0.5)
+    assert (progress.done, progress.verdicts, progress.retries, progress.cost.known) == (3, 3, 1, 0.5)
     assert "3/5 trials" in progress.line() and "mean reward 0.667" in progress.line()
 
 

@@ -150,7 +150,7 @@ def print_config(config: JobConfig, env: Mapping[str, str]) -> None:
 def print_plan(config: JobConfig, env: Mapping[str, str]) -> None:
     """Print what would be run, without running it."""
     _check(config, env)
-    plan, _ = plan_job(config, env, yes=True)
+    plan = plan_job(config, env, yes=True)[0](b"")
     for task in plan.tasks:
         click.echo(f"{task.name}  {task.digest}  {task.path}")
     click.echo(

@@ -22,6 +22,8 @@ class Consent:
         self._env = env
         self._given = given
         self._wanted: dict[str, str] = {}
+        self.values: dict[str, dict[str, str]] = {}
+        """By the path of a task: the variables of this environment that it wants."""
 
     def note(self, task: Task) -> None:
         """Note what a task wants; what is not set and has no default is a `UsageError` at once."""
@@ -29,6 +31,7 @@ class Consent:
             for name, default in wanted_variables(table).items():
                 if name in self._env:
                     self._wanted.setdefault(name, task.name)
+                    self.values.setdefault(str(task.path), {})[name] = self._env[name]
                 elif default is None:
                     raise UsageError(
                         f"the task {task.name} wants the variable {name}, which is not set",

@@ -12,17 +12,20 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import click
+
 from pier.errors import JobError
 from pier.files import read_journal
 from pier.job.config import JobConfig
 from pier.job.files import explained
+from pier.job.identity import KEY, make_key, read_key
 from pier.job.layout import CONFIG, LOCK, RETRIES, to_disk, write_config, write_lock
-from pier.job.ledger import JOURNAL, Ledger, not_a_job
+from pier.job.ledger import JOURNAL, VERSION, Ledger, not_a_job
 from pier.job.load import parse, read_file
 from pier.job.outcome import read_outcome, size_of
 from pier.job.owner import OWNER, current_owner, owning
 from pier.job.plan import Plan, PlannedTrial
-from pier.job.planning import NOT_ASKED, Warn, plan_job
+from pier.job.planning import NOT_ASKED, MakePlan, Warn, plan_job
 
 
 @dataclass(slots=True)
@@ -78,15 +81,15 @@ def open_regrade(source: Path, config: JobConfig, env: Mapping[str, str]) -> Ite
     from pier.job.regrade import plan_regrade
 
     plan, without = plan_regrade(source, config)
-    with _open(config, plan, to_disk(config, env), lambda: None) as job:
+    with _open(config, lambda _: plan, to_disk(config, env), lambda: None) as job:
         job.left_out = without
         yield job
 
 
 @contextmanager
-def _open(config: JobConfig, plan: Plan, disk: dict[str, Any], check: Callable[[], None]) -> Iterator[Job]:
+def _open(config: JobConfig, make_plan: MakePlan, disk: dict[str, Any], check: Callable[[], None]) -> Iterator[Job]:
     asked = _asked(disk)
-    directory = _find_directory(config, asked, plan)
+    directory = _find_directory(config, asked, make_plan)
     if directory is None:
         check()
     with explained(directory or Path(config.jobs_dir)):
@@ -96,6 +99,7 @@ def _open(config: JobConfig, plan: Plan, disk: dict[str, Any], check: Callable[[
         with explained(directory):
             continued = _is_job(directory)
             ledger = Ledger.read(directory) if continued else Ledger.create(directory, asked)
+            plan = make_plan(make_key(directory))
             _refuse_foreign(directory, ledger, plan)
             if ledger.plan != plan or not (size_of(directory, CONFIG) and size_of(directory, LOCK)):
                 write_config(directory, disk)
@@ -164,19 +168,30 @@ def _asked(disk: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _find_directory(config: JobConfig, asked: str, plan: Plan) -> Path | None:
+def _find_directory(config: JobConfig, asked: str, make_plan: MakePlan) -> Path | None:
     """The directory of the job if it is there: by name, else an unfinished one of the same command."""
     base = Path(config.jobs_dir)
     if config.job_name:
         return base / config.job_name if (base / config.job_name).is_dir() else None
     for directory in sorted(base.iterdir(), reverse=True) if base.is_dir() else ():
+        if (ledger := _unfinished(directory, asked)) is None:
+            continue
+        if ledger.outcomes.keys() <= make_plan(read_key(directory)).by_id.keys():
+            return directory
+        click.echo(f"{directory} is unfinished and had other secrets or files: pier job resume {directory}", err=True)
+    return None
+
+
+def _unfinished(directory: Path, asked: str) -> Ledger | None:
+    """The ledger of an unfinished job of the same command that nobody runs. What else lies there is passed over."""
+    try:
         head = next(read_journal(directory / JOURNAL), None)
         if not isinstance(head, dict) or head.get("asked") != asked or current_owner(directory):
-            continue
+            return None
         ledger = Ledger.read(directory)
-        if ledger.finished_at is None and ledger.outcomes.keys() <= plan.by_id.keys():
-            return directory
-    return None
+    except (OSError, JobError):
+        return None
+    return ledger if ledger.finished_at is None else None
 
 
 def _make_directory(config: JobConfig) -> Path:
@@ -199,7 +214,7 @@ def _is_job(directory: Path) -> bool:
     """Whether a job was begun in `directory`. Something else that is there is not written over."""
     if next(read_journal(directory / JOURNAL), None) is not None:
         return True
-    others = [path.name for path in directory.iterdir() if path.name not in (OWNER, JOURNAL)]
+    others = [path.name for path in directory.iterdir() if path.name not in (OWNER, JOURNAL, KEY)]
     if others:
         raise JobError(
             f"{directory} exists and is not a job of pier's: it holds {others[0]} and no {JOURNAL}",
@@ -211,6 +226,13 @@ def _is_job(directory: Path) -> bool:
 
 def _refuse_foreign(directory: Path, ledger: Ledger, plan: Plan) -> None:
     foreign = [id for id in ledger.outcomes if id not in plan.by_id]
+    if foreign and ledger.version < VERSION:
+        raise JobError(
+            f"{directory} was begun by an earlier version of pier, which did not count all values, files and secrets "
+            "as part of a trial's identity, so its trials cannot be matched with this command",
+            hint=f"continue it as it is: pier job resume {directory}; or choose another --job-name",
+            code="job-older",
+        )
     if foreign:
         name = ledger.plan.by_id[foreign[0]].name if foreign[0] in ledger.plan.by_id else foreign[0]
         raise JobError(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from pier.errors import PierError
 from pier.files import write, write_json
 from pier.job.config import JobConfig
 from pier.job.ledger import Ledger, Outcome, now
-from pier.job.metrics import Graded, Summary, summarise
+from pier.job.metrics import Cost, Graded, Summary, summarise
 from pier.job.numbers import calls_of
 from pier.job.plan import Plan, PlannedTask
 from pier.job.templates import hide
@@ -123,6 +123,7 @@ def result_of(ledger: Ledger, config: JobConfig, running: int = 0) -> dict[str, 
     """Where the job stands, as Harbor's `JobResult`; `pier` holds what Harbor has no place for."""
     planned = {trial.id for trial in ledger.plan.trials}
     counted = {id: outcome for id, outcome in ledger.outcomes.items() if id in planned}
+    cost = cost_of(counted.values())
     stats = {
         "n_completed_trials": len(counted),
         "n_errored_trials": sum(outcome.fault is not None for outcome in counted.values()),
@@ -143,34 +144,38 @@ def result_of(ledger: Ledger, config: JobConfig, running: int = 0) -> dict[str, 
         "pier": {
             "faults_by_blame": Counter(outcome.fault.blame for outcome in counted.values() if outcome.fault),
             "model_calls": calls_of(ledger.directory),
+            **({"cost": {"known_usd": cost.known, "trials_unknown": cost.unknown}} if cost.unknown else {}),
         },
     }
 
 
-def usage(outcomes: Any) -> dict[str, float | int | None]:
-    """Tokens and cost summed up; None where nothing is known."""
-    totals: dict[str, float | int | None] = dict.fromkeys(
-        ("n_input_tokens", "n_cache_tokens", "n_output_tokens", "cost_usd")
-    )
+def usage(outcomes: Collection[Outcome]) -> dict[str, float | int | None]:
+    """Tokens summed up, None where nothing is known; and the cost, None if a part of it is unknown."""
+    totals: dict[str, float | int | None] = dict.fromkeys(("n_input_tokens", "n_cache_tokens", "n_output_tokens"))
     for outcome in outcomes:
-        for key, value in zip(totals, (*outcome.tokens, outcome.cost), strict=True):
+        for key, value in zip(totals, outcome.tokens, strict=True):
             if value is not None:
                 totals[key] = (totals[key] or 0) + value
-    return totals
+    return {**totals, "cost_usd": cost_of(outcomes).total}
+
+
+def cost_of(outcomes: Iterable[Outcome]) -> Cost:
+    """What trials cost together."""
+    cost = Cost()
+    for outcome in outcomes:
+        cost.add(outcome.cost)
+    return cost
 
 
 class Group:
-    """The trials of one agent and model on one dataset, which are reported together."""
+    """The trials of one agent of the plan on one dataset, which are reported together."""
 
-    def __init__(self, agent: str, model: str | None, dataset: str) -> None:
+    def __init__(self, agent: str, model: str | None, short: str | None, dataset: str) -> None:
         self.agent, self.model, self.dataset = agent, model, dataset
+        self.key = "__".join(part for part in (agent, short, dataset) if part)
+        """In `evals`: as Harbor writes it, with more where two groups would have the same."""
         self.trials: list[tuple[str, str, Outcome | None]] = []
         """Each trial's name, its task's name and how it ended (None if it has not)."""
-
-    @property
-    def key(self) -> str:
-        model = self.model.partition("/")[2] or self.model if self.model else None
-        return "__".join(part for part in (self.agent, model, self.dataset) if part)
 
     @property
     def steps(self) -> tuple[int, int] | None:
@@ -183,15 +188,48 @@ class Group:
 
 
 def groups_of(ledger: Ledger) -> list[Group]:
-    """All planned trials by agent, model and dataset, in the order of the plan."""
-    groups: dict[tuple[str, str | None, str], Group] = {}
+    """All planned trials by agent and dataset, in the order of the plan."""
+    groups: dict[tuple[int, str], Group] = {}
     plan = ledger.plan
+    labels = agent_labels(plan.agents)
     for trial in plan.trials:
-        agent, task = plan.agents[trial.agent], plan.tasks[trial.task]
-        key = (agent.get("name") or agent["import_path"], agent.get("model_name"), task.source or "adhoc")
-        group = groups.get(key) or groups.setdefault(key, Group(*key))
-        group.trials.append((trial.name, task.name, ledger.outcomes.get(trial.id)))
+        task = plan.tasks[trial.task]
+        key = (trial.agent, task.source or "adhoc")
+        if key not in groups:
+            name, short = labels[trial.agent]
+            groups[key] = Group(name, plan.agents[trial.agent].get("model_name"), short, key[1])
+        groups[key].trials.append((trial.name, task.name, ledger.outcomes.get(trial.id)))
     return list(groups.values())
+
+
+def agent_labels(agents: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None]]:
+    """What each agent and its model are called, no two alike. A model goes without its provider, as in Harbor, where
+    that is enough; agents that are otherwise the same show the options in which they differ, or are numbered."""
+    names = [str(agent.get("name") or agent.get("import_path")) for agent in agents]
+    models: list[str | None] = [agent.get("model_name") for agent in agents]
+    short = [model.partition("/")[2] or model if model else None for model in models]
+    providers: dict[tuple[str, str | None], set[str | None]] = defaultdict(set)
+    for name, brief, model in zip(names, short, models, strict=True):
+        providers[name, brief].add(model)
+    labels = [
+        (name, model if len(providers[name, brief]) > 1 else brief)
+        for name, brief, model in zip(names, short, models, strict=True)
+    ]
+    for label in [label for label, count in Counter(labels).items() if count > 1]:
+        alike = [place for place, each in enumerate(labels) if each == label]
+        told = _differences([agents[place] for place in alike])
+        for number, place in enumerate(alike):
+            labels[place] = (f"{label[0]}{told[number] or f' #{number + 1}'}", label[1])
+    return labels
+
+
+def _differences(agents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The options in which agents differ, in brackets; empty texts if these do not tell them apart."""
+    options = [{**(agent.get("env") or {}), **(agent.get("kwargs") or {})} for agent in agents]
+    names = dict.fromkeys(name for each in options for name in each)
+    differing = [name for name in names if len({json.dumps(each.get(name)) for each in options}) > 1]
+    told = [",".join(f"{name}={each[name]!s:.40}" for name in differing if name in each) for each in options]
+    return [f"({each})" if each else "" for each in told] if len(set(told)) == len(told) else [""] * len(told)
 
 
 def _eval_stats(group: Group, config: JobConfig) -> dict[str, Any]:

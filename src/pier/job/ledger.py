@@ -29,6 +29,8 @@ from pier.files import Journal, read_journal
 from pier.job.plan import Plan
 
 JOURNAL = "journal.jsonl"
+VERSION = 2
+"""Of the identities of trials: 1 left out values that are 0 or false, the content of files, and secrets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class Ledger:
     used: Used = field(default_factory=Used)
     """The usage of a job that has a budget."""
     n_retries: int = 0
+    version: int = VERSION
     finished_at: str | None = None
     lost_lines: int = 0
     _journal: Journal | None = None
@@ -130,7 +133,7 @@ class Ledger:
     def create(cls, directory: Path, asked: str = "") -> Ledger:
         """A new job's ledger. `asked` is the digest of what was asked for, by which the same command finds it."""
         ledger = cls(directory, str(uuid4()), now())
-        ledger.write({"e": "job", "v": 1, "id": ledger.id, "at": ledger.created_at, "asked": asked})
+        ledger.write({"e": "job", "v": VERSION, "id": ledger.id, "at": ledger.created_at, "asked": asked})
         return ledger
 
     @classmethod
@@ -164,7 +167,7 @@ class Ledger:
         elif event == "plan":
             self.plan = Plan.from_line(line)
         elif event == "job":
-            self.id, self.created_at = line["id"], line["at"]
+            self.id, self.created_at, self.version = line["id"], line["at"], line.get("v", 1)
         elif event == "used":
             self.used = Used(line["turns"], line["input"], line["output"], line["cost"], line.get("seconds", 0.0))
         elif event == "done":

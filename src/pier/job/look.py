@@ -10,8 +10,9 @@ import click
 
 from pier.errors import JobError, UsageError
 from pier.job.directory import read_config
-from pier.job.layout import groups_of, result_of, usage
+from pier.job.layout import cost_of, groups_of, result_of
 from pier.job.ledger import JOURNAL, Ledger, Outcome
+from pier.job.metrics import Mean
 from pier.job.owner import current_owner
 from pier.job.progress import tell
 from pier.job.report import print_columns, print_report
@@ -45,15 +46,17 @@ def _row(directory: Path) -> JobRow | None:
     except JobError:
         return None
     done = [ledger.outcomes[id] for id in ledger.plan.by_id if id in ledger.outcomes]
-    values = [value for outcome in done for value in (outcome.rewards or {}).values()]
+    mean = Mean()
+    for outcome in done:
+        mean.add(outcome.rewards)
     return JobRow(
         name=directory.name,
         state=_state(ledger),
         done=len(done),
         total=len(ledger.plan.trials),
         verdicts=sum(outcome.rewards is not None for outcome in done),
-        mean=sum(values) / len(values) if values else None,
-        cost_usd=usage(done)["cost_usd"],
+        mean=mean.value,
+        cost_usd=cost_of(done).total,
         created_at=ledger.created_at,
     )
 

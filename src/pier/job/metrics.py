@@ -1,6 +1,8 @@
-"""Numbers over many trials: mean, pass@k, coverage and how sure one can be of them.
+"""Numbers over many trials: mean, pass@k, coverage, cost and how sure one can be of them. Each is defined here once.
 
-A trial without a verdict counts in coverage and nowhere else: an infrastructure fault is never a zero.
+A trial without a verdict counts in coverage and nowhere else: an infrastructure fault is never a zero. A reward has a
+mean for each of its keys; where one number is shown, it is the mean of the main reward: the key `reward`, else the
+only one. A cost is the whole cost or unknown; of a cost that is known in part, the part is shown as such.
 """
 
 from __future__ import annotations
@@ -50,6 +52,55 @@ class Summary:
     def coverage(self) -> float:
         """The share of trials that have a verdict."""
         return self.n_verdicts / self.n_trials if self.n_trials else 0.0
+
+
+def main_reward(rewards: Mapping[str, float] | None) -> float | None:
+    """The reward that stands for all of a trial's; None if it has no verdict, or several keys and none is `reward`."""
+    known = rewards or {}
+    if "reward" in known or len(known) != 1:
+        return known.get("reward")
+    return next(iter(known.values()))
+
+
+@dataclass(slots=True)
+class Mean:
+    """The mean of the main reward, over trials as they come."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, rewards: Mapping[str, float] | None) -> None:
+        if (value := main_reward(rewards)) is not None:
+            self.total += value
+            self.count += 1
+
+    @property
+    def value(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+
+@dataclass(slots=True)
+class Cost:
+    """What trials cost, as they come: the sum of what is known, and of how many trials it is not."""
+
+    known: float | None = None
+    unknown: int = 0
+
+    def add(self, usd: float | None) -> None:
+        if usd is None:
+            self.unknown += 1
+        else:
+            self.known = (self.known or 0.0) + usd
+
+    @property
+    def total(self) -> float | None:
+        """The whole cost; None if a part of it is unknown."""
+        return None if self.unknown else self.known
+
+    def __str__(self) -> str:
+        if not self.known:
+            return "unknown" if self.unknown else "$0.0000"
+        return f"{'at least ' if self.unknown else ''}${self.known:.4f}"
 
 
 def summarise(trials: Iterable[Graded]) -> Summary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pier.trial.outcome import storage_fault
 
 RESULT = "result.json"
 CANCELLED = "CancelledError"
+_WITHOUT_MODELS = ("oracle", "nop", "kept-state")
 _NO_VERDICT = "job-budget"
 """The code of a trial that the job's own budget cut off: it did not get its chance, so it is still owed."""
 
@@ -43,7 +45,7 @@ def outcome_of(result: TrialResult, directory: Path) -> Outcome:
         fault=fault,
         cancelled=cancelled,
         tokens=(_sum(used, "n_input_tokens"), _sum(used, "n_cache_tokens"), _sum(used, "n_output_tokens")),
-        cost=_sum(used, "cost_usd"),
+        cost=_cost(result, used),
         seconds=(ended - began).total_seconds() if began and ended else 0.0,
         steps=_steps(result),
         size=size_of(directory),
@@ -62,6 +64,14 @@ def _sum(used: Sequence[AgentResult | None], name: str) -> Any:
     return sum(known) if known else None
 
 
+def _cost(result: TrialResult, used: Sequence[AgentResult | None]) -> float | None:
+    """What a trial cost; None if that is not known of all its steps. One whose agent never began cost nothing."""
+    costs = [each.cost_usd for each in used if each is not None]
+    if result.agent_info.name in _WITHOUT_MODELS:
+        return 0.0
+    return None if None in costs else math.fsum(cost for cost in costs if cost is not None)
+
+
 def outcome_of_error(error: Exception, redactor: Redactor) -> Outcome:
     """The outcome of a trial that broke before it could seal its result."""
     error = storage_fault(error) or error
@@ -73,7 +83,7 @@ def outcome_of_error(error: Exception, redactor: Redactor) -> Outcome:
         retryable=error.retryable if known else False,
         message=redactor.text(str(error)) or type(error).__name__,
     )
-    return Outcome(fault=fault)
+    return Outcome(fault=fault, cost=0.0)
 
 
 def read_outcome(directory: Path) -> Outcome | None:

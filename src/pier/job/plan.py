@@ -1,8 +1,8 @@
 """What a job will do: its trials, each with an identity that is the same wherever and whenever it is computed.
 
 An identity is made of the task's name and digest, the agent's configuration, the settings that can change a result,
-and the attempt. Paths of tasks, ports on the loopback, times and secrets are not part of it, so the same command
-finds its own trials again after a move, a reboot or a new key.
+and the attempt; `pier.job.identity` says what of them counts. Paths of tasks, ports on the loopback and times are not
+part of it, so the same command finds its own trials again after a move or a reboot.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pier.errors import UsageError
 
 _ALPHABET = "23456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _LOOPBACK_PORT = re.compile(r"(127\.0\.0\.1|localhost|\[::1\]):\d+")
-_FILE_MODELS = ("script:", "replay:")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
 
 
@@ -79,13 +77,29 @@ class Plan:
         )
 
 
-def make_plan(
-    tasks: Sequence[PlannedTask], agents: Sequence[dict[str, Any]], settings: dict[str, Any], attempts: int
-) -> Plan:
-    """The plan for each agent on each task, `attempts` times. Agents and settings come without their secrets."""
+def check_tasks(tasks: Sequence[PlannedTask]) -> None:
+    """`UsageError` if there is nothing to plan."""
     if not tasks:
         raise UsageError("there is no task to run", hint="give a task or a directory of tasks with -p")
-    prefixes = [[_identity_of(task, agent, settings) for agent in agents] for task in tasks]
+
+
+def make_plan(
+    tasks: Sequence[PlannedTask],
+    agents: Sequence[dict[str, Any]],
+    settings: dict[str, Any],
+    attempts: int,
+    *,
+    shown: Sequence[dict[str, Any]] | None = None,
+    variables: Sequence[dict[str, Any]] | None = None,
+) -> Plan:
+    """The plan for each agent on each task, `attempts` times. Agents and settings are what counts of them; `shown` are
+    the agents as they may be written down, if that is something else; `variables` are those that each task asks for."""
+    check_tasks(tasks)
+    told = variables or [{}] * len(tasks)
+    prefixes = [
+        [_identity_of(task, agent, {**settings, "variables": more}) for agent in agents]
+        for task, more in zip(tasks, told, strict=True)
+    ]
     seen: Counter[str] = Counter()
     names: set[str] = set()
     trials: list[PlannedTrial] = []
@@ -98,33 +112,25 @@ def make_plan(
                 name = next(name for name in _names(task.name, digest) if name not in names)
                 names.add(name)
                 trials.append(PlannedTrial(digest[:8].hex(), name, t, a, attempt))
-    return Plan(tuple(tasks), tuple(agents), tuple(trials))
+    return Plan(tuple(tasks), tuple(agents if shown is None else shown), tuple(trials))
 
 
 def _identity_of(task: PlannedTask, agent: dict[str, Any], settings: dict[str, Any]) -> str:
-    stable = _stable([task.name, task.digest, task.source, agent, settings])
-    return hashlib.sha256(json.dumps(stable, sort_keys=True).encode()).hexdigest()
+    stable = [task.name, task.digest, task.source, _said(agent), _said(settings)]
+    return hashlib.sha256(json.dumps(_without_ports(stable), sort_keys=True).encode()).hexdigest()
 
 
-def _stable(value: Any) -> Any:
-    """`value` as it goes into an identity. What asks for nothing is left out, so that a key which a later version adds
-    does not change the identities of jobs that do not use it."""
+def _said(table: dict[str, Any]) -> dict[str, Any]:
+    """What asks for something. Inside of a value, everything does."""
+    return {key: value for key, value in table.items() if value is not None and value != [] and value != {}}
+
+
+def _without_ports(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _stable(each) for key, each in value.items() if each not in (None, False, [], {})}
+        return {key: _without_ports(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_stable(each) for each in value]
-    if isinstance(value, str):
-        return _LOOPBACK_PORT.sub(r"\1", _content_of(value))
-    return value
-
-
-def _content_of(value: str) -> str:
-    """A model that is a file is known by what is in the file."""
-    for prefix in _FILE_MODELS:
-        path = Path(value.removeprefix(prefix))
-        if value.startswith(prefix) and path.is_file():
-            return prefix + hashlib.sha256(path.read_bytes()).hexdigest()
-    return value
+        return [_without_ports(each) for each in value]
+    return _LOOPBACK_PORT.sub(r"\1", value) if isinstance(value, str) else value
 
 
 def _names(task: str, digest: bytes) -> Iterator[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import PurePosixPath
 from typing import Any
 
 from pier.job.config import DatasetConfig, JobConfig, TaskConfig
 from pier.job.consent import Consent
+from pier.job.identity import Identity
 from pier.job.layout import to_disk
-from pier.job.plan import Plan, PlannedTask, make_plan
+from pier.job.plan import Plan, PlannedTask, check_tasks, make_plan
 from pier.job.templates import job_secrets
 from pier.redact import Redactor
 from pier.task import load_task
@@ -36,25 +38,70 @@ _OUTSIDE_TRIALS = (*NOT_ASKED, "agents", "datasets", "tasks", "metrics", "n_atte
 Warn = Callable[[str], None]
 
 
+MakePlan = Callable[[bytes], Plan]
+"""Makes the plan of a job whose secrets are hashed with this key."""
+
+
 def plan_job(
     config: JobConfig, env: Mapping[str, str], *, yes: bool = False, warn: Warn = lambda _: None
-) -> tuple[Plan, dict[str, Any]]:
+) -> tuple[MakePlan, dict[str, Any]]:
     """The plan that a configuration asks for, and the configuration as it may stand on disk. `yes` is consent to what
     tasks want to know of this environment; `warn` is called with unknown keys and other warnings."""
     consent = Consent(env, given=yes)
     disk = to_disk(config, env)
     redactor = Redactor(job_secrets(config.model_dump(mode="json"), env))
-    found = _find(config, warn)
-    tasks = [task for source, origins in found for task in _load(source, origins, config, consent, warn)]
-    tasks = [replace(task, **redactor.value({"path": task.path, "git_url": task.git_url})) for task in tasks]
+    rows = [(source, _load(source, origins, config, consent, warn)) for source, origins in _find(config, warn)]
+    found = [task for each in distinct_sources(rows) for task in each]
+    check_tasks(found)
+    wanted = [consent.values.get(task.path, {}) for task in found]
+    found = [replace(task, **redactor.value({"path": task.path, "git_url": task.git_url})) for task in found]
     consent.ask()
-    settings = {key: value for key, value in disk.items() if key not in _OUTSIDE_TRIALS}
-    return make_plan(tasks, disk["agents"], settings, config.n_attempts), disk
+    counted = Identity(config, env, _OUTSIDE_TRIALS)
+
+    def make(key: bytes) -> Plan:
+        variables = [counted.variables(values, key) for values in wanted]
+        agents, settings = counted.agents(key), counted.settings(key)
+        return make_plan(found, agents, settings, config.n_attempts, shown=disk["agents"], variables=variables)
+
+    return make, disk
 
 
-def _find(config: JobConfig, warn: Warn) -> list[tuple[DatasetConfig | TaskConfig, list[Origin]]]:
+Source = DatasetConfig | TaskConfig
+
+
+def distinct_sources(rows: list[tuple[Source, list[PlannedTask]]]) -> list[list[PlannedTask]]:
+    """The tasks of each source. Two datasets of one name differ by more of their paths, or by version."""
+    places: dict[str, set[str]] = {}
+    for source, tasks in rows:
+        for task in tasks if isinstance(source, DatasetConfig) else ():
+            places.setdefault(task.source or "", set()).add(_place(source))
+    return [
+        [replace(task, source=_distinct(task.source, _place(source), places)) for task in tasks]
+        for source, tasks in rows
+    ]
+
+
+def _place(source: Source) -> str:
+    if isinstance(source, TaskConfig) or source.path:
+        return str(source.path)
+    return f"{source.name}@{source.version}"
+
+
+def _distinct(name: str | None, place: str, places: Mapping[str, set[str]]) -> str | None:
+    others = places.get(name or "", set()) - {place}
+    if name is None or not others:
+        return name
+    parts = PurePosixPath(place).parts
+    for size in range(2, len(parts) + 1):
+        tail = "/".join(parts[-size:])
+        if not any(f"/{other}".endswith(f"/{tail}") for other in others):
+            return tail
+    return place
+
+
+def _find(config: JobConfig, warn: Warn) -> list[tuple[Source, list[Origin]]]:
     """The tasks that each source contributes. A pattern must match in one of the sources that it is given for."""
-    found: list[tuple[DatasetConfig | TaskConfig, list[Origin]]] = []
+    found: list[tuple[Source, list[Origin]]] = []
     matching: dict[str, list[Origin]] = {}
     for source in config.datasets:
         version = f"@{source.version}" if source.version else ""
@@ -75,9 +122,7 @@ def _find(config: JobConfig, warn: Warn) -> list[tuple[DatasetConfig | TaskConfi
     return found
 
 
-def _load(
-    source: DatasetConfig | TaskConfig, origins: list[Origin], config: JobConfig, consent: Consent, warn: Warn
-) -> list[PlannedTask]:
+def _load(source: Source, origins: list[Origin], config: JobConfig, consent: Consent, warn: Warn) -> list[PlannedTask]:
     tasks = [
         load_task(origin.path, strict=config.strict, verify=not config.verifier.disable, origin=origin)
         for origin in origins

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from pier.job.ledger import Outcome
+from pier.job.metrics import Cost, Mean
 from pier.job.plan import PlannedTrial
 
 PLAIN_PAUSE = 5.0
@@ -21,8 +22,8 @@ class Progress:
     def __init__(self, total: int, finished: Iterable[Outcome] | None = None) -> None:
         self.total = total
         self.done = self.faults = self.verdicts = self.retries = 0
-        self.rewards = 0.0
-        self.cost: float | None = None
+        self.mean = Mean()
+        self.cost = Cost()
         self.before = 0
         self.began = time.monotonic()
         self.stopping = False
@@ -37,11 +38,9 @@ class Progress:
     def _count(self, outcome: Outcome) -> None:
         self.done += 1
         self.faults += outcome.fault is not None
-        if outcome.rewards:
-            self.verdicts += 1
-            self.rewards += _main_reward(outcome.rewards)
-        if outcome.cost is not None:
-            self.cost = (self.cost or 0.0) + outcome.cost
+        self.verdicts += outcome.rewards is not None
+        self.mean.add(outcome.rewards)
+        self.cost.add(outcome.cost)
 
     def started(self, trial: PlannedTrial, number: int) -> None:
         self.running[trial.name] = ("prepare", time.monotonic())
@@ -91,14 +90,14 @@ class Progress:
     def line(self) -> str:
         """Where the job stands, in one line."""
         parts = [f"{self.done}/{self.total} trials"]
-        if self.verdicts:
-            parts.append(f"mean reward {self.rewards / self.verdicts:.3f}")
+        if self.mean.value is not None:
+            parts.append(f"mean reward {self.mean.value:.3f}")
         if self.faults:
             parts.append(f"{self.faults} with errors")
         if self.retries:
             parts.append(f"{self.retries} retries")
-        if self.cost is not None:
-            parts.append(f"${self.cost:.4f}")
+        if self.cost.known:
+            parts.append(str(self.cost))
         if self.done > self.before:
             parts.append(f"{self.per_minute:.0f}/min")
         left = self.seconds_left
@@ -174,10 +173,6 @@ def in_short(text: str) -> str:
         line = first
     line = "".join(each if each.isprintable() else "?" for each in line)
     return line if len(line) <= 160 else line[:157] + "..."
-
-
-def _main_reward(rewards: dict[str, float]) -> float:
-    return rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))
 
 
 def duration(seconds: float) -> str:

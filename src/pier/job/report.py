@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from pier.home import pier_home
-from pier.job.layout import groups_of, usage
+from pier.job.layout import cost_of, groups_of
 from pier.job.ledger import Ledger
 from pier.job.metrics import Summary
 from pier.job.numbers import calls_of, in_words
@@ -32,12 +32,12 @@ def print_report(
     _print_table(ledger)
     _print_faults(ledger)
     done = [ledger.outcomes[id] for id in ledger.plan.by_id if id in ledger.outcomes]
-    cost = usage(done)["cost_usd"]
     words = [f"{len(done)} of {len(ledger.plan.trials)} trials done"]
     if seconds is not None:
         words.append(f"in {seconds:.1f} s")
     if any(agent.get("model_name") for agent in ledger.plan.agents):
-        words.append(f"cost ${cost:.4f}" if cost is not None else "cost unknown")
+        cost = cost_of(done)
+        words.append(f"cost {cost}" + (f" (unknown for {cost.unknown} trials)" if cost.unknown and cost.known else ""))
     click.echo(", ".join(words))
     if calls := calls_of(directory):
         click.echo(in_words(calls))

@@ -324,9 +324,10 @@ def usage_of(session: Session | None) -> AgentResult:
         return AgentResult()
     meter = session.meter
     known: dict[str, Any] = {"n_agent_steps": meter.turns}
+    known["cost_usd"] = 0.0
     if meter.turns:
         known |= {"n_input_tokens": meter.input_tokens, "n_output_tokens": meter.output_tokens}
-        known["cost_usd"] = meter.cost_usd or None
+        known["cost_usd"] = None  # the meter counts what it knows; the trajectory says whether that is all
     metadata: dict[str, Any] = {"model_calls": dict(session.tally.ends)}
     if session.tally.retries:
         metadata["model_retries"] = session.tally.retries
