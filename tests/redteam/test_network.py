@@ -57,7 +57,7 @@ from pier.sandbox import SandboxSpec, open_backend
 from pier.sandbox.host import host_image
 from tests import vhosts
 from tests.attacks import ATTACKS
-from tests.redteam.test_network_net import _INSIDE
+from tests.redteam.test_network import _INSIDE
 
 async def main():
     ports = {name: port for name, port in vhosts.PORTS.items() if vhosts.missing(name) is None}
@@ -99,7 +99,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIER_HOME", str(directory / "pier"))
         patch.setenv(DIRECTORY, str(directory))
-        done = in_world(_OUTSIDE, directory, str(told), servers="tests.redteam.test_network_net:serve")
+        done = in_world(_OUTSIDE, directory, str(told), servers="tests.redteam.test_network:serve")
     assert told.exists(), f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     found = json.loads(told.read_text())
     tls = found["1"].pop("tls")
