@@ -105,7 +105,9 @@ async def grade_separately(
     room = verifier_room(spec.task, index, spec.sandbox, place.environ)
     async with await place.start(room, policy, f"{spec.name}-verifier") as sandbox:
         furnished = await furnish(sandbox, room)
-        graded.notes += await hand_over(sandbox, collected, directory / "artifacts", place.record)
+        graded.notes += await hand_over(
+            sandbox, collected, directory / "artifacts", workdir=furnished.workdir, record=place.record
+        )
         graded.compared = True
         bundled = step.verifier_environment.bundled
         await _grade(place, graded, step, sandbox, furnished.workdir, directory, bundled=bundled)
