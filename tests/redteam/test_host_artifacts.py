@@ -163,7 +163,7 @@ async def test_links_in_the_agents_logs(place: str, victim: Path, tmp_path: Path
 @route(
     "host",
     "have the tests leave links in the verifier's logs",
-    "none is followed; a reward file that is a link is no verdict",
+    "none is followed; a reward file that is a link gives no verdict",
 )
 async def test_links_in_the_verifiers_logs(place: str, victim: Path, tmp_path: Path) -> None:
     (victim / "key").write_text("1")
@@ -183,7 +183,7 @@ async def test_links_in_the_verifiers_logs(place: str, victim: Path, tmp_path: P
 @everywhere
 @route(
     "host",
-    "leave trees deeper than a path, names of 255 bytes and bytes that are no text",
+    "leave trees deeper than a path, names of 255 bytes and bytes that are not text",
     "what has a usable path is kept, the rest is left out and logged",
 )
 async def test_deep_trees_and_long_names(place: str, victim: Path, tmp_path: Path) -> None:

@@ -184,6 +184,13 @@ async def test_an_artifact_that_the_agent_lost_is_graded(place: str, tmp_path: P
             task = write_task(tmp_path / str(number), toml=f'artifacts = ["/app/done"]\n{SEPARATE}', solve=solve)
             result = await bench.run(task)
             assert result.rewards == {"reward": 0}, (solve, result.exception_info)
+        test = "#!/bin/bash\ncat /app/out; echo 0 > /logs/verifier/reward.txt\n"
+        for number, solve in enumerate(
+            ("cd /; rm -rf /app; echo x > /app", "cd /; rm -rf /etc/init.d; echo x > /etc/init.d")
+        ):
+            toml = f'artifacts = ["/app", "/etc/init.d"]\n{SEPARATE}'
+            result = await bench.run(write_task(tmp_path / f"kind-{number}", toml=toml, solve=solve, test=test))
+            assert result.rewards == {"reward": 0}, (solve, result.exception_info)
 
 
 @everywhere

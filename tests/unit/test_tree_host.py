@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pier import beneath
+from pier.redact import Redactor
 from pier.sandbox import tree as streams
 from pier.sandbox.tree.receive import receive
 from pier.tree import Tree, TreeError, drop_links, find_files, open_regular
-from pier.trial.redact import Redactor
 from pier.verifier.artifacts import judge_artifact
 
 pytestmark = pytest.mark.plain

@@ -183,7 +183,7 @@ def _find_directory(config: JobConfig, asked: str, make_plan: MakePlan) -> Path 
 
 
 def _unfinished(directory: Path, asked: str) -> Ledger | None:
-    """The ledger of an unfinished job of the same command that nobody runs. What else lies there is passed over."""
+    """The ledger of an unfinished job of the same command that is not running. Other entries are skipped."""
     try:
         head = next(read_journal(directory / JOURNAL), None)
         if not isinstance(head, dict) or head.get("asked") != asked or current_owner(directory):

@@ -224,7 +224,7 @@ def agent_labels(agents: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | N
 
 
 def _differences(agents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The options in which agents differ, in brackets; empty texts if these do not tell them apart."""
+    """The options in which agents differ, in brackets; empty texts if these are equal."""
     options = [{**(agent.get("env") or {}), **(agent.get("kwargs") or {})} for agent in agents]
     names = dict.fromkeys(name for each in options for name in each)
     differing = [name for name in names if len({json.dumps(each.get(name)) for each in options}) > 1]

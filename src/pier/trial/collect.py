@@ -164,7 +164,7 @@ def _manifest_row(row: Collected) -> dict[str, object]:
 
 
 async def hand_over(
-    sandbox: Sandbox, collected: Iterable[Collected], directory: Path, record: TrialRecord
+    sandbox: Sandbox, collected: Iterable[Collected], directory: Path, *, workdir: str, record: TrialRecord
 ) -> list[Note]:
     """Put artifacts into a verifier's own sandbox, each at the path that it came from. Nothing of the agent's may land
     where the verifier keeps its tests and its verdict, and no link may lead out of its artifact; the notes say what was
@@ -177,6 +177,10 @@ async def hand_over(
             if any(PurePosixPath(row.source).is_relative_to(place) for place in (TESTS, VERIFIER_LOGS)):
                 record.warn(f"artifact {row.source}: not handed to the verifier, this place is the verifier's own")
                 continue
+            if not row.is_directory and PurePosixPath(workdir).is_relative_to(row.source):
+                detail = "not handed over: it is a file, and the verifier works in or below a directory of this path"
+                notes.append(Note("tests", detail, row.source, stopped=True))
+                continue
             judged = await asyncio.to_thread(judge_artifact, kept, row.place, row.source)
             notes += judged.notes
             if not judged.dropped:
@@ -186,14 +190,23 @@ async def hand_over(
 
 async def _put(sandbox: Sandbox, kept: Tree, row: Collected, left_out: frozenset[str]) -> None:
     try:
-        if row.is_directory and not any(PurePosixPath(p).is_relative_to(row.source) for p in (TESTS, VERIFIER_LOGS)):
-            await sandbox.remove(row.source)
+        if not any(PurePosixPath(own).is_relative_to(row.source) for own in (TESTS, VERIFIER_LOGS)):
+            await _clear(sandbox, row.source)
         with kept.reached(row.place) as source:
             await sandbox.upload(source, row.source, leave_out=left_out)
     except (SandboxError, OSError) as error:
         if isinstance(error, SandboxError) and error.code not in ("disk_full", "storage"):
             raise
         raise StorageError(f"artifact {row.source}: cannot be handed to the verifier: {error}") from error
+
+
+async def _clear(sandbox: Sandbox, path: str) -> None:
+    """Remove what the verifier's image has at a path, which may be of another kind than the artifact."""
+    try:
+        await sandbox.remove(path)
+    except SandboxError as error:
+        if error.code != "not_directory":
+            raise
 
 
 async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRecord, look: Look | None = None) -> None:
