@@ -148,7 +148,6 @@ class SharedTests:
                 graded.notes.append(Note("processes", f"they kept the verifier from its work, and are killed: {error}"))
 
 
-<<<<<<< HEAD
 @dataclass(frozen=True, slots=True)
 class SeparateTests:
     """Tests that run in a sandbox that the agent never saw. Artifacts come to the paths where the agent left them."""
@@ -177,32 +176,12 @@ class SeparateTests:
         async with await place.start(room, self.policy, f"{spec.name}-{name}", watch=watch) as sandbox:
             furnished = await furnish(sandbox, room)
             graded.starting = False
-            graded.notes += await hand_over(sandbox, collected, self.artifacts, place.record)
+            graded.notes += await hand_over(
+                sandbox, collected, self.artifacts, workdir=furnished.workdir, record=place.record
+            )
             graded.compared = True
             bundled = step.verifier_environment.bundled
             await _grade(place, graded, step, sandbox, furnished.workdir, logs, bundled=bundled)
-=======
-async def grade_separately(
-    place: GradingPlace,
-    graded: Graded,
-    index: int,
-    policy: NetworkPolicy,
-    collected: list[Collected],
-    directory: Path,
-) -> None:
-    """Grade in a sandbox that the agent never saw. Artifacts come to the paths where the agent left them."""
-    spec = place.spec
-    step = spec.task.steps[index]
-    room = verifier_room(spec.task, index, spec.sandbox, place.environ)
-    async with await place.start(room, policy, f"{spec.name}-verifier") as sandbox:
-        furnished = await furnish(sandbox, room)
-        graded.notes += await hand_over(
-            sandbox, collected, directory / "artifacts", workdir=furnished.workdir, record=place.record
-        )
-        graded.compared = True
-        bundled = step.verifier_environment.bundled
-        await _grade(place, graded, step, sandbox, furnished.workdir, directory, bundled=bundled)
->>>>>>> wt-tree
 
 
 async def _grade(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from pier.errors import PierError, SandboxError, VerifierError
+from pier.errors import PathError, PierError, SandboxError, VerifierError
 from pier.network.decision import Decision, OnDecision
 from pier.trial.grading import Graded
 from pier.trial.model import GradingRun
@@ -159,6 +159,8 @@ def _pristine_run(run: _Run) -> Iterator[None]:
 def is_machine_fault(error: BaseException | None) -> bool:
     """Whether an error, or what it came of, is one that files and processes in a sandbox cannot cause."""
     while error is not None:
+        if isinstance(error, PathError):
+            return False
         if isinstance(error, SandboxError) and (error.code in _MACHINE or error.blame == "user"):
             return True
         if isinstance(error, OSError) and not isinstance(error, _OF_FILES) and error.errno not in _OF_NAMES:
