@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ from pier.image.store import ImageStore
 from pier.sandbox.contract import Mount, SandboxSpec
 from pier.sandbox.local import LocalBackend
 from pier.trial.spec import AgentChoice, SandboxChoice
+from tests.job_tasks import make_task, pier
 from tests.redteam import route
 from tests.redteam.places import everywhere, open_place
 from tests.trial_runs import PASS, TOML, write_task
@@ -177,3 +179,16 @@ async def test_hidden_directories_cannot_be_mounted(place: str, tmp_path: Path, 
         for source in (task.path / "solution", task.path, pier_home, pier_home / "images"):
             result = await bench.run(task, sandbox=SandboxChoice(image=bench.image, mounts=(Mount("/seen", source),)))
             assert result.exception_info is not None and result.exception_info.code == "hidden_mount"
+
+
+@route("host", "an agent of a job looks for other tasks and results in a mount", "hidden")
+@pytest.mark.plain
+def test_a_job_hides_its_tasks_and_results(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        make_task(tmp_path / "tasks" / name, solve="find /seen; echo hi > /tmp/answer")
+    (tmp_path / "data").mkdir()
+    mounts = json.dumps([{"type": "bind", "source": str(tmp_path), "target": "/seen", "read_only": True}])
+    pier("run", "-p", "tasks", "-i", "one", "--job-name", "j", "--mounts", mounts, cwd=tmp_path)
+    (seen,) = tmp_path.glob("jobs/j/*/agent/oracle.txt")
+    assert set(seen.read_text().split()) >= {"/seen", "/seen/data", "/seen/tasks", "/seen/jobs"}
+    assert not any(name in seen.read_text() for name in ("solve.sh", "task.toml", "result.json", "/seen/jobs/"))

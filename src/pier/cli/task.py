@@ -102,7 +102,7 @@ async def _prove(
     from pier.trial.services import open_services
     from pier.trial.spec import SandboxChoice
 
-    choice = SandboxChoice(backend=backend, image=image)
+    choice = SandboxChoice(backend=backend, image=image, hidden=tuple(task.path for task in tasks))
     with tempfile.TemporaryDirectory(prefix="pier-check.") as scratch:
         async with open_services(backend, label="task check") as services:
             place = output or Path(scratch)

@@ -94,8 +94,10 @@ def _shown() -> Iterator[Path]:
 
 def _is_software(path: Path) -> bool:
     try:
-        names = {entry.name for entry in os.scandir(path)}
-        return bool(names & _PARTS) or any((path / name / part).is_dir() for name in names for part in _PARTS)
+        names = os.listdir(path)
+        return bool(_PARTS.intersection(names)) or any(
+            (path / name / part).is_dir() for name in names for part in _PARTS
+        )
     except OSError:
         return False
 
