@@ -40,7 +40,7 @@ call() {
   exec 3<>/dev/tcp/127.0.0.1/4000
   printf 'POST %s HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n' "$1" "$PIER_API_KEY" >&3
   printf 'Content-Length: %d\r\nConnection: close\r\n\r\n%s' "${#2}" "$2" >&3
-  cat <&3; exec 3>&-
+  while IFS= read -r line <&3; do echo "$line"; done; exec 3>&-
 }
 """
 """A function for bash: one request to the model, with its path and body."""
