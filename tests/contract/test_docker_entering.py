@@ -133,7 +133,7 @@ async def test_an_image_with_one_program_and_nothing_else(
 
 
 async def test_a_root_that_cannot_be_written(backend: DockerBackend, bare: Image) -> None:
-    spec = SandboxSpec(bare, mounts=(Mount("/scratch", None),))
+    spec = SandboxSpec(bare, mounts=(Mount("/scratch", None, read_only=False),))
     async with await backend.start_container(spec, {"ReadonlyRootfs": True}) as sandbox:
         assert (await sandbox.exec(only("echo", "fine"))).text == "fine\n"
         assert "Read-only" in (await sandbox.exec(only("touch", "/x"), user="0")).stderr.decode()
