@@ -188,7 +188,7 @@ def remove(path: str, above: int | None = None) -> None:
 
 
 def remove_some(path: str, most: int) -> bool:
-    """Remove at most `count` files and directories of `path`; whether that was all of it."""
+    """Remove at most `most` files and directories of `path`; whether that was all of it."""
     try:
         _remove_tree(path, None, iter(range(most)))
     except _Spent:

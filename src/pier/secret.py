@@ -60,7 +60,7 @@ def is_never_secret(value: str) -> bool:
     return (
         len(value) < SHORTEST
         or len(set(value)) <= 2
-        or _COMMON.fullmatch(letters) is not None
+        or (_COMMON.fullmatch(letters) is not None and len(re.sub(r"\D", "", value)) < _NUMBER_SIZE)
         or (value.isdigit() and len(value) < _NUMBER_SIZE)
         or (value.isalpha() and value.isascii() and not _is_random(value))
         or _MODEL.fullmatch(value) is not None

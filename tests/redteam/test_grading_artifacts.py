@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from pier.trial.model import TrialResult
 from tests.redteam import route
 from tests.redteam.places import everywhere, open_place
-from tests.trial_runs import TOML, Bench, write_task
+from tests.trial_runs import PASS, TOML, Bench, write_task
 
 SEPARATE = TOML.replace("[verifier]\n", '[verifier]\nenvironment_mode = "separate"\n')
 
@@ -123,3 +124,9 @@ async def test_an_artifact_that_covers_the_verifiers_places(place: str, tmp_path
         assert result.rewards == {"reward": 0}
         assert noted(result)["/logs/verifier/reward.txt"] == ("tests", True)
         assert "mine" in (bench.last / "verifier/test-stdout.txt").read_text()
+        result = await graded(bench, tmp_path / "root", "touch /app/done", PASS, '["/"]')
+        assert result.rewards == {"reward": 0} and noted(result) == {}, result.exception_info
+        (row,) = (
+            row for row in json.loads((bench.last / "artifacts/manifest.json").read_text()) if row["source"] == "/"
+        )
+        assert row["status"] == "skipped"

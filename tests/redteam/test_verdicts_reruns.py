@@ -255,7 +255,8 @@ def test_which_failures_are_the_networks() -> None:
 def test_which_faults_are_the_machines() -> None:
     full = SandboxError("no space left", code="disk_full")
     assert is_machine_fault(full) and is_machine_fault(OSError(errno.ENOSPC, "full"))
-    assert is_machine_fault(SandboxError("gone", code="sandbox_gone"))
+    for code in ("sandbox_gone", "zygote_gone", "helper_gone", "storage"):
+        assert is_machine_fault(SandboxError("gone", code=code))
     assert not is_machine_fault(SandboxError("no such directory: /app", code="cwd", blame="task"))
     assert not is_machine_fault(FileNotFoundError("a dangling link"))
     wrapped = VerifierError("the tests could not be brought", code="reset")

@@ -40,7 +40,11 @@ def test_short_values_and_common_words_are_never_secret(value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["hunter2-hunter", "correct horse battery", "Tr0ub4dor&3", "xkqzvbnm", "12345678901234567890", SECRET]
+    "value",
+    [
+        *("hunter2-hunter", "correct horse battery", "Tr0ub4dor&3", "xkqzvbnm", "12345678901234567890", SECRET),
+        "key-8374658374658376",
+    ],
 )
 def test_a_value_is_secret_by_its_name(value: str) -> None:
     assert is_secret("DB_PASSWORD", value) and not is_secret("GREETING", value)

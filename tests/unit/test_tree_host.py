@@ -152,6 +152,32 @@ def test_links_that_are_handed_over_stay_in_their_artifact(
                 assert path.resolve().is_relative_to(there)
 
 
+def test_links_of_an_artifact_that_covers_the_verifiers_places(tmp_path: Path) -> None:
+    """Such an artifact is mixed with the verifier's own files, which none of its links may lead to."""
+    (tmp_path / "top/app/dir").mkdir(parents=True)
+    (tmp_path / "top/app/file").write_text("mine")
+    (tmp_path / "top/tests").mkdir()
+    (tmp_path / "top/tests/planted").write_text("mine")
+    links = {
+        "app/kept": "file",
+        "app/dir/up": "../file",
+        "app/absolute": "/app/file",
+        "app/answer": "/tests/answer",
+        "app/relative": "../tests/planted",
+        "app/image": "/opt/answer",
+        "app/folder": "dir",
+        "loop": ".",
+        "app/through": "/loop/tests/answer",
+    }
+    for name, leads in links.items():
+        (tmp_path / "top" / name).symlink_to(leads)
+    with Tree(tmp_path) as tree:
+        judged = judge_artifact(tree, "top", "/")
+    kept = {"app/kept", "app/dir/up", "app/absolute"}
+    assert judged.left_out == {*(links.keys() - kept), "tests", "tests/planted"}
+    assert {note.path for note in judged.notes if note.kind == "link"} == {f"/{name}" for name in links.keys() - kept}
+
+
 @hostile
 @given(trees)
 def test_a_hostile_tree_passes_through_a_stream(

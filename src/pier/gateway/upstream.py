@@ -2,8 +2,8 @@
 
 Passing faults (429, 5xx, 529, a connection that breaks before the first byte of an answer, an error event before the
 first content of a stream) are met here with further attempts, so that agents never see them. An answer that has begun
-is never asked for twice. A kept connection that the
-provider had given up in the meantime is not a fault: the request is repeated at once on a new one.
+is never asked for twice. A kept connection that the provider had given up in the meantime is not a fault: the request
+is repeated at once on a new one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Takes files out of a sandbox into the trial's directory, and artifacts into a separate verifier's sandbox.
 
-What an agent did to its own files never fails a trial; `artifacts/manifest.json` lists what became of each artifact
-it. What this machine could not take, keep or hand over does: such a trial has no verdict. Nothing that came out of the
+What an agent did to its own files never fails a trial; `artifacts/manifest.json` lists what became of each artifact.
+What this machine could not take, keep or hand over does: such a trial has no verdict. Nothing that came out of the
 sandbox is resolved here: every path below goes through `pier.tree`.
 """
 
@@ -38,6 +38,9 @@ _AGENTS_DOING = frozenset(
 )
 """Codes of errors that an agent can bring about: by what it made of its files, or by killing the process that copies
 them. All others are faults of the infrastructure."""
+
+DISK_FAULTS = frozenset({"disk_full", "storage"})
+"""Codes of errors of a sandbox's disk."""
 
 Status = Literal["ok", "failed", "empty", "skipped"]
 Look = Callable[[Tree, list[str]], None]
@@ -105,6 +108,9 @@ async def _collect(
     service = artifact.service or MAIN
     if any((row.service, row.source, row.place) == (service, source, place) for row in before):
         return None
+    if not place:
+        record.warn(f"artifact {source}: not collected: the whole root needs a destination")
+        return Collected(source, place, "skipped", True, artifact.exclude)
     with Tree(directory) as kept:
         if (there := kept.find(place)) is not None:
             inside = any(
@@ -195,7 +201,7 @@ async def _put(sandbox: Sandbox, kept: Tree, row: Collected, left_out: frozenset
         with kept.reached(row.place) as source:
             await sandbox.upload(source, row.source, leave_out=left_out)
     except (SandboxError, OSError) as error:
-        if isinstance(error, SandboxError) and error.code not in ("disk_full", "storage"):
+        if isinstance(error, SandboxError) and error.code not in DISK_FAULTS:
             raise
         raise StorageError(f"artifact {row.source}: cannot be handed to the verifier: {error}") from error
 

@@ -118,7 +118,8 @@ def printable(text: str) -> str:
 class OutputFile:
     """What a program prints, appended to a file as it comes. Use as a context manager; call it as `on_output`.
 
-    A secret that arrives in two pieces is found too: where one may have begun, the end is held back until more comes.
+    A secret that arrives in two pieces is found too: with secrets, a line is held back until it is whole, and longer
+    where one may have begun.
     """
 
     def __init__(self, path: Path, redactor: Redactor, limit: int = OUTPUT_LIMIT) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from pier.agent.contract import AGENT_LOGS, Agent
-from pier.errors import SandboxError
+from pier.errors import SandboxError, StorageError
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.compose import MAIN
 from pier.sandbox.contract import Change, Sandbox
@@ -27,7 +27,7 @@ from pier.trial.agents import (
     user_text,
 )
 from pier.trial.clock import Clock
-from pier.trial.collect import Collected, collect_artifacts, seal_artifacts, take_logs
+from pier.trial.collect import DISK_FAULTS, Collected, collect_artifacts, seal_artifacts, take_logs
 from pier.trial.follow import followed
 from pier.trial.grading import Graded, GradingPlace, SeparateTests, SharedTests
 from pier.trial.health import prepare_step
@@ -160,7 +160,7 @@ async def _run_agent(
 
 
 async def _collect(stage: Stage, step: Step, directory: Path) -> list[Collected]:
-    """Run the hooks, then take the artifacts out. None of these fails the trial."""
+    """Run the hooks, then take the artifacts out. Of these only faults of a disk fail the trial."""
     sandbox, record = stage.sandbox, stage.record
     if (script := stage.spec.task.pre_artifacts) is not None:
         await _hook(stage, sandbox, ["bash", _PRE_ARTIFACTS], script.name, None, _PRE_ARTIFACTS_SECONDS, script)
@@ -189,6 +189,8 @@ async def _hook(
             await sandbox.upload(script, _PRE_ARTIFACTS)
         result = await sandbox.exec(argv, cwd=cwd, user=user, timeout=seconds)
     except SandboxError as error:
+        if error.code in DISK_FAULTS:
+            raise StorageError(f"collect hook {name!r}: cannot be uploaded: {error}") from error
         stage.record.warn(f"collect hook {name!r}: {error}")
         return
     if not result.ok:

@@ -34,7 +34,10 @@ LATER = "verifier-runs"
 """Where the logs of further runs are: next to those of the first, since the tests choose the names among those."""
 
 _MACHINE = frozenset(
-    {"sandbox_gone", "container_gone", "disk_full", "engine", "engine_down", "helper_start", "stop_timeout"}
+    {
+        *("sandbox_gone", "container_gone", "zygote_gone", "helper_gone", "disk_full", "storage"),
+        *("engine", "engine_down", "helper_start", "stop_timeout"),
+    }
 )
 """Codes of errors that say nothing about what is in a sandbox."""
 

@@ -72,7 +72,7 @@ class Server:
                 connection.close()
 
     async def shutdown(self, patience: float) -> None:
-        """Let answers end within `seconds`, then cut them off."""
+        """Let answers end within `patience` seconds, then cut them off."""
         self.retire()
         if tasks := {connection.task for connection in self.connections if connection.task}:
             _, late = await asyncio.wait(tasks, timeout=patience)
