@@ -126,11 +126,34 @@ async def test_the_watcher_of_the_disk_survives_errors(backend: LocalBackend, mo
 @route("host", "an agent lowers its score for the OOM killer", "refused, or taken back within a second")
 @everywhere
 async def test_sandboxes_are_first_in_line(place: str) -> None:
-    script = "cat /proc/self/oom_score_adj; echo 0 > /proc/$$/oom_score_adj; while read n < /proc/$$/oom_score_adj; "
-    script += '[ "$n" -lt 1000 ]; do sleep 0.05; done; echo back'
+    script = "sleep 0.2; cat /proc/self/oom_score_adj; echo 0 > /proc/$$/oom_score_adj; "
+    script += 'while read n < /proc/$$/oom_score_adj; [ "$n" -lt 1000 ]; do sleep 0.05; done; echo back'
     async with started(place) as (_, sandbox):
         lines = (await sandbox.exec(script, timeout=PATIENCE)).text.split()
         assert (lines[0], lines[-1]) == ("1000", "back")
+
+
+MANY = """
+import os, time
+for number in range(200):
+    if os.fork() == 0:
+        held = b"x" * (2 << 20)
+        time.sleep(600)
+time.sleep(2)
+"""
+
+
+@route("host", "many small processes take all memory, so that what serves them is the largest", "one of them is killed")
+@everywhere
+async def test_what_serves_a_sandbox_is_not_killed_for_its_commands(place: str) -> None:
+    async with started(place, Limits(memory=64 * MEGABYTE)) as (_, sandbox):
+        if place == "local":
+            await sandbox.exec(["/usr/bin/python3", "-c", MANY], timeout=PATIENCE)
+        else:
+            many = "i=0; while [ $i -lt 100 ]; do tail -c 1500000 /dev/zero >/dev/null 2>&1 & i=$((i+1)); done; sleep 2"
+            await sandbox.exec(many, timeout=PATIENCE)
+        await sandbox.kill_all()
+        assert (await sandbox.exec("echo alive", timeout=PATIENCE)).text == "alive\n"
 
 
 @route("host", "a task without limits runs", "half of the memory and of the free disk, and 4,096 processes")

@@ -183,6 +183,38 @@ async def test_a_provoked_error_does_not_void_a_zero(place: str, tmp_path: Path)
             assert told(result)[1] in (None, "agent"), name
 
 
+HANG_UP = """
+import os, socket, time
+body = b'{"model": "m", "messages": [{"role": "user", "content": "x"}]}'
+head = "POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer %s\\r\\n"
+head += "Content-Length: %d\\r\\n\\r\\n"
+head = (head % (os.environ["PIER_API_KEY"], len(body))).encode()
+calls = [socket.create_connection(("127.0.0.1", 4000)) for _ in range(40)]
+for call in calls:
+    call.sendall(head + body)
+time.sleep(0.5)
+for call in calls:
+    call.close()
+time.sleep(600)
+"""
+
+
+@route(
+    "verdicts", "an agent cuts off many calls before they are answered, and sleeps to its deadline", "the zero stands"
+)
+@pytest.mark.plain
+async def test_calls_that_are_cut_off_at_once_are_no_wait(tmp_path: Path) -> None:
+    async def late(request: Any, raw: bytes) -> Any:
+        await asyncio.sleep(3)
+        return await says(HELLO)(request, raw)
+
+    async with bench("local", tmp_path, late) as trials:
+        task = write_task(tmp_path / "task", toml=TOML, test="#!/bin/bash\necho 0 > /logs/verifier/reward.txt\n")
+        options = {"command": ["/usr/bin/python3", "-c", HANG_UP]}
+        result = await trials.bench.run(task, AgentChoice("command", "m", options=options, timeout=8))
+        assert told(result) == ("agent_timeout", "agent", {"reward": 0})
+
+
 @route("verdicts", "a side call that fails after the work was done", "the run is graded")
 @everywhere
 async def test_a_failed_side_call_does_not_void_a_run(place: str, tmp_path: Path) -> None:

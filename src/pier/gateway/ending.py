@@ -16,6 +16,10 @@ from pier.gateway.lineage import BESIDE, Lineage, Thread
 from pier.gateway.lineage_keys import Node
 from pier.gateway.recording import Call, read
 
+_PATIENT = 20.0
+"""Seconds after which a client may give up a model that says nothing."""
+_AT_LAST = 5.0
+"""A call that ended this many seconds before the agent, or fewer, may have ended with it."""
 _SUGGESTS = re.compile(r"\bsuggest", re.IGNORECASE)
 
 
@@ -54,12 +58,18 @@ def _last(nodes: list[Node], calls: Mapping[int, Call]) -> Node | None:
 
 
 def waited_in_vain(recording: Path, until: float) -> bool:
-    """Whether the agent spent its time, up to `until`, waiting for a first answer that never began."""
+    """Whether the agent spent its time, up to `until`, waiting for a first answer that never began. Calls at the same
+    time are one wait, and those that it cut off itself before a model could answer are none."""
     calls = read(recording).generations()
     if not calls or any(call.outcome not in ("cancelled", "interrupted") or call.answer for call in calls):
         return False
-    waited = sum((call.ended or until) - call.at for call in calls)
-    return waited >= (until - calls[0].at) / 2
+    waits = [(call.at, min(call.ended or until, until)) for call in calls]
+    waited, seen = 0.0, 0.0
+    for begin, end in sorted(waits):
+        if end - begin >= _PATIENT or until - end < _AT_LAST:
+            waited += max(0.0, end - max(begin, seen))
+            seen = max(seen, end)
+    return waited >= (until - waits[0][0]) / 2
 
 
 def _main_work(main: Thread) -> list[Node]:

@@ -39,8 +39,7 @@ def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
     try:
         kernel.set_name("pier-attendant")
         proc = os.open(f"{HOST}/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        oom.put_first(proc)
-        plan["restores_scores"] = not oom.is_final(proc)
+        oom.put_in_line(proc, score=oom.SERVING)
         container = os.pidfd_open(pid)
         inside = os.stat(f"{pid}/ns/pid", dir_fd=proc).st_ino
         if inside == os.stat("self/ns/pid", dir_fd=proc).st_ino:

@@ -49,7 +49,6 @@ class Init:
         self.confine = {name: plan[name] for name in ("no_new_privileges", "many_ids")}
         self.confine["filter"] = bytes.fromhex(plan["filter"])
         self.memory = plan["watched_memory"]
-        self.restores_scores = plan["restores_scores"]
         self.restored = time.monotonic()
         self.workers: dict[int, socket.socket] = {}
         self.idle: list[int] = []
@@ -82,14 +81,14 @@ class Init:
                     self._hear(fd)
             if self.memory:
                 self._watch_memory()
-            if self.restores_scores and time.monotonic() > self.restored + _RESTORE_MS / 1000:
+            if time.monotonic() > self.restored + _RESTORE_MS / 1000:
                 self._restore_scores()
 
     def _pause(self) -> int | None:
         """Milliseconds until something is to be looked at, whether or not anybody asks."""
         if self.memory:
             return _WATCH_MS
-        return _RESTORE_MS if self.restores_scores and not self._is_alone() else None
+        return None if self._is_alone() else _RESTORE_MS
 
     def add_worker(self, others: Sequence[int] = ()) -> None:
         """Fork a worker that waits for a command, so that commands do not wait for a fork. `others` are open files of
@@ -442,10 +441,10 @@ class Init:
     def _restore_scores(self) -> None:
         """Put whatever left the line of those that are killed for want of memory back to its head."""
         self.restored = time.monotonic()
-        for pid in self.census.take():
+        for pid in self.census.take().keys() - self.workers.keys():
             with contextlib.suppress(OSError, ValueError):
                 if oom.score(self.census.proc, pid) < oom.SCORE:
-                    oom.put_first(self.census.proc, pid)
+                    oom.put_in_line(self.census.proc, pid)
 
     def _change_network(self, message: dict[str, Any]) -> None:
         plumbing.disconnect()

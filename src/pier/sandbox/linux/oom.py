@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 
 SCORE = 1000
-_SYS_RESOURCE = 24
-_ALL_IDS = ["0", "0", "4294967295"]
+SERVING = 500
+"""The score of what serves a sandbox: before all else on the machine, and behind every command in the sandbox. Were it
+the same, many small processes could have it killed in their place, and their trial would end without a verdict."""
 
 
-def put_first(proc: int, pid: str | int = "self") -> None:
-    """Put a process, and all that it will start, first in line. `proc` is an open /proc."""
+def put_in_line(proc: int, pid: str | int = "self", score: int = SCORE) -> None:
+    """Put a process, and all that it will start, in line. `proc` is an open /proc."""
     fd = os.open(f"{pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
     try:
-        os.write(fd, b"%d" % SCORE)
+        os.write(fd, b"%d" % score)
     finally:
         os.close(fd)
 
@@ -21,14 +22,6 @@ def put_first(proc: int, pid: str | int = "self") -> None:
 def score(proc: int, pid: int) -> int:
     """What is written down for a process."""
     return int(_read(proc, f"{pid}/oom_score_adj"))
-
-
-def is_final(proc: int) -> bool:
-    """Whether a score that this process gives cannot be lowered by those that it is given to: the kernel keeps the one
-    that somebody with CAP_SYS_RESOURCE over the machine gave."""
-    rows = dict(row.split(b":", 1) for row in _read(proc, "self/status").splitlines() if b":" in row)
-    over_all = _read(proc, "self/uid_map").decode().split() == _ALL_IDS
-    return over_all and bool(int(rows[b"CapEff"], 16) >> _SYS_RESOURCE & 1)
 
 
 def _read(proc: int, path: str) -> bytes:

@@ -104,7 +104,7 @@ class Spares:
         spare = Spare(pid, pidfd, ours, self.layers)
         try:
             write_maps(pid, maps)
-            _put_first(pid)
+            _put_in_line(pid)
             ours.send(first.GO)
         except OSError:
             os.kill(pid, signal.SIGKILL)
@@ -123,10 +123,10 @@ def write_maps(pid: int, maps: dict[str, str]) -> None:
             os.close(fd)
 
 
-def _put_first(pid: int) -> None:
+def _put_in_line(pid: int) -> None:
     proc = os.open(f"{HOST}/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        oom.put_first(proc, pid)
+        oom.put_in_line(proc, pid, oom.SERVING)
     finally:
         os.close(proc)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from pier.network import plumbing
 from pier.sandbox import seccomp, tree
-from pier.sandbox.linux import kernel, launch, users, wire
+from pier.sandbox.linux import kernel, launch, oom, users, wire
 from pier.sandbox.tree.small import serve_small
 
 _ALL_CHILDREN = 0x40000000
@@ -141,6 +141,7 @@ class Worker:
         master = -1
         try:
             self.pid, master = launch.launch(message, fds, many_ids=self.many_ids, first=self.first, extra=self.extra)
+            _put_in_line(self.pid)
             if message["tell"]:
                 wire.send(self.control, {"id": self.job, "started": True}, [master] if master >= 0 else [])
         except launch.CannotRun as error:
@@ -219,6 +220,16 @@ def ended(also: int = 0, seconds: float = AT_ONCE) -> Iterator[tuple[int, int]]:
             return
         yield pid, status
     signal.raise_signal(signal.SIGCHLD)
+
+
+def _put_in_line(pid: int) -> None:
+    """Let the kernel end a command before whoever serves it; what this does not reach, init does within a second."""
+    with contextlib.suppress(OSError):
+        proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            oom.put_in_line(proc, pid)
+        finally:
+            os.close(proc)
 
 
 def _exit_code(status: int) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 from pier.beneath import remove, remove_some
 from pier.sandbox import tree
-from pier.sandbox.linux import attendant, changes, kernel, oom, unlinked, wire
+from pier.sandbox.linux import attendant, changes, kernel, unlinked, wire
 from pier.sandbox.linux.root import HOST, POINTS, find_masks, make_skeleton
 from pier.sandbox.linux.spares import Spare, Spares, write_maps
 from pier.sandbox.linux.view import make_view
@@ -69,9 +69,6 @@ class Zygote:
         os.chdir("/")
         kernel.bind("/e", "/e", read_only=True, flags=kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
         self.config["masks"] = find_masks()
-        proc = os.open(f"{HOST}/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.config["restores_scores"] = not oom.is_final(proc)
-        os.close(proc)
         if self.config["shifted"]:
             self.shift = self._make_user_namespace()
         gc.collect()
