@@ -48,7 +48,19 @@ def test_an_agent_calls_its_own_provider(name: str, tmp_path: Path, monkeypatch:
     (task / "task.toml").write_text((task / "task.toml").read_text() + 'workdir = "/app"\n')
     monkeypatch.setenv("PIER_PACKS", str(PACKS))
     monkeypatch.setenv(KEY_FILE, str(tmp_path / "key"))
-    command = ["run", "-p", str(task), "-a", name, "-m", MODEL.get(name, "own-model"), "--direct", *WAYS[name]]
+    command = [
+        "run",
+        "-p",
+        str(task),
+        "--image",
+        "host",
+        "-a",
+        name,
+        "-m",
+        MODEL.get(name, "own-model"),
+        "--direct",
+        *WAYS[name],
+    ]
     command += ["--jobs-dir", str(tmp_path / "jobs"), "--job-name", "j"]
     done = in_world(RUN, tmp_path, *command, servers="tests.agent_servers:provider")
     results = list(tmp_path.glob("jobs/j/*/result.json"))
