@@ -210,6 +210,15 @@ async def test_a_fault_that_was_followed_by_an_answer_is_none(tmp_path: Path) ->
         assert await agent.judge() is None
 
 
+async def test_a_budget_that_ends_after_a_fault_is_not_the_providers(tmp_path: Path) -> None:
+    async with fake_provider(replies(401, b"{}")) as fake, run(tmp_path, fake) as agent:
+        await agent.ask()
+        agent.session.stop("budget: all turns are used")
+        await agent.ask()
+        assert dict(agent.session.tally.ends) == {"provider_error": 1, "refused": 1}
+        assert await agent.judge() is None
+
+
 async def test_an_agent_that_stops_waiting_for_a_provider_that_is_down(tmp_path: Path) -> None:
     """Its time ran out while the gateway held its call back."""
     limit = replies(429, b'{"error": {"message": "later"}}', {"Retry-After": "60"})

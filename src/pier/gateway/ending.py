@@ -53,8 +53,12 @@ def how_work_ended(recording: Path) -> Ending | None:
 
 
 def _last(nodes: list[Node], calls: Mapping[int, Call]) -> Node | None:
-    """The last call that was answered or failed. One that the agent gave up says nothing; the one before it does."""
-    return next((node for node in reversed(nodes) if node.turn is not None or calls[node.number].fault), None)
+    """The last call that was answered, failed or met the end of a budget. One that the agent gave up says nothing; the
+    one before it does."""
+    for node in reversed(nodes):
+        if node.turn is not None or calls[node.number].fault or calls[node.number].outcome == "refused":
+            return node
+    return None
 
 
 def waited_in_vain(recording: Path, until: float) -> bool:
