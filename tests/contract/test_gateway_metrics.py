@@ -162,7 +162,7 @@ async def test_a_socket_of_numbers_is_its_owners_from_the_first_moment(tmp_path:
 
 async def test_an_address_that_is_none_is_refused() -> None:
     async with Gateway() as gateway:
-        with pytest.raises(UsageError, match="no address"):
+        with pytest.raises(UsageError, match="invalid address"):
             async with metrics_served(gateway.metrics, "nine"):
                 pass
 

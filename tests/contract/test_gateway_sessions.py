@@ -149,7 +149,7 @@ async def test_money_ends_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
             ]
             assert statuses == [200, 400]
             assert session.meter.cost_usd == pytest.approx(11 * 3e-6 + 7 * 15e-6)
-            with pytest.raises(UsageError, match="costs"):
+            with pytest.raises(UsageError, match="unknown price"):
                 gateway.session("anthropic/claude-unheard-of", budget=Budget(cost_usd=1))
 
 

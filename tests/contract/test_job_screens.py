@@ -13,8 +13,12 @@ pytestmark = pytest.mark.plain
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tasks = tmp_path / "tasks"
+    (tmp_path / "docker").mkdir()
+    known = {"auths": {"127.0.0.1:1": {"auth": "dTpw"}}}  # a registry that the user has credentials for may be anywhere
+    (tmp_path / "docker" / "config.json").write_text(json.dumps(known))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
     make_task(tasks / "passing")
     make_task(tasks / "failing", solve="true")
     make_task(tasks / "crashing-verifier", test="echo boom; exit 3")

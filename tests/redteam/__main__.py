@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.redteam import ROUTES, SECTIONS
 
+ROOT = Path(__file__).parents[2]
 PAGES = {
     "docs/concepts/honest-grading.md": ("host", "grading", "verdicts", "secrets", "identity", "faults"),
     "docs/concepts/networks.md": ("network", "closed_book"),
@@ -44,7 +45,7 @@ def with_table(page: str, sections: tuple[str, ...]) -> str:
 def main() -> None:
     load_routes()
     for name, sections in PAGES.items():
-        path = Path(name)
+        path = ROOT / name
         path.write_text(with_table(path.read_text(), sections))
 
 

@@ -19,6 +19,7 @@ from pier.sandbox.contract import Backend, SandboxSpec
 from pier.sandbox.docker import images, telling
 from pier.sandbox.docker.client import Client
 from pier.sandbox.docker.images import EngineImages
+from pier.sandbox.host import host_image
 from tests.busybox import busybox_image
 from tests.redteam import route
 from tests.redteam.places import everywhere
@@ -167,3 +168,27 @@ async def test_an_image_that_cannot_be_sent_holds_no_lock(
         for _ in range(2):
             with pytest.raises((ImageError, DockerError)):
                 await asyncio.wait_for(EngineImages(client).ensure(image), PATIENCE)
+
+
+SPLICE = """
+import os, socket
+near, far = socket.socketpair()
+far.send(b"x")
+while True:
+    os.splice(near.fileno(), 1, 1)
+"""
+"""Moves one byte into the output, then waits for more with the lock of the pipe held."""
+
+
+@pytest.mark.plain
+@route(
+    "faults",
+    "A command splices a stalled socket into its output, which holds the lock of the pipe",
+    "The command is killed, and pier goes on",
+)
+async def test_a_command_cannot_keep_pier_from_reading(tmp_path: Path) -> None:
+    async with opened("local") as backend, await backend.start(SandboxSpec(host_image())) as sandbox:
+        await sandbox.write_file("/tmp/splice.py", SPLICE.encode())
+        done = await sandbox.exec("timeout -s KILL 60 /usr/bin/python3 /tmp/splice.py; echo went on")
+        assert done.exit_code == 137 and b"went on" not in done.stdout
+        assert (await sandbox.exec("echo fine")).text == "fine\n"

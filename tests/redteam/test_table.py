@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.redteam import ROUTES, SECTIONS
-from tests.redteam.__main__ import PAGES, load_routes, with_table
+from tests.redteam.__main__ import PAGES, ROOT, load_routes, with_table
 
 pytestmark = pytest.mark.plain
 
@@ -20,5 +18,5 @@ def test_every_section_has_routes() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_the_table_in_the_documentation_is_current(page: str) -> None:
     load_routes()
-    text = Path(page).read_text()
+    text = (ROOT / page).read_text()
     assert with_table(text, PAGES[page]) == text, "run `python -m tests.redteam`"

@@ -93,7 +93,7 @@ def test_json_decides_and_a_disagreement_is_told() -> None:
     assert read_verdict(RewardFiles(json=b'{"reward": 1}', text=b"1.0\n")).disagreement is None
     assert read_verdict(RewardFiles(json=b'{"score": 1}', text=b"1")).disagreement is None
     assert read_verdict(RewardFiles(json=b'{"a": 1, "b": 1}', text=b"1")).disagreement is not None
-    assert "no number" in (read_verdict(RewardFiles(json=b'{"reward": 1}', text=b"x")).disagreement or "")
+    assert "expected a number" in (read_verdict(RewardFiles(json=b'{"reward": 1}', text=b"x")).disagreement or "")
 
 
 JSONS = st.recursive(

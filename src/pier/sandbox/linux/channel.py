@@ -103,6 +103,14 @@ class Channel:
             if extra >= 0:
                 os.close(extra)
 
+    def send_now(self, data: bytes, files: list[int], extra: int) -> None:
+        """Send an encoded message from another thread, while the event loop stands still; `OSError` if that fails."""
+        try:
+            wire.send_packet(self._sock, data, files)
+        finally:
+            if extra >= 0:
+                os.close(extra)
+
     def resize(self, job: int, terminal: int, rows: int, columns: int) -> None:
         """Tell the terminal of a command its size."""
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

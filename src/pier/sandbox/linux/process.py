@@ -18,6 +18,7 @@ from pier.errors import ArgumentError, SandboxError
 from pier.sandbox import arguments
 from pier.sandbox.contract import OnOutput, Process, Result, Stream
 from pier.sandbox.linux.channel import Channel, close_all, failure_of
+from pier.sandbox.linux.stuck import WATCH
 
 _CHUNK = 256 * 1024
 _STRAGGLE = 0.2
@@ -34,8 +35,10 @@ class Output:
         limit: int,
         on_output: OnOutput | None,
         on_failure: Callable[[BaseException], None],
+        watched: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         os.set_blocking(fd, False)
+        self._watched = watched
         self._fd = fd
         self._stream: Stream = stream
         self._limit = limit
@@ -53,7 +56,8 @@ class Output:
     def _read(self) -> bool:
         """Take what is there; whether there may be more at once."""
         try:
-            data = os.read(self._fd, _CHUNK)
+            with self._watched():
+                data = os.read(self._fd, _CHUNK)
         except BlockingIOError:
             return False
         except OSError:
@@ -168,8 +172,11 @@ class LinuxProcess(Process):
             read, write = os.pipe2(os.O_CLOEXEC)
             os.fchmod(write, 0o666)
             theirs.append(write)
-            self._outputs[name] = Output(read, name, self._limit, self._on_output, self.fail)
+            self._outputs[name] = Output(read, name, self._limit, self._on_output, self.fail, self._watched)
         return theirs
+
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
+        return WATCH.over(self._channel, self.number)
 
     def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
         if message.get("started"):
@@ -186,7 +193,7 @@ class LinuxProcess(Process):
 
     def _take_terminal(self, fd: int) -> None:
         self._terminal = fd
-        self._outputs["stdout"] = Output(os.dup(fd), "stdout", self._limit, self._on_output, self.fail)
+        self._outputs["stdout"] = Output(os.dup(fd), "stdout", self._limit, self._on_output, self.fail, self._watched)
         self._stdin = os.dup(fd)
         os.set_blocking(self._stdin, False)
 
@@ -215,7 +222,9 @@ class LinuxProcess(Process):
         view = memoryview(data).cast("B")
         while view and self._stdin >= 0 and not self._ended.done():
             try:
-                view = view[os.write(self._stdin, view) :]
+                with self._watched():
+                    written = os.write(self._stdin, view)
+                view = view[written:]
             except BlockingIOError:
                 await self._wait_writable()
             except OSError:
