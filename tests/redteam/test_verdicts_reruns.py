@@ -231,6 +231,15 @@ def test_a_fault_of_the_network_that_the_agent_plants(tmp_path: Path) -> None:
     assert [row for row in rows if row.get("port") == 9 and row["allowed"] and row["reason"]]
 
 
+@pytest.mark.plain
+@route("verdicts", "The agent makes its tests fail next to a connection to their server that it cuts itself", ZERO)
+def test_a_connection_that_the_agent_cuts(tmp_path: Path) -> None:
+    cut = "import socket, struct, time; s = socket.create_connection(('allowed.test', 80)); time.sleep(0.3); "
+    cut += "s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0)); s.close(); time.sleep(0.3)"
+    command = f'cat > /app/startup.sh << "END"\n/usr/bin/python3 -c "{cut}"\nexit 3\nEND'
+    assert run_in_world(tmp_path, "cut", 80, command) == ({"reward": 0}, None)
+
+
 def seen(*decisions: Decision) -> NetworkUse:
     use = NetworkUse()
     for decision in decisions:
@@ -239,7 +248,7 @@ def seen(*decisions: Decision) -> NetworkUse:
 
 
 def test_which_failures_are_the_networks() -> None:
-    down = seen(Decision("tcp", "pypi.test", True, 443, "connection refused"))
+    down = seen(Decision("tcp", "pypi.test", True, 443, "connection refused", outage=True))
     up = seen(Decision("tcp", "pypi.test", True, 443, sent=100, received=100))
     cut = seen(Decision("tcp", "pypi.test", True, 443, "connection reset", sent=100))
     refused = seen(Decision("tcp", "pypi.test", False, 443, "not allowed"))

@@ -27,6 +27,8 @@ class Decision:
     """Which service of the trial tried, in a task of several; empty for the one that the agent works in."""
     count: int = 1
     """How many attempts this is about."""
+    outage: bool = False
+    """It was allowed, and nothing answered there; never a failure that whoever asked can bring about."""
     time: float = field(default_factory=time.time)
 
     def line(self) -> dict[str, Any]:

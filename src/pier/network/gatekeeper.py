@@ -134,10 +134,10 @@ class Gatekeeper:
         try:
             await self._outside.resolve(name)
         except NoSuchName:
-            self.ledger.note(Decision("dns", name, True, reason="no such name"))
+            self.ledger.note(Decision("dns", name, True, reason="no such name", outage=True))
             return dns.answer(question, dns.NO_SUCH_NAME)
         except Unreachable as error:
-            self.ledger.note(Decision("dns", name, True, reason=str(error)))
+            self.ledger.note(Decision("dns", name, True, reason=str(error), outage=True))
             return dns.answer(question, dns.SERVER_FAILURE)
         four, six = self._synthetic.addresses(name)
         self.ledger.note(Decision("dns", name, True, address=str(four)))
@@ -194,7 +194,7 @@ class Gatekeeper:
                 return
             await self._pass(client, address, port, transfer)
         except Unreachable as error:
-            reason = str(error)
+            reason, transfer.outage = str(error), transfer.allowed
         except (Refused, Disagreement) as error:
             reason, transfer.allowed = str(error), False
         except OSError as error:
@@ -214,6 +214,7 @@ class Gatekeeper:
             address=transfer.peer or str(address or ""),
             sent=transfer.sent,
             received=transfer.received,
+            outage=transfer.outage,
         )
         self.ledger.note(decision)
 

@@ -15,12 +15,13 @@ _CHUNK = 1 << 18
 
 @dataclass(slots=True)
 class Transfer:
-    """What went through a connection, and whether the policy let it."""
+    """What went through a connection, whether the policy let it, and whether nothing answered."""
 
     allowed: bool = False
     peer: str = ""
     sent: int = 0
     received: int = 0
+    outage: bool = False
 
 
 async def relay(client: Streams, server: Streams, watch: Watch | None, transfer: Transfer) -> None:

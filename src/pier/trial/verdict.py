@@ -66,7 +66,7 @@ class NetworkUse:
             return
         place = (decision.kind, decision.name, decision.port)
         self.tried.add(place)
-        if decision.reason and not decision.sent and not decision.received:
+        if decision.outage:
             self.failed.add(place)
 
 
