@@ -92,7 +92,10 @@ async def isolated_view(bench: Bench) -> None:
         folders = {"/private": 0o755, "/above/private": 0o777}
         assert (await sandbox.isolate(folders)).sandbox is None, "nothing runs here"
         await run(sandbox, "mkdir -p /above/private; echo forged >/above/private/verdict; echo shared >/srv/shared")
-        kept = (await run(sandbox, "setsid sleep 600 >/dev/null 2>&1 </dev/null & echo $!")).text.strip()
+        start = (
+            "setsid sleep 600 >/dev/null 2>&1 </dev/null & until grep -q ^sleep /proc/$!/cmdline; do :; done; echo $!"
+        )
+        kept = (await run(sandbox, start)).text.strip()
         isolation = await sandbox.isolate(folders)
         view = isolation.sandbox
         assert view is not None and isolation.count == 1 and isolation.survivors[0].command == "sleep 600"
