@@ -152,6 +152,12 @@ async def test_a_passing_rate_limit_is_never_seen(place: str, tmp_path: Path) ->
         assert b"429" not in (trials.bench.last / "agent" / "command.txt").read_bytes()
 
 
+def nested(depth: int, **fields: Any) -> str:
+    """A request in which lists are inside of one another."""
+    script = ask(**(fields or {"messages": [{"role": "user", "content": "@"}]}))
+    return script.replace('"@"', "[" * depth + "]" * depth)
+
+
 PROVOKED: dict[str, tuple[Behaviour, str]] = {
     "a wrong request": (error(400, type="invalid_request_error"), ask(temperature="hot")),
     "a request with a quoted error": (error(400, message=f"invalid value '{CREDIT}'"), ask(user=CREDIT)),
@@ -162,6 +168,10 @@ PROVOKED: dict[str, tuple[Behaviour, str]] = {
         when(b"file_id", error(404)),
         ask(messages=[{"role": "user", "content": [{"type": "file", "file": {"file_id": "f"}}]}]),
     ),
+    "settings of the stream that are none": (says(HELLO), ask(stream=True, stream_options=7)),
+    "a prompt that is nested deeply": (says(HELLO), nested(500)),
+    "another prompt that is nested deeply": (says(HELLO), nested(900)),
+    "a field that is nested deeply": (says(HELLO), ask() + nested(700, metadata="@")),
     "another model": (error(404), ask(models=["nobody/serves-this"])),
     "garbage": (error(400), "call /v1/chat/completions '{\"messages\": 7, \"tools\": {}}'\n"),
     "no request at all": (says(HELLO), "call /v1/chat/completions '{'\n"),

@@ -223,6 +223,8 @@ class Session:
                 raise
             except UsageError as error:
                 return await x.fail(400, error.explain(), "invalid_request")
+            except RecursionError:  # only what is nested as deeply as the agent chose
+                return await x.fail(400, "the request is nested too deeply", "invalid_request")
             except Exception as error:  # whatever broke, the agent gets an error in its dialect
                 log.exception("a call of session %s failed", self.id)
                 message = f"the gateway failed: {type(error).__name__}: {error}"

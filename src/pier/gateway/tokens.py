@@ -11,6 +11,7 @@ from typing import Any
 
 from pier.gateway.body import Body, dump
 from pier.gateway.dialect import DIALECTS, BadResponse
+from pier.gateway.dialect.shared import need_dict, need_list
 from pier.gateway.translate import Memory
 from pier.gateway.turns import TurnBuilder
 from pier.gateway.watch import events_of
@@ -67,17 +68,18 @@ class Extras:
 def ask(body: Body, *, tokens: bool, usage: bool) -> tuple[Body, Extras]:
     """A Chat Completions body that asks for what is wanted, and what that adds to the answer."""
     value, changes = body.value, {}
+    options = need_dict(value.get("stream_options") or {}, "stream_options")
     extras = Extras(
         token_ids=tokens and not value.get("return_token_ids"),
         logprobs=tokens and not value.get("logprobs"),
-        usage=usage and bool(value.get("stream")) and not (value.get("stream_options") or {}).get("include_usage"),
+        usage=usage and bool(value.get("stream")) and not options.get("include_usage"),
     )
     if extras.token_ids:
         changes["return_token_ids"] = True
     if extras.logprobs:
         changes["logprobs"] = True
     if extras.usage:
-        changes["stream_options"] = {**(value.get("stream_options") or {}), "include_usage": True}
+        changes["stream_options"] = {**options, "include_usage": True}
     return (body.with_fields(**changes) if changes else body), extras
 
 
@@ -95,7 +97,7 @@ class Sampler:
     def restored(self, body: Body) -> Body:
         """A request whose history has the arguments as they were sampled; the same one if it has them already."""
         messages, changed = [], False
-        for message in body.value.get("messages") or ():
+        for message in need_list(body.value.get("messages") or [], "messages"):
             calls = message.get("tool_calls") if isinstance(message, dict) else None
             known = [self._as_sampled(call) for call in calls] if isinstance(calls, list) else calls
             changed = changed or known != calls
