@@ -112,11 +112,12 @@ class HarborAgent(Agent):
     def _arguments(self, run: AgentRun, logs: Path) -> dict[str, Any]:
         accepted = _parameters(self.kind)
         model = run.endpoint.model if run.endpoint else run.options.get("model_name")
+        calls_from = run.outside if "api_base" in accepted else run.endpoint
         given: dict[str, Any] = {
             "logs_dir": logs,
             "model_name": f"openai/{model}" if run.endpoint else model,
             "logger": logging.getLogger(f"pier.harbor.{self.name}"),
-            "extra_env": {**run.limits(), **_variables(run.endpoint), **run.env},
+            "extra_env": {**run.limits(), **_variables(calls_from), **run.env},
             "mcp_servers": list(run.mcp_servers),
             "skills_dir": run.skills_dir,
         }
@@ -129,7 +130,7 @@ class HarborAgent(Agent):
 
 
 def _variables(endpoint: Endpoint | None) -> dict[str, str]:
-    """The gateway inside the sandbox, by the variables that agents read."""
+    """The gateway by the variables that agents read: inside the sandbox, or outside for one that takes `api_base`."""
     if endpoint is None:
         return {}
     bases = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE", "LLM_BASE_URL"), f"{endpoint.url}/v1")
