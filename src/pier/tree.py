@@ -97,7 +97,13 @@ class Tree:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.path}/{path}")
         if found.kind != "file":
             raise TreeError("not_regular", f"not a regular file: {self.path}/{path}")
-        return _regular(open_in(self.fd, path, READ_FILE, STRICT), self.path / path)
+        try:
+            fd = open_in(self.fd, path, READ_FILE, STRICT)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EXDEV, errno.EAGAIN):
+                raise TreeError("not_regular", f"changed while it was opened: {self.path}/{path}") from None
+            raise
+        return _regular(fd, self.path / path)
 
     def read(self, path: str, limit: int) -> bytes:
         """The content of a regular file of at most `limit` bytes; `TreeError` with code `too_large` past that."""
