@@ -192,7 +192,8 @@ while True:
 async def test_a_command_cannot_keep_pier_from_reading(tmp_path: Path) -> None:
     async with opened("local") as backend, await backend.start(SandboxSpec(host_image())) as sandbox:
         await sandbox.write_file("/tmp/splice.py", SPLICE.encode())
-        command = "(while :; do echo x; done) & timeout -s KILL 60 /usr/bin/python3 /tmp/splice.py; echo went on >/tmp/went-on"
+        splice = "timeout -s KILL 60 /usr/bin/python3 /tmp/splice.py"
+        command = f"(while :; do echo x; done) & {splice}; echo went on >/tmp/went-on"
         done = await sandbox.exec(command, output_limit=1000)
         assert done.exit_code == 137
         with pytest.raises(FileNotFoundError):
