@@ -85,14 +85,11 @@ async def collect_artifacts(
 
 async def seal_artifacts(directory: Path, record: TrialRecord) -> None:
     """Take secrets out of collected artifacts, when no verifier needs them any more. Idempotent."""
-
-    def seal() -> None:
-        if not directory.is_dir() or directory.stat().st_mode & 0o055:
-            return
-        record.redactor.tree(directory)
-        directory.chmod(0o755)
-
-    await asyncio.to_thread(seal)
+    if not directory.is_dir() or directory.stat().st_mode & 0o055:
+        return
+    if record.redactor:
+        await asyncio.to_thread(record.redactor.tree, directory)
+    directory.chmod(0o755)
 
 
 async def _collect(
@@ -231,7 +228,10 @@ async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRe
             with Tree(incoming) as logs:
                 if look is not None:
                     look(logs, left_out)
-                await asyncio.to_thread(record.redactor.tree, incoming, mode=0o600)
+                if record.redactor or not _is_small(logs):
+                    await asyncio.to_thread(record.redactor.tree, incoming, mode=0o600)
+                else:
+                    record.redactor.tree(incoming, mode=0o600)
                 _merge(logs, target)
     except FileNotFoundError:
         return
@@ -241,6 +241,12 @@ async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRe
         record.warn(f"{source}: not collected: {error}")
     finally:
         remove(str(incoming))
+
+
+def _is_small(logs: Tree) -> bool:
+    """Whether a directory holds a few files and nothing else, so that a thread would cost more than it saves."""
+    names = os.listdir(logs.fd)
+    return len(names) <= 16 and all((found := logs.find(name)) and found.kind == "file" for name in names)
 
 
 def _merge(logs: Tree, target: Path) -> None:
