@@ -28,7 +28,7 @@ class Decision:
     count: int = 1
     """How many attempts this is about."""
     outage: bool = False
-    """It was allowed, and nothing answered there; never a failure that whoever asked can bring about."""
+    """It was allowed, and nothing answered there; never a failure that the client can cause."""
     time: float = field(default_factory=time.time)
 
     def line(self) -> dict[str, Any]:

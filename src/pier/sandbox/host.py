@@ -125,7 +125,7 @@ def _make(layer: Path, name: str) -> None:
 
 
 def _hide_from_root(layer: Path, of_etc: list[Path]) -> None:
-    """Root could read what is shown to nobody else."""
+    """Leave out files that only root could read."""
     for directory, depth in (*_DEPTHS.items(), *((path, _DEEP) for path in of_etc)):
         for path in _not_public(Path("/") / directory, depth):
             inside = path.relative_to("/")

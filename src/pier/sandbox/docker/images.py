@@ -167,7 +167,7 @@ class EngineImages:
 
 @asynccontextmanager
 async def _flat(image: Image) -> AsyncIterator[AsyncIterator[bytes]]:
-    """An image as one tar stream, which a thread writes. It ends with this, also if nobody has read any of it."""
+    """An image as one tar stream, which a thread writes. It ends with this, also if none of it was read."""
     read, write = os.pipe()
     source = os.fdopen(read, "rb", buffering=0)
     writing = asyncio.create_task(asyncio.to_thread(_write, image, write))

@@ -1,4 +1,4 @@
-"""Long streams to an engine: how much of one has passed is told now and then, and one that stands still is given up."""
+"""Long streams to an engine: progress is reported, and a stream that stalls is given up."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Enclosure:
-    """The namespace as whoever serves the sandbox sees it. `paths` are pinned in the sandbox's own namespace."""
+    """The namespace as the process that serves the sandbox sees it. `paths` are pinned in the sandbox's namespace."""
 
     def __init__(self, namespace: int, paths: list[str]) -> None:
         self.namespace = namespace

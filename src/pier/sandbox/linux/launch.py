@@ -160,7 +160,7 @@ def _fork(program: Program, fds: list[int], *, terminal: bool) -> int:
             os.write(report_out, b"%d" % (worst.errno or 0 if worst else errno.ENOENT))
         except OSError as error:
             os.write(report_out, b"%s%d" % (step, error.errno or 0))
-        except Exception:  # noqa: BLE001 - whoever forked this process must not take it for the command
+        except Exception:  # noqa: BLE001 - the parent must not take this process for the command
             os.write(report_out, b"a0")
         finally:
             os._exit(127)
