@@ -18,8 +18,7 @@ from pier.sandbox import Sandbox, SandboxSpec, open_backend
 from pier.sandbox.compose import Composition
 from pier.sandbox.compose.read import read_compose
 from pier.task import Task
-from pier.trial.services import open_services
-from pier.trial.spec import TrialServices
+from pier.trial.spec import TrialServices, open_services
 from tests.busybox import add_program, busybox_image
 from tests.engine import Engine
 from tests.trial_runs import Bench, write_task

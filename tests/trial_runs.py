@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pier.task import Task, load_task
-from pier.trial.model import TrialResult
+from pier.trial.result import TrialResult
 from pier.trial.run import run_trial
-from pier.trial.services import open_services
-from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec
+from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec, open_services
 
 TOML = """\
 schema_version = "1.4"

@@ -15,7 +15,7 @@ from pier.agent.command import CommandAgent
 from pier.agent.pack import PackStore
 from pier.agent.registry import pack_spec
 from pier.gateway.server import Gateway
-from pier.trial.model import TrialResult
+from pier.trial.result import TrialResult
 from pier.trial.spec import AgentChoice
 from tests.trial_runs import Bench, open_bench, write_task
 

@@ -12,8 +12,7 @@ from pier.image.importing import import_image
 from pier.image.store import ImageStore
 from pier.network.policy import NetworkPolicy
 from pier.trial.images import ImageWish
-from pier.trial.services import open_services
-from pier.trial.spec import AgentChoice
+from pier.trial.spec import AgentChoice, open_services
 from tests.busybox import busybox_image
 from tests.trial_runs import TOML, open_bench, write_task
 

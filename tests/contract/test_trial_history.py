@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pier.sandbox.contract import Mount
-from pier.trial.history import find_history
+from pier.trial.check import find_history
 from pier.trial.spec import SandboxChoice
 from tests.trial_runs import Bench, open_bench, write_task
 

@@ -15,10 +15,9 @@ from pier.network.policy import NONE, NetworkPolicy
 from pier.sandbox.contract import Limits
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.task import load_task
-from pier.task.config import Artifact
+from pier.task.model import Artifact
 from pier.trial.check import prove
-from pier.trial.model import TrialResult
-from pier.trial.read import read_result
+from pier.trial.result import TrialResult, read_result
 from pier.trial.run import run_trial
 from pier.trial.spec import AgentChoice, Multipliers, SandboxChoice, TrialSpec, VerifierChoice
 from tests.trial_runs import ON_HOST, PASS, TOML, Bench, kinds, open_bench, write_task

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from pier.task import load_task
-from pier.trial.model import TrialResult
-from pier.trial.read import read_result
+from pier.trial.result import TrialResult, read_result
 from pier.trial.spec import AgentChoice
 from tests.trial_runs import TOML, open_bench, write_task
 

@@ -25,7 +25,7 @@ from pier.gateway.script import Script
 from pier.gateway.server import Gateway
 from pier.gateway.session import Session
 from pier.sandbox.contract import Sandbox
-from pier.trial.model import TrialResult
+from pier.trial.result import TrialResult
 from pier.trial.spec import AgentChoice
 from tests.agent_rig import DESK, FOUR, PACKS, need_pack, stage
 from tests.fault.test_gateway_upstreams import events

@@ -18,7 +18,7 @@ from pier.gateway.dialect import DIALECTS
 from pier.gateway.faults import classify
 from pier.gateway.limiter import Retry
 from pier.gateway.session import Session
-from pier.trial.agents import judge
+from pier.trial.agent import judge
 from tests.fault.test_gateway_upstreams import HTML, events
 from tests.gateway_fakes import (
     HELLO,

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pier.trial.model import TrialResult
-from pier.trial.read import read_result
 from pier.trial.record import OUTPUT_LIMIT
+from pier.trial.result import TrialResult, read_result
 from pier.trial.spec import AgentChoice
 from tests.trial_runs import PASS, TOML, Bench, kinds, open_bench, write_task
 

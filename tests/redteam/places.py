@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.trial.services import open_services
+from pier.trial.spec import open_services
 from tests.busybox import busybox_image
 from tests.engine import Engine, engine, missing
 from tests.trial_runs import Bench

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pier.trial.model import TrialResult
+from pier.trial.result import TrialResult
 from tests.redteam import route
 from tests.redteam.places import everywhere, open_place
 from tests.trial_runs import PASS, TOML, Bench, write_task

@@ -12,7 +12,7 @@ import pytest
 from pier.sandbox.contract import Limits, Mount, Sandbox
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.task import Task
-from pier.trial.model import TrialResult
+from pier.trial.result import TrialResult
 from pier.trial.spec import SandboxChoice
 from tests.redteam import route
 from tests.redteam.places import everywhere, open_place

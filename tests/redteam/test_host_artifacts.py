@@ -12,9 +12,9 @@ import pytest
 
 from pier.errors import SandboxError
 from pier.sandbox.contract import SandboxSpec
-from pier.task.config import Artifact
+from pier.task.model import Artifact
 from pier.tree import Tree
-from pier.trial.model import TrialResult
+from pier.trial.result import TrialResult
 from tests.redteam import route
 from tests.redteam.places import everywhere, open_place
 from tests.trial_runs import PASS, TOML, Bench, kinds, write_task

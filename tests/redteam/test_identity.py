@@ -11,14 +11,12 @@ import pytest
 
 from pier.errors import JobError
 from pier.job.config import JobConfig
-from pier.job.directory import open_for
-from pier.job.layout import agent_labels, result_of
+from pier.job.directory import agent_labels, open_for, result_of
 from pier.job.ledger import JOURNAL, Fault, Ledger, Outcome
-from pier.job.look import list_jobs
-from pier.job.metrics import Cost, main_reward
-from pier.job.plan import Plan
-from pier.job.planning import plan_job
+from pier.job.plan import Plan, plan_job
 from pier.job.progress import Progress
+from pier.job.results import Cost, main_reward
+from pier.job.view import list_jobs
 from tests.job_tasks import pier, rewards_of
 from tests.redteam import route
 from tests.trial_runs import TOML, write_task

@@ -16,7 +16,7 @@ from pier.gateway import Gateway
 from pier.gateway.limiter import Retry
 from pier.gateway.providers import Provider
 from pier.gateway.session import Session
-from pier.trial.model import TrialResult
+from pier.trial.result import TrialResult
 from pier.trial.spec import AgentChoice
 from tests.fault.test_gateway_upstreams import HTML, events
 from tests.gateway_fakes import (

@@ -13,9 +13,9 @@ import pytest
 
 from pier.errors import SandboxError, VerifierError
 from pier.network.decision import Decision
-from pier.trial.model import TrialResult
+from pier.trial.result import TrialResult
 from pier.trial.spec import AgentChoice
-from pier.trial.verdict import NetworkUse, is_machine_fault, network_faults
+from pier.trial.verify import NetworkUse, is_machine_fault, network_faults
 from tests.job_tasks import PIER, make_task, pier
 from tests.redteam import route
 from tests.redteam.places import everywhere, open_place

@@ -15,7 +15,7 @@ import pytest
 
 from pier.agent.contract import Agent, AgentRun, Launch
 from pier.sandbox.contract import OnOutput, Result, Sandbox
-from pier.trial.model import TrialResult
+from pier.trial.result import TrialResult
 from pier.trial.run import run_trial
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialSpec
 from tests.redteam import route

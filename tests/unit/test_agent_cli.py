@@ -13,7 +13,7 @@ from pier.agent.registry import AGENTS, pack_spec, resolved
 from pier.cli.agent import agent
 from pier.errors import UsageError
 from pier.files import write_json
-from pier.job.layout import write_lock
+from pier.job.directory import write_lock
 from pier.job.plan import Plan
 from tests.npm_registry import serve
 

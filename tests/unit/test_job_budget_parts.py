@@ -8,14 +8,14 @@ import pytest
 
 from pier.gateway.budget import Turn
 from pier.gateway.canonical import Usage
-from pier.job.budget import JobBudget
 from pier.job.config import BudgetConfig, JobConfig, RetryConfig
 from pier.job.flags import apply_flags
 from pier.job.ledger import Ledger, Outcome, Used
-from pier.job.outcome import outcome_of
 from pier.job.plan import PlannedTrial
+from pier.job.results import outcome_of
+from pier.job.runner import JobBudget
 from pier.job.schedule import Schedule
-from pier.trial.model import AgentInfo, ExceptionInfo, TrialResult
+from pier.trial.result import AgentInfo, ExceptionInfo, TrialResult
 
 pytestmark = pytest.mark.plain
 

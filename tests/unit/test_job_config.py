@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pier.errors import UsageError
+from pier.job.config import NOT_DONE, fill, hide, load_job, merge, parse, read_env_file, secrets_in
+from pier.job.directory import to_disk
 from pier.job.flags import apply_flags, pairs
-from pier.job.layout import to_disk
-from pier.job.load import NOT_DONE, load_job, merge, parse
-from pier.job.templates import fill, hide, read_env_file, secrets_in
 from pier.secret import HIDDEN
 
 pytestmark = pytest.mark.plain

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pier.job.metrics import Graded, confidence, pass_at_k, summarise
+from pier.job.results import Graded, confidence, pass_at_k, summarise
 
 pytestmark = pytest.mark.plain
 

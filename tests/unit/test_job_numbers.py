@@ -10,7 +10,7 @@ import pytest
 
 from pier.gateway import Budget, Gateway
 from pier.gateway.limiter import Retry
-from pier.job.numbers import NUMBERS, JobNumbers, calls_of, in_words
+from pier.job.results import NUMBERS, JobNumbers, calls_of, in_words
 from tests.gateway_fakes import PATHS, fake_provider, post, replies, request_body
 
 pytestmark = pytest.mark.plain

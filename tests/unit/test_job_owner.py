@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from pier.errors import JobError
-from pier.job.owner import current_owner, owning
+from pier.job.ledger import current_owner, owning
 
 pytestmark = pytest.mark.plain
 
-HOLD = "import sys; from pathlib import Path; from pier.job.owner import owning\n"
+HOLD = "import sys; from pathlib import Path; from pier.job.ledger import owning\n"
 HOLD += "with owning(Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()\n"
 
 

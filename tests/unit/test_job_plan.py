@@ -9,8 +9,7 @@ import pytest
 
 from pier.errors import UsageError
 from pier.job.config import JobConfig
-from pier.job.identity import Identity
-from pier.job.plan import Plan, PlannedTask, make_plan
+from pier.job.plan import Identity, Plan, PlannedTask, make_plan
 
 pytestmark = pytest.mark.plain
 

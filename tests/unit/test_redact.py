@@ -15,9 +15,8 @@ from pier.gateway import Gateway
 from pier.gateway.canonical import Text, Tokens, Turn
 from pier.gateway.recording import read
 from pier.gateway.samples import samples_of
-from pier.job.config import JobConfig
-from pier.job.layout import to_disk
-from pier.job.templates import fill
+from pier.job.config import JobConfig, fill
+from pier.job.directory import to_disk
 from pier.redact import REDACTED, Redactor, StreamRedactor
 from pier.secret import is_secret, looks_secret, secrets_in_text
 from tests.gateway_fakes import PATHS, fake_provider, post, request_body, streams

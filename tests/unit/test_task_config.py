@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from pier.errors import PierError, TaskError
 from pier.task import load_task
-from pier.task.config import TaskConfig, parse_size_mb
 from pier.task.load import read_config, strip_canary
-from pier.task.template import resolve_env, wanted_variables
+from pier.task.model import TaskConfig, parse_size_mb, resolve_env, wanted_variables
 from tests.trial_runs import TOML, write_task
 
 pytestmark = pytest.mark.plain

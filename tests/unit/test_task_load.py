@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from pier.errors import TaskError
 from pier.task import load_task
-from pier.task.ignore import IgnoreRules
-from pier.task.lint import Problem, lint
-from pier.task.scaffold import create_task
+from pier.task.check import Problem, create_task, lint
+from pier.task.digest import IgnoreRules
 from tests.trial_runs import PASS, TOML, write_task
 
 pytestmark = pytest.mark.plain

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from pier.errors import PierError, TaskError, UsageError
-from pier.task.git import parse_git_reference
-from pier.task.sources import Selection, resolve_sources
+from pier.task.sources import Selection, parse_git_reference, resolve_sources
 from tests.trial_runs import write_task
 
 pytestmark = pytest.mark.plain

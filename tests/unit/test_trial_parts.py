@@ -19,17 +19,13 @@ from pier.redact import Redactor
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Capabilities
 from pier.secret import env_on_disk, secret_values
-from pier.task.config import Environment
-from pier.trial.agents import Deadline, make_agent
-from pier.trial.configfile import trial_config
-from pier.trial.environment import agent_room, check_support, verifier_room
-from pier.trial.grading import _Logs
-from pier.trial.model import ExceptionInfo
-from pier.trial.network import check_network, plan_network, with_hosts
-from pier.trial.outcome import StepOutcome, combined_rewards, exception_info, stops_after
-from pier.trial.read import read_result
-from pier.trial.record import OutputFile, TrialRecord, printable
+from pier.task.model import Environment
+from pier.trial.agent import Deadline, make_agent
+from pier.trial.environment import agent_room, check_network, check_support, plan_network, verifier_room, with_hosts
+from pier.trial.record import OutputFile, TrialRecord, printable, trial_config
+from pier.trial.result import ExceptionInfo, StepOutcome, combined_rewards, exception_info, read_result, stops_after
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialSpec
+from pier.trial.verify import _Logs
 from tests.trial_runs import TOML, write_task
 
 pytestmark = pytest.mark.plain

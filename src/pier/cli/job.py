@@ -31,7 +31,7 @@ job.add_command(run, "start")
 @JSON
 def list_(jobs_dir: Path, as_json: bool) -> None:
     """List the jobs in JOBS_DIR, newest first."""
-    from pier.job.look import list_jobs, print_jobs
+    from pier.job.view import list_jobs, print_jobs
 
     print_jobs(list_jobs(jobs_dir), jobs_dir, as_json=as_json)
 
@@ -43,7 +43,7 @@ def list_(jobs_dir: Path, as_json: bool) -> None:
 @JSON
 def show(directory: Path | None, job_path: Path | None, trials: bool, as_json: bool) -> None:
     """Show where a job stands."""
-    from pier.job.look import show_job
+    from pier.job.view import show_job
 
     show_job(_directory(directory, job_path), trials=trials, as_json=as_json)
 
@@ -59,8 +59,8 @@ def show(directory: Path | None, job_path: Path | None, trials: bool, as_json: b
 @JSON
 def resume(directory: Path | None, job_path: Path | None, error_types: tuple[str, ...], **flags: Any) -> None:
     """Run what is left of a job."""
-    from pier.job.again import Wanted
     from pier.job.command import again_and_report
+    from pier.job.runner import Wanted
 
     wanted = Wanted(types=frozenset(error_types)) if error_types else None
     _exit(again_and_report(_directory(directory, job_path), wanted, *_how(flags), _limits(flags)))
@@ -84,8 +84,8 @@ def retry(
     directory: Path | None, job_path: Path | None, only: str | None, names: tuple[str, ...], **flags: Any
 ) -> None:
     """Run trials again whose result is not wanted. Their directories are kept in `.retries`."""
-    from pier.job.again import Wanted
     from pier.job.command import again_and_report
+    from pier.job.runner import Wanted
 
     if only is None and not names:
         raise click.UsageError("say which: --only infra, --only errored, --only failed or --trial NAME")
@@ -120,7 +120,7 @@ def _directory(argument: Path | None, option: Path | None) -> Path:
 
 def _how(flags: dict[str, Any]) -> tuple[dict[str, str], Any, int | None]:
     from pier.job.command import Show
-    from pier.job.templates import read_env_file
+    from pier.job.config import read_env_file
 
     env = dict(os.environ)
     if flags["env_file"]:

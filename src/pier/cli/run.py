@@ -211,9 +211,8 @@ def run(**flags: Any) -> None:
       pier run -p ./tasks -a claude-code -m anthropic/claude-sonnet-4-5 -n 16 -k 4
     """
     from pier.job.command import Show, print_config, print_plan, run_and_report
+    from pier.job.config import merge, parse, read_env_file, read_file
     from pier.job.flags import apply_flags
-    from pier.job.load import merge, parse, read_file
-    from pier.job.templates import read_env_file
 
     flags["agent"] = flags["agent"] or flags.pop("agent_import_path")
     flags["env"] = flags["env"] or flags.pop("environment_import_path")

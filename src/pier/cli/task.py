@@ -13,7 +13,7 @@ import click
 
 if TYPE_CHECKING:
     from pier.task import Task
-    from pier.task.lint import Problem
+    from pier.task.check import Problem
     from pier.trial.check import Proof
 
 
@@ -32,7 +32,7 @@ def task() -> None:
 @click.option("--org", default="local", show_default=True, help="The part of the task's name before the slash.")
 def init(directory: Path, org: str) -> None:
     """Write a new task that works as it is, to be changed into yours."""
-    from pier.task.scaffold import create_task
+    from pier.task.check import create_task
 
     for path in create_task(directory, org):
         click.echo(path)
@@ -66,9 +66,9 @@ def check(
 ) -> None:
     """Check tasks for mistakes. With --run, also prove that the solution passes, that doing nothing does not, and that
     the fix is not in the history of a repository."""
-    from pier.task.lint import lint
+    from pier.task.check import lint
     from pier.task.sources import find_tasks
-    from pier.trial.lint import lint_services
+    from pier.trial.check import lint_services
 
     paths = [origin.path for source in sources for origin in find_tasks(source, warn=_warn)]
     problems = [problem for path in paths for problem in (*lint(path), *lint_services(path))]
@@ -97,10 +97,8 @@ def check(
 async def _prove(
     tasks: list[Task], attempts: int, image: str | None, backend: str, concurrency: int, output: Path | None, show: Any
 ) -> tuple[list[Proof], list[Problem]]:
-    from pier.trial.check import prove
-    from pier.trial.history import find_history
-    from pier.trial.services import open_services
-    from pier.trial.spec import SandboxChoice
+    from pier.trial.check import find_history, prove
+    from pier.trial.spec import SandboxChoice, open_services
 
     choice = SandboxChoice(backend=backend, image=image, hidden=tuple(task.path for task in tasks))
     with tempfile.TemporaryDirectory(prefix="pier-check.") as scratch:
@@ -228,7 +226,7 @@ def show(source: str, as_json: bool) -> None:
 
 def _networks(found: Task) -> str:
     """The network of all phases, or of each where they differ."""
-    from pier.trial.network import plan_network
+    from pier.trial.environment import plan_network
 
     plan = plan_network(found.config.environment, found.steps, override=None, hosts=(), agent_hosts=())
     agents = list(dict.fromkeys(step.agent.mode for step in plan.steps))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from pier.trial.model import Integrity, TrialResult
+    from pier.trial.result import Integrity, TrialResult
 
 
 @click.group()
@@ -22,7 +22,7 @@ def trial() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def show(directory: Path, as_json: bool) -> None:
     """Show how a trial ended: its rewards, what went wrong, how far the verdict can be trusted, where files are."""
-    from pier.trial.read import read_result
+    from pier.trial.result import read_result
 
     result = read_result(directory)
     if as_json:

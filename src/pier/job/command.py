@@ -14,16 +14,13 @@ from typing import Any
 
 import click
 
-from pier.job.again import Wanted, void
-from pier.job.config import JobConfig
-from pier.job.directory import Job, open_existing, open_for, open_regrade, read_config
-from pier.job.interrupts import Interrupts
-from pier.job.layout import result_of, to_disk
+from pier.job.config import JobConfig, to_disk
+from pier.job.directory import Job, open_existing, open_for, open_regrade, read_config, result_of
 from pier.job.ledger import Ledger
-from pier.job.outcome import size_of
-from pier.job.plan import Plan
-from pier.job.planning import plan_job
+from pier.job.plan import Plan, plan_job
 from pier.job.progress import PlainProgress, Progress
+from pier.job.results import size_of
+from pier.job.runner import Interrupts, Wanted, void
 
 _WARNINGS = 10
 
@@ -111,7 +108,7 @@ def _run(job: Job, env: Mapping[str, str], show: Show) -> int:
     if show is Show.JSON:
         click.echo(json.dumps({**result_of(job.ledger, job.config), "directory": str(job.directory)}))
     elif show is Show.FULL:
-        from pier.job.report import print_report
+        from pier.job.progress import print_report
 
         print_report(job.directory, job.ledger, seconds=progress.seconds, interrupted=interrupted, stopped=job.stopped)
     return exit_code(job.ledger, graded=not job.config.verifier.disable, interrupted=interrupted)
@@ -136,7 +133,7 @@ def _progress(job: Job, show: Show) -> Progress:
     if sys.stderr.isatty():
         from rich.console import Console
 
-        from pier.job.live import LiveProgress
+        from pier.job.progress import LiveProgress
 
         return LiveProgress(total, Console(stderr=True), finished)
     return PlainProgress(total, finished)

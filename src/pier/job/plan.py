@@ -1,21 +1,49 @@
 """What a job will do: its trials, each with an identity that is the same wherever and whenever it is computed.
 
 An identity is made of the task's name and digest, the agent's configuration, the settings that can change a result,
-and the attempt; `pier.job.identity` says what of them counts. Paths of tasks, ports on the loopback and times are not
+and the attempt; `pier.job.plan` says what of them counts. Paths of tasks, ports on the loopback and times are not
 part of it, so the same command finds its own trials again after a move or a reboot.
+
+From a configuration to a plan: tasks are found and read, and asked what they want to know.
+
+What makes two trials the same work: every value that was asked for, and the content of every file that is named.
+
+Values that are left at their default do not count, so that a setting which a later version adds changes nothing. A
+secret counts as a keyed hash: the key is random, and only the owner can read it in the job's directory, so that no
+file tells anything of the secret, and yet another secret is another job.
+
+Tasks that ask for variables of the person who runs them: told which, asked for consent, refused without.
+
+A task may say `${NAME}` in its variables, and the value goes into its sandbox. A task from somewhere else could ask for
+anything, so nothing is handed out before the user agreed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
+import importlib.util
 import json
 import re
+import secrets
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import click
+
 from pier.errors import UsageError
+from pier.files import write
+from pier.job.config import DatasetConfig, JobConfig, TaskConfig, fill, job_secrets, to_disk
+from pier.redact import Redactor
+from pier.secret import is_secret, looks_secret
+from pier.task import Task, load_task, wanted_variables
+from pier.task.digest import tree_digest
+from pier.task.model import Origin
+from pier.task.sources import Selection, check_patterns, find_tasks, select
 
 _ALPHABET = "23456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _LOOPBACK_PORT = re.compile(r"(127\.0\.0\.1|localhost|\[::1\]):\d+")
@@ -144,3 +172,276 @@ def _names(task: str, digest: bytes) -> Iterator[str]:
             suffix += _ALPHABET[place]
         yield f"{short}__{suffix}"
         number = int.from_bytes(hashlib.sha256(suffix.encode() + digest).digest(), "big")
+
+
+class Consent:
+    """Collects what tasks want, then `ask`s. `given` is a yes in advance."""
+
+    def __init__(self, env: Mapping[str, str], *, given: bool = False) -> None:
+        self._env = env
+        self._given = given
+        self._wanted: dict[str, str] = {}
+        self.values: dict[str, dict[str, str]] = {}
+        """By the path of a task: the variables of this environment that it wants."""
+
+    def note(self, task: Task) -> None:
+        """Note what a task wants; what is not set and has no default is a `UsageError` at once."""
+        for table in _tables(task):
+            for name, default in wanted_variables(table).items():
+                if name in self._env:
+                    self._wanted.setdefault(name, task.name)
+                    self.values.setdefault(str(task.path), {})[name] = self._env[name]
+                elif default is None:
+                    raise UsageError(
+                        f"the task {task.name} wants the variable {name}, which is not set",
+                        hint=f"export {name}=... or use --env-file",
+                        code="missing_variable",
+                    )
+
+    def ask(self) -> None:
+        """Get a yes, if any task wants something; a `UsageError` without one."""
+        if not self._wanted or self._given:
+            return
+        rows = ", ".join(f"{name} (for {task})" for name, task in sorted(self._wanted.items()))
+        question = f"tasks want these variables of yours in their sandboxes: {rows}"
+        if not sys.stdin.isatty():
+            raise UsageError(question, hint="add -y if they may have them", code="no-consent")
+        if not click.confirm(f"{question}. Hand them out?", err=True):
+            raise UsageError("the variables are not handed out, so nothing was run", code="no-consent")
+
+
+def _tables(task: Task) -> Iterator[Mapping[str, str]]:
+    yield task.config.environment.env
+    yield task.config.solution.env
+    for step in task.steps:
+        yield step.verifier.env
+        yield step.verifier_environment.table.env
+
+
+KEY = ".identity"
+"""The file of a job that holds its key."""
+
+_FILE_MODELS = ("script:", "replay:")
+_TREES = re.compile(r"skill|template|prompt|config|script|mount")
+"""Options with such names may name a directory whose content counts."""
+
+
+class Identity:
+    """The values of one configuration, as they count."""
+
+    def __init__(self, config: JobConfig, env: Mapping[str, str], not_counted: tuple[str, ...]) -> None:
+        asked = config.model_dump(mode="json", exclude_defaults=True)
+        agents = asked.pop("agents", None) or [{}]
+        self._env = env
+        self._redactor = Redactor(job_secrets(asked | {"agents": agents}, env))
+        self._settings = {name: value for name, value in asked.items() if name not in not_counted}
+        self._agents = [{**agent, **_files_of(agent)} for agent in agents]
+
+    def agents(self, key: bytes) -> list[dict[str, Any]]:
+        return [self._keyed(agent, key) for agent in self._agents]
+
+    def settings(self, key: bytes) -> dict[str, Any]:
+        return self._keyed(self._settings, key)
+
+    def variables(self, values: Mapping[str, str], key: bytes) -> dict[str, Any]:
+        """Variables that a task asks for."""
+        return self._keyed({"env": dict(values)}, key)["env"]
+
+    def _keyed(self, value: Any, key: bytes, name: str = "", *, given: bool = False) -> Any:
+        """A value with its templates filled and its secrets hashed."""
+        if isinstance(value, dict):
+            theirs = given or name in ("env", "headers")
+            return {each: self._keyed(value[each], key, each, given=theirs) for each in value}
+        if isinstance(value, list):
+            return [self._keyed(each, key, name, given=given) for each in value]
+        if not isinstance(value, str):
+            return value
+        try:
+            real = fill(value, self._env)
+        except UsageError:
+            return value
+        hidden = (
+            (looks_secret(name) and real) or is_secret(name, real, given=given) or self._redactor.text(real) != real
+        )
+        return {"hmac": hmac.digest(key, real.encode(errors="surrogatepass"), "sha256").hex()} if hidden else real
+
+
+def _files_of(agent: dict[str, Any]) -> dict[str, Any]:
+    """What the files are that an agent's model and options name, and the file that an agent of the user's is in."""
+    found: dict[str, Any] = {}
+    model = str(agent.get("model_name"))
+    for prefix in _FILE_MODELS:
+        if model.startswith(prefix) and (digest := _digest(model.removeprefix(prefix), tree=False)):
+            found["model_name"] = prefix + digest
+    options: dict[str, Any] = agent.get("kwargs") or {}
+    known = {name: _digest(value, tree=_TREES.search(name) is not None) for name, value in options.items()}
+    if any(known.values()):
+        found["kwargs"] = {name: {"content": known[name]} if known[name] else options[name] for name in options}
+    if agent.get("import_path"):
+        found["code"] = _code_of(str(agent["import_path"]))
+    return found
+
+
+def _digest(value: Any, *, tree: bool) -> str | None:
+    """The digest of the file or, with `tree`, of the directory that an option names; None if it names none."""
+    if not isinstance(value, str) or not value or "\n" in value or "\0" in value:
+        return None
+    path = Path(value).expanduser()
+    try:
+        if path.is_file():
+            with path.open("rb") as stream:
+                return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
+        return tree_digest(path) if tree and path.is_dir() else None
+    except OSError:
+        return None
+
+
+def _code_of(import_path: str) -> str | None:
+    try:
+        spec = importlib.util.find_spec(import_path.partition(":")[0])
+    except (ImportError, ValueError):
+        return None
+    return _digest(spec.origin, tree=False) if spec else None
+
+
+def read_key(directory: Path) -> bytes:
+    """The key of the job in `directory`; empty if it has none."""
+    try:
+        return bytes.fromhex((directory / KEY).read_text())
+    except (OSError, ValueError):
+        return b""
+
+
+def make_key(directory: Path) -> bytes:
+    """The key of the job in `directory`, made now if it has none."""
+    if not (key := read_key(directory)):
+        key = secrets.token_bytes(32)
+        write(directory / KEY, key.hex(), mode=0o600)
+    return key
+
+
+NOT_ASKED = (
+    "job_name",
+    "jobs_dir",
+    "debug",
+    "quiet",
+    "n_concurrent_trials",
+    "n_concurrent_builds",
+    "retry",
+    "budget",
+    "provider_retry",
+)
+"""What may differ between two commands that ask for the same job."""
+
+_OUTSIDE_TRIALS = (*NOT_ASKED, "agents", "datasets", "tasks", "metrics", "n_attempts", "keep_state", "strict")
+"""What does not change the result of a single trial, or is in its identity already."""
+
+
+Warn = Callable[[str], None]
+
+
+MakePlan = Callable[[bytes], Plan]
+"""Makes the plan of a job whose secrets are hashed with this key."""
+
+
+def plan_job(
+    config: JobConfig, env: Mapping[str, str], *, yes: bool = False, warn: Warn = lambda _: None
+) -> tuple[MakePlan, dict[str, Any]]:
+    """The plan that a configuration asks for, and the configuration as it may stand on disk. `yes` is consent to what
+    tasks want to know of this environment; `warn` is called with unknown keys and other warnings."""
+    consent = Consent(env, given=yes)
+    disk = to_disk(config, env)
+    redactor = Redactor(job_secrets(config.model_dump(mode="json"), env))
+    rows = [(source, _load(source, origins, config, consent, warn)) for source, origins in _find(config, warn)]
+    found = [task for each in distinct_sources(rows) for task in each]
+    check_tasks(found)
+    wanted = [consent.values.get(task.path, {}) for task in found]
+    found = [replace(task, **redactor.value({"path": task.path, "git_url": task.git_url})) for task in found]
+    consent.ask()
+    counted = Identity(config, env, _OUTSIDE_TRIALS)
+
+    def make(key: bytes) -> Plan:
+        variables = [counted.variables(values, key) for values in wanted]
+        agents, settings = counted.agents(key), counted.settings(key)
+        return make_plan(found, agents, settings, config.n_attempts, shown=disk["agents"], variables=variables)
+
+    return make, disk
+
+
+Source = DatasetConfig | TaskConfig
+
+
+def distinct_sources(rows: list[tuple[Source, list[PlannedTask]]]) -> list[list[PlannedTask]]:
+    """The tasks of each source. Two datasets of one name differ by more of their paths, or by version."""
+    places: dict[str, set[str]] = {}
+    for source, tasks in rows:
+        for task in tasks if isinstance(source, DatasetConfig) else ():
+            places.setdefault(task.source or "", set()).add(_place(source))
+    return [
+        [replace(task, source=_distinct(task.source, _place(source), places)) for task in tasks]
+        for source, tasks in rows
+    ]
+
+
+def _place(source: Source) -> str:
+    if isinstance(source, TaskConfig) or source.path:
+        return str(source.path)
+    return f"{source.name}@{source.version}"
+
+
+def _distinct(name: str | None, place: str, places: Mapping[str, set[str]]) -> str | None:
+    others = places.get(name or "", set()) - {place}
+    if name is None or not others:
+        return name
+    parts = PurePosixPath(place).parts
+    for size in range(2, len(parts) + 1):
+        tail = "/".join(parts[-size:])
+        if not any(f"/{other}".endswith(f"/{tail}") for other in others):
+            return tail
+    return place
+
+
+def _find(config: JobConfig, warn: Warn) -> list[tuple[Source, list[Origin]]]:
+    """The tasks that each source contributes. A pattern must match in one of the sources that it is given for."""
+    found: list[tuple[Source, list[Origin]]] = []
+    matching: dict[str, list[Origin]] = {}
+    for source in config.datasets:
+        version = f"@{source.version}" if source.version else ""
+        place = source.path or f"{source.registry_path or 'registry.json'}#{source.name}{version}"
+        origins = find_tasks(place, warn=warn)
+        for pattern in source.task_names or ():
+            matching.setdefault(pattern, []).extend(origins)
+        selection = Selection(
+            source.task_names or (), source.exclude_task_names or (), source.n_tasks, source.sample_seed
+        )
+        found.append((source, select(origins, selection)))
+    for pattern, origins in matching.items():
+        check_patterns([pattern], origins)
+    for source in config.tasks:
+        commit = f"@{source.git_commit_id}" if source.git_commit_id else ""
+        place = f"{source.git_url}{commit}#{source.path}" if source.git_url else source.path
+        found.append((source, select(find_tasks(place, warn=warn), Selection())))
+    return found
+
+
+def _load(source: Source, origins: list[Origin], config: JobConfig, consent: Consent, warn: Warn) -> list[PlannedTask]:
+    tasks = [
+        load_task(origin.path, strict=config.strict, verify=not config.verifier.disable, origin=origin)
+        for origin in origins
+    ]
+    for task in tasks:
+        consent.note(task)
+        for key in task.unknown:
+            warn(f"{task.path / 'task.toml'}: {key}")
+    return [
+        PlannedTask(
+            name=task.name,
+            digest=task.digest,
+            path=str(task.path),
+            source=task.origin.source or (source.source if isinstance(source, TaskConfig) else None),
+            git_url=task.origin.git_url,
+            git_commit_id=task.origin.git_commit,
+            git_path=task.origin.git_path,
+        )
+        for task in tasks
+    ]

@@ -1,16 +1,38 @@
-"""What a person sees while a job runs: plain lines, or nothing with `-q`. `pier.job.live` is the view for terminals."""
+"""What a person sees while a job runs: plain lines, or nothing with `-q`.
+
+What is said when a job has ended: a table, the cost, where the files are, and what to type next.
+
+The live view of a running job on a terminal.
+
+`job.log`: what happened in a job, one line each, without secrets. Only ever appended to.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
 from typing import TextIO
 
-from pier.job.ledger import Outcome
-from pier.job.metrics import Cost, Mean
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pier.home import pier_home
+from pier.job.directory import cost_of, groups_of
+from pier.job.ledger import Ledger, Outcome, now
 from pier.job.plan import PlannedTrial
+from pier.job.results import Cost, Mean, Summary, calls_of, in_words
+from pier.redact import Redactor
+from pier.sizes import size_text
 
 PLAIN_PAUSE = 5.0
 """Without a terminal, at most one line in this many seconds once a job has many trials."""
@@ -182,3 +204,176 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+_HEADINGS = ("agent", "model", "dataset", "verdicts", "mean reward (95%)", "pass@k")
+_STEPS = "steps graded"
+
+
+def print_report(
+    directory: Path,
+    ledger: Ledger,
+    *,
+    seconds: float | None = None,
+    interrupted: bool = False,
+    stopped: str | None = None,
+) -> None:
+    """Print the report of a job to standard output."""
+    _print_table(ledger)
+    _print_faults(ledger)
+    done = [ledger.outcomes[id] for id in ledger.plan.by_id if id in ledger.outcomes]
+    words = [f"{len(done)} of {len(ledger.plan.trials)} trials done"]
+    if seconds is not None:
+        words.append(f"in {seconds:.1f} s")
+    if any(agent.get("model_name") for agent in ledger.plan.agents):
+        cost = cost_of(done)
+        words.append(f"cost {cost}" + (f" (unknown for {cost.unknown} trials)" if cost.unknown and cost.known else ""))
+    click.echo(", ".join(words))
+    if calls := calls_of(directory):
+        click.echo(in_words(calls))
+    click.echo(f"files: {directory}")
+    _print_store()
+    if stopped:
+        click.secho(f"stopped: {stopped}; allow more with --job-max-*", fg="red")
+    click.echo(f"next:  {next_command(directory, ledger, interrupted=interrupted)}")
+
+
+def _print_store() -> None:
+    """Print the size of the image store if it is over its budget."""
+    if not (pier_home() / "images").is_dir():
+        return
+    from pier.image.collect import default_budget, layers_size
+    from pier.image.store import ImageStore
+
+    store = ImageStore()
+    size, budget = layers_size(store), default_budget(store)
+    if size > budget:
+        click.echo(f"images: {size_text(size)}, over the budget of {size_text(budget)}; free space with: pier gc")
+
+
+def _print_table(ledger: Ledger) -> None:
+    rows: list[tuple[str, ...]] = []
+    groups = groups_of(ledger)
+    has_steps = any(group.steps for group in groups)
+    for group in groups:
+        summary = group.summary()
+        verdicts = f"{summary.n_verdicts}/{summary.n_trials}"
+        row = (group.agent, group.model or "-", group.dataset, verdicts, _means(summary), _passes(summary))
+        steps = "/".join(map(str, group.steps)) if group.steps else "-"
+        rows.append((*row, steps) if has_steps else row)
+    print_columns(rows, (*_HEADINGS, _STEPS) if has_steps else _HEADINGS)
+
+
+def print_columns(rows: list[tuple[str, ...]], headings: tuple[str, ...] = ()) -> None:
+    """Print rows one below the other; a cell may have several lines."""
+    everything = [headings, *rows] if headings else rows
+    widths = [
+        max(len(line) for cell in column for line in cell.split("\n")) for column in zip(*everything, strict=True)
+    ]
+    for row in everything:
+        for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
+            shown = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            click.secho(shown, bold=row is headings)
+
+
+def _means(summary: Summary) -> str:
+    rows: list[str] = []
+    for key, mean in summary.mean.items():
+        found = summary.interval.get(key)
+        sure = f" ({found.low:.3f}–{found.high:.3f})" if found else ""
+        rows.append(f"{'' if len(summary.mean) == 1 else key + ' '}{mean:.3f}{sure}")
+    return "\n".join(rows) or "-"
+
+
+def _passes(summary: Summary) -> str:
+    shown = [k for k in summary.pass_at_k if k.bit_count() == 1][:3]
+    return "  ".join(f"{k}: {summary.pass_at_k[k]:.3f}" for k in shown) or "-"
+
+
+def _print_faults(ledger: Ledger) -> None:
+    faults: Counter[tuple[str, str]] = Counter()
+    example: dict[tuple[str, str], tuple[str, str]] = {}
+    for trial in ledger.plan.trials:
+        outcome = ledger.outcomes.get(trial.id)
+        if outcome is not None and outcome.fault is not None:
+            key = (outcome.fault.type, outcome.fault.blame)
+            faults[key] += 1
+            example.setdefault(key, (trial.name, in_short(outcome.fault.message)))
+    for (type, blame), count in faults.most_common():
+        trial, message = example[type, blame]
+        told = f"{count} × {type} (blame: {blame}), e.g. {trial}: {message}"
+        click.secho(told, fg="red")
+
+
+def next_command(directory: Path, ledger: Ledger, *, interrupted: bool = False) -> str:
+    """The one command that most likely comes next."""
+    if interrupted or any(True for _ in ledger.owed()):
+        return f"pier job resume {directory}"
+    broken = [(t, o.fault) for t in ledger.plan.trials if (o := ledger.outcomes[t.id]).fault and o.rewards is None]
+    if any(fault is not None and fault.blame in ("infra", "provider") for _, fault in broken):
+        return f"pier job retry {directory} --only infra"
+    if broken:
+        return f"pier trial show {directory / broken[0][0].name}"
+    failed = next((t for t in ledger.plan.trials if not any((ledger.outcomes[t.id].rewards or {}).values())), None)
+    if failed is not None:
+        return f"pier trial show {directory / failed.name}"
+    return f"pier job show {directory}"
+
+
+ROWS = 12
+"""How many running trials are named."""
+
+
+class LiveProgress(Progress):
+    """A bar, the running trials with their phases, and the line of numbers, redrawn a few times a second."""
+
+    def __init__(self, total: int, console: Console, finished: Iterable[Outcome] | None = None) -> None:
+        super().__init__(total, finished)
+        self._console = console
+
+    @contextmanager
+    def show(self) -> Iterator[None]:
+        with Live(get_renderable=self._draw, console=self._console, refresh_per_second=4, transient=True):
+            yield
+
+    def _draw(self) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        now = time.monotonic()
+        running = list(self.running.items())
+        for name, (phase, since) in running[:ROWS]:
+            detail = Text(self.details.get(name, ""), style="dim", overflow="ellipsis", no_wrap=True)
+            table.add_row(Text(name), Text(phase, style="cyan"), Text(duration(now - since), style="dim"), detail)
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=max(self.total, 1), completed=self.done, width=60))
+        rows: list[RenderableType] = [bar, table]
+        if len(running) > ROWS:
+            phases = Counter(phase for _, (phase, _) in running[ROWS:])
+            rest = ", ".join(f"{count} in {phase}" for phase, count in phases.most_common())
+            rows.append(Text(f"and {len(running) - ROWS} more: {rest}", style="dim"))
+        rows.append(Text(STOPPING if self.stopping else self.line(), style="yellow" if self.stopping else "bold"))
+        return Group(*rows)
+
+
+class JobLog:
+    """An open `job.log`. A `Watcher` of the schedule."""
+
+    def __init__(self, path: Path, redactor: Redactor) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._redactor = redactor
+
+    def say(self, text: str) -> None:
+        """Add a line."""
+        os.write(self._fd, f"{now()} {self._redactor.text(text)}\n".encode(errors="replace"))
+
+    def started(self, trial: PlannedTrial, number: int) -> None:
+        if number > 1:
+            self.say(f"{trial.name}: try {number} starts")
+
+    def ended(self, trial: PlannedTrial, outcome: Outcome) -> None:
+        self.say(f"{trial.name}: {tell(outcome)}")
+
+    def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None:
+        self.say(f"{trial.name}: {tell(outcome)}; again in {wait:.1f} s")
+
+    def close(self) -> None:
+        os.close(self._fd)

@@ -1,35 +1,123 @@
-"""Runs an open job: lends trials what they share, keeps the files up to date, and ends in good order when asked to."""
+"""Runs an open job: lends trials what they share, keeps the files up to date, and ends in good order when asked to.
+
+Ctrl-C for a running job: the first stops it in good order, the second bounds the clean-up, the third leaves at once.
+
+Handlers are in place from before the event loop starts until after it ended, so that no keystroke in a storm of them
+finds the process without one.
+
+The meter that all sessions of a job share, with a clock that goes on where an earlier run of the job left it.
+
+What all trials of a job together may use of their models.
+
+The limits are held by one meter that every session of the job shares. What was used stands in the journal, next to the
+trials' ends, from the moment it is used: a job that is resumed, also after its runner was killed, goes on counting
+where it stopped, tries that no longer count included. `wall_time` counts from the first call of each run, on top of
+what earlier runs took; a runner that is killed loses a few seconds of it at most.
+
+Which finished trials are to be run again, on request.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import signal
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
-from pier.errors import PierError
-from pier.job.budget import JobBudget
-from pier.job.directory import Job
-from pier.job.files import explained, is_full
-from pier.job.interrupts import Interrupts
-from pier.job.layout import LOG, write_result
-from pier.job.ledger import Outcome, now
-from pier.job.log import JobLog
-from pier.job.numbers import JobNumbers
-from pier.job.outcome import outcome_of, outcome_of_error
+from pier.errors import PierError, UsageError
+from pier.gateway.budget import Budget, Meter
+from pier.gateway.canonical import Usage
+from pier.job.config import BudgetConfig, fill
+from pier.job.directory import LOG, Job, explained, is_full, write_result
+from pier.job.ledger import Ledger, Outcome, Used, now
 from pier.job.plan import PlannedTrial
-from pier.job.progress import Progress
+from pier.job.progress import JobLog, Progress
+from pier.job.results import JobNumbers, outcome_of, outcome_of_error
 from pier.job.schedule import Schedule, Watcher
 from pier.job.specs import Specs
-from pier.job.templates import fill
 from pier.lease import Lease, sweep
 from pier.sandbox import open_backend
 from pier.trial.images import open_images
 from pier.trial.run import run_trial
 from pier.trial.spec import TrialServices
+
+
+class JobBudget:
+    """The budget of a job that runs. Without any limit it has no `pool`, and costs nothing."""
+
+    def __init__(self, limits: BudgetConfig, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.pool = _pool(limits, ledger.used, self.save)
+
+    def used_up(self) -> str | None:
+        """A description of the limit that is reached; None while trials may begin."""
+        return self.pool.exhausted() if self.pool else None
+
+    def save(self) -> None:
+        """Write down what was used, if that has changed."""
+        if self.pool is not None and (used := self.pool.used) != self._ledger.used:
+            self._ledger.note_used(used)
+
+
+def _pool(limits: BudgetConfig, used: Used, changed: Callable[[], None]) -> JobMeter | None:
+    asked = limits.model_dump(exclude_none=True)
+    if not asked:
+        return None
+    from pier.gateway.budget import Budget
+
+    return JobMeter(Budget(**asked), used, changed)
+
+
+CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HURRY_SECONDS = 5.0
+"""How long clean-up may still take after the second one."""
+
+EXIT_CODE = 130
+
+
+class Interrupts:
+    """Catches signals while the context lasts. `connect` says what the first and second one do."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: dict[int, Any] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> Interrupts:
+        for number in CAUGHT:
+            self._before[number] = signal.signal(number, self._notice)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the signals back; after an interrupt they are ignored, since the process is on its way out."""
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_IGN if self.count else before)
+
+    def connect(self, stop: Callable[[], None]) -> None:
+        """Call `stop` in this event loop on the first and second signal, at once if there was one already."""
+        self._loop = asyncio.get_running_loop()
+        self._stop = stop
+        if self.count:
+            self._loop.call_soon(stop)
+
+    def _notice(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count > 2:
+            os._exit(EXIT_CODE)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._act)
+
+    def _act(self) -> None:
+        self._stop()
+        if self.count > 1 and self._loop is not None:
+            self._loop.call_later(HURRY_SECONDS, os._exit, EXIT_CODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,3 +287,79 @@ async def _build_ahead(specs: Specs, owed: Sequence[PlannedTrial], services: Tri
     async with asyncio.TaskGroup() as group:
         for _ in range(specs.builds):
             group.create_task(build())
+
+
+class JobMeter(Meter):
+    """A meter that begins with what was used before, and calls `changed` for each turn that is spent and for what it
+    took. `wall_time` runs from the first call of each run, on top of what earlier runs took."""
+
+    def __init__(self, budget: Budget, used: Used, changed: Callable[[], None]) -> None:
+        super().__init__(budget, owner="job")
+        self._changed = changed
+        self.turns, self.input_tokens, self.output_tokens, self.cost_usd = (
+            used.turns,
+            used.read,
+            used.written,
+            used.cost,
+        )
+        self._before = used.seconds
+
+    def settle(self, *, spent: bool) -> None:
+        super().settle(spent=spent)
+        if spent:
+            self._changed()
+
+    def add(self, usage: Usage | None, cost: float | None) -> None:
+        super().add(usage, cost)
+        self._changed()
+
+    @property
+    def seconds_left(self) -> float | None:
+        left = super().seconds_left
+        return None if left is None else left - self._before
+
+    @property
+    def used(self) -> Used:
+        """What was used so far; time is counted only if it is limited."""
+        seconds = self._before
+        if self.budget.wall_time is not None and self._started is not None:
+            seconds += round(time.monotonic() - self._started, 1)
+        return Used(self.turns, self.input_tokens, self.output_tokens, self.cost_usd, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A choice of finished trials: by kind (`infra`, `errored`, `failed`), by type of error, by name."""
+
+    kind: str | None = None
+    types: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
+
+    def takes(self, name: str, outcome: Outcome) -> bool:
+        if self.names and name not in self.names:
+            return False
+        fault = outcome.fault
+        if self.types:
+            return fault is not None and bool({fault.type, fault.code} & self.types)
+        match self.kind:
+            case "infra":
+                return fault is not None and fault.blame in ("infra", "provider") and outcome.rewards is None
+            case "errored":
+                return fault is not None
+            case "failed":
+                return outcome.rewards is not None and any(value < 1 for value in outcome.rewards.values())
+        return True
+
+
+def void(job: Job, wanted: Wanted) -> int:
+    """Set the wanted trials aside so that they are owed again; how many there were."""
+    unknown = wanted.names - {trial.name for trial in job.ledger.plan.trials}
+    if unknown:
+        raise UsageError(f"{job.directory} has no trial {sorted(unknown)[0]}", hint=f"pier job show {job.directory}")
+    count = 0
+    for trial in job.ledger.plan.trials:
+        outcome = job.ledger.outcomes.get(trial.id)
+        if outcome is not None and wanted.takes(trial.name, outcome):
+            job.ledger.again(trial.id, "asked", job.set_aside(trial, job.ledger.tries.get(trial.id, 1)))
+            count += 1
+    return count

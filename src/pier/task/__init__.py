@@ -1,10 +1,16 @@
 """Tasks: Harbor's task directories as typed values, and where to get them."""
 
-from pier.task.config import TaskConfig
 from pier.task.load import load_task
-from pier.task.model import Origin, Step, Task, VerifierEnvironment
-from pier.task.template import resolve_env, wanted_variables
-from pier.task.unknown import UnknownKey
+from pier.task.model import (
+    Origin,
+    Step,
+    Task,
+    TaskConfig,
+    UnknownKey,
+    VerifierEnvironment,
+    resolve_env,
+    wanted_variables,
+)
 
 __all__ = [
     "Origin",

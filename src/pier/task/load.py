@@ -10,10 +10,20 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from pier.errors import TaskError
-from pier.task.config import Agent, PhaseNetwork, StepTable, TaskConfig, Verifier
 from pier.task.digest import check_containment
-from pier.task.model import Origin, Step, Task, VerifierEnvironment
-from pier.task.unknown import UnknownKey, unknown_keys
+from pier.task.model import (
+    Agent,
+    Origin,
+    PhaseNetwork,
+    Step,
+    StepTable,
+    Task,
+    TaskConfig,
+    UnknownKey,
+    Verifier,
+    VerifierEnvironment,
+    unknown_keys,
+)
 
 P = TypeVar("P", bound=PhaseNetwork)
 

@@ -1,17 +1,435 @@
 """A task as the rest of pier sees it: where it came from, its settings, and its steps in one shape.
 
 A task without `[[steps]]` is a task with one nameless step, so that nothing downstream has two ways to run a task.
+
+`task.toml` as typed values: Harbor's format up to schema 1.4, with its legacy spellings.
+
+The models take what Harbor takes and give old keys their present names. Keys that no model knows are ignored here and
+found by `pier.task.model`, so that a task for a newer schema still loads.
+
+Hosts in a network allowlist: the grammar that `allowed_hosts` and the extra hosts of a run share.
+
+Keys of a file that no model knows, each with the nearest name that one does know.
+
+Variables whose value comes from the runner's own environment: `${NAME}` and `${NAME:-default}`, as a whole value.
+
+Nothing inside a longer text is replaced. What is kept on disk is always the template, never what it stood for.
 """
 
 from __future__ import annotations
 
+import difflib
+import os
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from ipaddress import ip_address, ip_network
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pier.task.config import Agent, Artifact, CollectHook, Environment, Healthcheck, TaskConfig, Verifier, VerifierMode
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from pier.errors import TaskError
+from pier.network.policy import NetworkPolicy
 from pier.task.digest import task_digest
-from pier.task.unknown import UnknownKey
+
+_LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+
+
+def normalise_host(text: str) -> str:
+    """A host name, `*.host`, IP address or CIDR range in its one spelling; a ValueError says what is wrong."""
+    host = text.strip().lower().rstrip(".")
+    if not host:
+        raise ValueError("an allowed host may not be empty")
+    if "/" in host or ":" in host:
+        return _normalise_address(text, host)
+    name = host[2:] if host.startswith("*.") else host
+    if "*" in name:
+        raise ValueError(f"{text!r}: a wildcard is only possible as the first label, as in *.example.org")
+    if name != host and _is_address(name):
+        raise ValueError(f"{text!r}: a wildcard needs a host name, not an address")
+    if not all(_LABEL.fullmatch(label) for label in name.split(".")):
+        raise ValueError(
+            f"invalid host {text!r}: expected a name, an address or a CIDR range, without scheme, port or path"
+        )
+    return host
+
+
+def _normalise_address(text: str, host: str) -> str:
+    try:
+        if "%" in host:
+            raise ValueError
+        return ip_network(host).compressed if "/" in host else ip_address(host).compressed
+    except ValueError:
+        raise ValueError(
+            f"invalid host {text!r}: expected a name, an address or a CIDR range, without scheme, port or path"
+        ) from None
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+SCHEMA_VERSION = "1.4"
+
+Seconds = Annotated[float, Field(ge=0)]
+Host = Annotated[str, AfterValidator(normalise_host)]
+User = str | int | None
+NetworkName = Literal["public", "no-network", "allowlist"]
+VerifierMode = Literal["shared", "separate"]
+
+_PACKAGE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]*/[a-zA-Z0-9][a-zA-Z0-9._-]*")
+_SERVICE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
+
+
+def _service(name: str) -> str:
+    if not _SERVICE.fullmatch(name.strip()):
+        raise ValueError(f"invalid service name {name!r}: expected letters, digits, `_`, `.` and `-`")
+    return name.strip()
+
+
+def _env(table: dict[str, str]) -> dict[str, str]:
+    for name in table:
+        if not name or "=" in name:
+            raise ValueError(f"invalid variable name {name!r}: expected a name that is not empty and has no `=`")
+    return table
+
+
+Env = Annotated[dict[str, str], AfterValidator(_env)]
+Service = Annotated[str, AfterValidator(_service)]
+
+
+class Table(BaseModel):
+    """A table of the file; frozen, so that a task can be shared by many trials. Checks are put together when they are
+    first needed: most tables are only ever checked as parts of a whole file."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
+
+
+class PhaseNetwork(Table):
+    """What one phase may reach; None leaves it at the environment's own."""
+
+    network_mode: NetworkName | None = None
+    allowed_hosts: tuple[Host, ...] | None = None
+
+    @model_validator(mode="after")
+    def _hosts_need_allowlist(self) -> Self:
+        if self.allowed_hosts and self.network_mode != "allowlist":
+            raise ValueError('allowed_hosts needs network_mode = "allowlist"')
+        return self
+
+    @property
+    def policy(self) -> NetworkPolicy | None:
+        if self.network_mode is None:
+            return None
+        if self.network_mode == "allowlist":
+            return NetworkPolicy("allowlist", tuple(self.allowed_hosts or ()))
+        return NetworkPolicy("none" if self.network_mode == "no-network" else "public")
+
+
+class Author(Table):
+    name: str
+    email: str | None = None
+
+
+class Package(Table):
+    """`[task]`: the task's identity in a registry."""
+
+    name: str
+    version: str | None = Field(default=None, min_length=1)
+    description: str = ""
+    authors: tuple[Author, ...] = ()
+    keywords: tuple[str, ...] = ()
+
+    @field_validator("name")
+    @classmethod
+    def _is_org_slash_name(cls, name: str) -> str:
+        if not _PACKAGE.fullmatch(name) or ".." in name:
+            raise ValueError(f"{name!r} is not of the form org/name (letters, digits, `_`, `.`, `-`; no `..`)")
+        return name
+
+
+class Healthcheck(Table):
+    command: str
+    interval_sec: Seconds = 5.0
+    timeout_sec: Seconds = 30.0
+    start_period_sec: Seconds = 0.0
+    start_interval_sec: Seconds = 5.0
+    retries: int = Field(default=3, ge=0)
+
+
+class McpServerTable(Table):
+    name: str
+    transport: Literal["stdio", "sse", "streamable-http"] = "sse"
+    url: str | None = None
+    command: str | None = None
+    args: tuple[str, ...] = ()
+
+    @field_validator("transport", mode="before")
+    @classmethod
+    def _http_is_streamable(cls, value: Any) -> Any:
+        return "streamable-http" if value == "http" else value
+
+    @model_validator(mode="after")
+    def _has_an_address(self) -> Self:
+        if self.transport == "stdio" and not self.command:
+            raise ValueError("the transport stdio needs `command`")
+        if self.transport != "stdio" and not self.url:
+            raise ValueError(f"the transport {self.transport} needs `url`")
+        return self
+
+
+class Tpu(Table):
+    type: str = Field(min_length=1)
+    topology: str = Field(pattern=r"^\s*[1-9]\d*(x[1-9]\d*)+\s*$")
+
+
+class Environment(PhaseNetwork):
+    """`[environment]` and `[verifier.environment]`."""
+
+    build_timeout_sec: Seconds = 600.0
+    docker_image: str | None = None
+    os: Literal["linux", "windows"] = "linux"
+    cpus: int | None = None
+    memory_mb: int | None = None
+    storage_mb: int | None = None
+    gpus: int | None = Field(default=None, ge=0)
+    gpu_types: tuple[str, ...] | None = None
+    tpu: Tpu | None = None
+    mcp_servers: tuple[McpServerTable, ...] = ()
+    env: Env = Field(default_factory=dict)
+    skills_dir: str | None = None
+    healthcheck: Healthcheck | None = None
+    workdir: str | None = None
+    allow_internet: bool | None = None
+    memory: str | None = None
+    storage: str | None = None
+
+    @field_validator("os", mode="before")
+    @classmethod
+    def _os_in_lower_case(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_legacy_sizes(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        for old, new in (("memory", "memory_mb"), ("storage", "storage_mb")):
+            if isinstance(data.get(old), str):
+                size = parse_size_mb(data[old])
+                if data.setdefault(new, size) != size:
+                    raise ValueError(f"{old} = {data[old]!r} and {new} = {data[new]!r} disagree")
+        return data
+
+    @property
+    def policy(self) -> NetworkPolicy:
+        """The baseline: `network_mode`, else the legacy `allow_internet`, else public as in Harbor."""
+        explicit = super().policy
+        if explicit is not None:
+            return explicit
+        return NetworkPolicy("none" if self.allow_internet is False else "public")
+
+
+class CollectHook(Table):
+    """`[[verifier.collect]]`: a command run between the agent and the collection of artifacts."""
+
+    command: str
+    service: Service = "main"
+    timeout_sec: Seconds = 60.0
+    user: User = None
+
+
+class Agent(PhaseNetwork):
+    """`[agent]`. No timeout means no limit."""
+
+    timeout_sec: Seconds | None = None
+    user: User = None
+
+
+class Verifier(PhaseNetwork):
+    """`[verifier]`."""
+
+    timeout_sec: Seconds = 600.0
+    env: Env = Field(default_factory=dict)
+    user: User = None
+    environment_mode: VerifierMode | None = None
+    environment: Environment | None = None
+    collect: tuple[CollectHook, ...] = ()
+
+    @model_validator(mode="after")
+    def _own_environment_is_separate(self) -> Self:
+        if self.environment_mode == "shared" and self.environment is not None:
+            raise ValueError('[verifier.environment] cannot go with environment_mode = "shared"')
+        return self
+
+    @property
+    def mode(self) -> VerifierMode | None:
+        """The mode that is asked for, None if nothing is said."""
+        return self.environment_mode or ("separate" if self.environment is not None else None)
+
+
+class Solution(Table):
+    env: Env = Field(default_factory=dict)
+
+
+class Artifact(Table):
+    source: str
+    destination: str | None = None
+    exclude: tuple[str, ...] = ()
+    service: Service | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_is_source(cls, data: Any) -> Any:
+        return {"source": data} if isinstance(data, str) else data
+
+    @field_validator("source")
+    @classmethod
+    def _source_stays_inside(cls, source: str) -> str:
+        if not source or ".." in PurePosixPath(source).parts or "\0" in source:
+            raise ValueError(f"the source {source!r} may not be empty or contain `..`")
+        return source
+
+    @field_validator("destination")
+    @classmethod
+    def _destination_stays_inside(cls, destination: str | None) -> str | None:
+        if not destination:
+            return None
+        parts = PurePosixPath(destination).parts
+        if "\\" in destination or "\0" in destination or ".." in parts or destination.startswith("/") or not parts:
+            raise ValueError(f"the destination {destination!r} must be a relative path with `/` and without `..`")
+        if parts == ("manifest.json",):
+            raise ValueError("the destination manifest.json is taken by the list of artifacts")
+        return destination
+
+    @model_validator(mode="after")
+    def _sidecar_sources_are_absolute(self) -> Self:
+        if self.service not in (None, "main") and not self.source.startswith("/"):
+            raise ValueError(f"a source in the service {self.service!r} must be an absolute path")
+        return self
+
+
+class StepTable(Table):
+    """`[[steps]]`."""
+
+    name: str
+    agent: Agent = Field(default_factory=Agent)
+    verifier: Verifier = Field(default_factory=Verifier)
+    min_reward: float | dict[str, float] | None = None
+    healthcheck: Healthcheck | None = None
+    artifacts: tuple[Artifact, ...] = ()
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_directory_name(cls, name: str) -> str:
+        bad = set('<>:"/\\|?*')
+        if name.strip() in ("", ".", "..") or any(char in bad or ord(char) < 32 for char in name):
+            raise ValueError(f"{name!r} cannot be the name of a directory")
+        if name[-1] in ". " or len(name.encode()) > 255 or _is_device(name):
+            raise ValueError(f"{name!r} is not possible as a directory name on every system")
+        return name
+
+
+class TaskConfig(Table):
+    """All of `task.toml`."""
+
+    schema_version: str = SCHEMA_VERSION
+    task: Package | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    verifier: Verifier = Field(default_factory=Verifier)
+    agent: Agent = Field(default_factory=Agent)
+    environment: Environment = Field(default_factory=Environment)
+    solution: Solution = Field(default_factory=Solution)
+    source: str | None = None
+    multi_step_reward_strategy: Literal["mean", "final"] | None = None
+    steps: tuple[StepTable, ...] | None = None
+    artifacts: tuple[Artifact, ...] = ()
+    version: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_version(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "version" in data and "schema_version" not in data:
+            return {**data, "schema_version": data["version"]}
+        return data
+
+    @field_validator("steps")
+    @classmethod
+    def _step_names_differ(cls, steps: tuple[StepTable, ...] | None) -> tuple[StepTable, ...] | None:
+        seen: set[str] = set()
+        for step in steps or ():
+            key = _fold(step.name)
+            if key in seen:
+                raise ValueError(f"two steps are called {step.name!r}")
+            seen.add(key)
+        return steps
+
+
+def parse_size_mb(text: str) -> int:
+    """`2G`, `512M` or `1024K` in whole megabytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GMK])\s*", text.upper())
+    if match is None:
+        raise ValueError(f"invalid size {text!r}: expected one such as 2G, 512M or 1024K")
+    return int(float(match[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[match[2]])
+
+
+def _fold(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+def _is_device(name: str) -> bool:
+    stem = name.split(".")[0].strip().upper()
+    return stem in {"CON", "PRN", "AUX", "NUL"} or bool(re.fullmatch(r"(COM|LPT)[1-9]", stem))
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownKey:
+    """A key such as `environment.memmory_mb` and the known key that was probably meant."""
+
+    key: str
+    nearest: str | None = None
+
+    def __str__(self) -> str:
+        return f"unknown key {self.key}" + (f" (did you mean {self.nearest}?)" if self.nearest else "")
+
+
+def unknown_keys(data: Any, model: type[BaseModel]) -> list[UnknownKey]:
+    """The keys in `data` that `model` and the models inside it ignore."""
+    return list(_walk(data, model, ""))
+
+
+def _walk(data: Any, model: type[BaseModel], prefix: str) -> Iterator[UnknownKey]:
+    if not isinstance(data, dict):
+        return
+    for key, value in data.items():
+        field = model.model_fields.get(key)
+        if field is None:
+            near = difflib.get_close_matches(str(key), model.model_fields, n=1)
+            yield UnknownKey(f"{prefix}{key}", f"{prefix}{near[0]}" if near else None)
+            continue
+        inner = _model_in(field.annotation)
+        if inner is None:
+            continue
+        for index, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            place = f"{prefix}{key}" if index is None else f"{prefix}{key}[{index}]"
+            yield from _walk(item, inner, f"{place}.")
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for part in get_args(annotation):
+        if (found := _model_in(part)) is not None:
+            return found
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +511,37 @@ class Task:
     def digest(self) -> str:
         """`sha256:<hex>` of the content, as Harbor's packager computes it."""
         return task_digest(self.path)
+
+
+_TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?\}", re.DOTALL)
+
+
+def resolve_env(
+    env: Mapping[str, str], *, where: str, environ: Mapping[str, str] | None = None, code: str = "missing_variable"
+) -> dict[str, str]:
+    """`env` with its templates filled in. A variable that is missing and has no default is a `TaskError`."""
+    known = os.environ if environ is None else environ
+    return {key: _fill(key, value, where, known, code) for key, value in env.items()}
+
+
+def _fill(key: str, value: str, where: str, environ: Mapping[str, str], code: str) -> str:
+    match = _TEMPLATE.fullmatch(value)
+    if match is None:
+        return value
+    name, default = match[1], match[2]
+    if name in environ:
+        return environ[name]
+    if default is not None:
+        return default
+    raise TaskError(
+        f"{where}: {key} wants the variable {name}, which is not set",
+        hint=f"export {name}=...",
+        code=code,
+        blame="user",
+    )
+
+
+def wanted_variables(env: Mapping[str, str]) -> dict[str, str | None]:
+    """The variables of the runner that `env` asks for, each with its default."""
+    matches = (_TEMPLATE.fullmatch(value) for value in env.values())
+    return {match[1]: match[2] for match in matches if match is not None}

@@ -4,22 +4,229 @@ A source is a task directory, a directory of tasks, `URL[@REF][#PATH]` of a git 
 `registry.json` (with `#NAME[@VERSION]` if it holds several datasets). A directory is walked whether or not a
 `dataset.toml` lies in it; digests are checked only when the file itself is the source. The order of tasks is by name,
 the same on every machine, so that a seed always picks the same ones.
+
+Lists of tasks: `dataset.toml` (names and digests) and `registry.json` (names, repositories, commits).
+
+Tasks from git repositories: each commit is checked out once into pier's cache and never changed after.
+
+<home>/cache/git/<repository>/repo.git        bare; only fetched into, under a lock
+<home>/cache/git/<repository>/<commit>/       the working tree of one commit
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import random
+import re
+import shutil
+import subprocess
+import tempfile
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from pier.errors import TaskError, UsageError
-from pier.task.dataset import find_entry, read_dataset
-from pier.task.git import check_out, parse_git_reference
-from pier.task.load import load_task
-from pier.task.model import Origin, Task
+from pier.files import locked
+from pier.home import pier_home
+from pier.task.load import describe, load_task
+from pier.task.model import Author, Origin, Task
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
+
+
+class DatasetInfo(_Row):
+    name: str
+    version: str | None = None
+    description: str = ""
+    authors: tuple[Author, ...] = ()
+    keywords: tuple[str, ...] = ()
+
+
+class DatasetTask(_Row):
+    name: str
+    digest: str | None = None
+
+
+class DatasetFile(_Row):
+    path: str
+    digest: str | None = None
+
+
+class Dataset(_Row):
+    """`dataset.toml`."""
+
+    schema_version: str = "1.0"
+    dataset: DatasetInfo
+    tasks: tuple[DatasetTask, ...] = ()
+    files: tuple[DatasetFile, ...] = ()
+
+
+class RegistryTask(_Row):
+    path: str
+    name: str | None = None
+    git_url: str | None = None
+    git_commit_id: str | None = None
+
+
+class RegistryMetric(_Row):
+    type: str
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class RegistryEntry(_Row):
+    """One dataset of a `registry.json`."""
+
+    name: str
+    version: str | None = None
+    description: str = ""
+    tasks: tuple[RegistryTask, ...] = ()
+    metrics: tuple[RegistryMetric, ...] = ()
+
+
+def read_dataset(path: Path) -> Dataset:
+    """Read a `dataset.toml`."""
+    try:
+        return Dataset.model_validate(tomllib.loads(path.read_bytes().decode()))
+    except ValidationError as error:
+        raise TaskError(f"{path}: {describe(error)}", code="dataset") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise TaskError(f"{path}: cannot be read as TOML: {error}", code="dataset") from error
+
+
+def read_registry(path: Path) -> list[RegistryEntry]:
+    """Read a `registry.json`."""
+    try:
+        return TypeAdapter(list[RegistryEntry]).validate_python(json.loads(path.read_bytes()))
+    except ValidationError as error:
+        raise TaskError(f"{path}: {describe(error)}", code="registry") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise TaskError(f"{path}: cannot be read as JSON: {error}", code="registry") from error
+
+
+def find_entry(path: Path, name: str | None) -> RegistryEntry:
+    """The dataset `name` or `name@version` of a registry; without a name the registry must hold one only."""
+    entries = read_registry(path)
+    wanted, _, version = (name or "").partition("@")
+    found = [e for e in entries if (not wanted or e.name == wanted) and (not version or e.version == version)]
+    if len(found) == 1 or (found and wanted):
+        return found[-1]
+    known = ", ".join(f"{e.name}@{e.version}" if e.version else e.name for e in entries)
+    problem = f"has no dataset {name!r}" if name else "holds several datasets"
+    raise TaskError(
+        f"{path}: {problem}; it holds: {known or 'nothing'}", code="registry", blame="user", hint=f"{path}#NAME@VERSION"
+    )
+
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SCP = re.compile(r"[\w.-]+@[\w.-]+:")
+_SECONDS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class GitReference:
+    """`URL[@REF][#PATH]`: a repository, a branch, tag or commit in it, and a directory in that."""
+
+    url: str
+    ref: str | None = None
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkout:
+    """The tree of one commit on this machine."""
+
+    url: str
+    commit: str
+    directory: Path
+
+
+def parse_git_reference(text: str) -> GitReference | None:
+    """The reference that `text` is, or None if it does not look like one."""
+    address, _, path = text.partition("#")
+    scheme, separator, rest = address.rpartition("://")
+    is_git = separator or _SCP.match(address) or address.endswith(".git") or path
+    if not is_git:
+        return None
+    head, at, ref = rest.rpartition("@")
+    is_ref = at and ("/" in head or ":" in head) and "/" not in ref
+    url = scheme + separator + (head if is_ref else rest)
+    if Path(url).is_dir():
+        url = Path(url).resolve().as_uri()
+    if ".." in Path(path).parts or path.startswith("/"):
+        raise TaskError(f"{text}: the path after # must stay inside the repository", code="git_reference", blame="user")
+    return GitReference(url, ref if is_ref else None, path)
+
+
+def check_out(url: str, ref: str | None = None, *, cache: Path | None = None) -> Checkout:
+    """The tree of `ref` (the default branch if None), from the cache if that commit was fetched before."""
+    home = (cache or pier_home() / "cache" / "git") / hashlib.sha256(url.encode()).hexdigest()[:20]
+    home.mkdir(parents=True, exist_ok=True)
+    if ref and _COMMIT.fullmatch(ref) and (home / ref).is_dir():
+        return Checkout(url, ref, home / ref)
+    with locked(home / "lock"):
+        commit = _fetch(home, url, ref or "HEAD")
+        if not (home / commit).is_dir():
+            _materialise(home, commit)
+    return Checkout(url, commit, home / commit)
+
+
+def _fetch(home: Path, url: str, ref: str) -> str:
+    repository = home / "repo.git"
+    if not repository.is_dir():
+        _git(["init", "--quiet", "--bare", str(repository)], home)
+    if _COMMIT.fullmatch(ref) and _has(repository, ref):
+        return ref
+    _git(["fetch", "--quiet", "--depth=1", "--no-tags", "--", url, ref], repository)
+    return _git(["rev-parse", "FETCH_HEAD^{commit}"], repository)
+
+
+def _has(repository: Path, commit: str) -> bool:
+    command = ["git", "cat-file", "-e", f"{commit}^{{commit}}"]
+    return subprocess.run(command, cwd=repository, capture_output=True, env=_environment()).returncode == 0
+
+
+def _materialise(home: Path, commit: str) -> None:
+    unborn = Path(tempfile.mkdtemp(prefix=".checkout.", dir=home))
+    try:
+        tree = unborn / "tree"
+        tree.mkdir()
+        extra = {"GIT_INDEX_FILE": str(unborn / "index"), "GIT_WORK_TREE": str(tree), "GIT_DIR": str(home / "repo.git")}
+        _git(["checkout", "--quiet", "--force", commit, "--", "."], home, extra)
+        tree.rename(home / commit)
+    finally:
+        shutil.rmtree(unborn, ignore_errors=True)
+
+
+def _environment() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    return {**kept, "GIT_TERMINAL_PROMPT": "0", "GIT_CONFIG_NOSYSTEM": "1", "GIT_LFS_SKIP_SMUDGE": "1"}
+
+
+def _git(args: list[str], cwd: Path, extra: dict[str, str] | None = None) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *args], cwd=cwd, env={**_environment(), **(extra or {})}, capture_output=True, timeout=_SECONDS
+        )
+    except FileNotFoundError:
+        raise TaskError("git is not installed, and a task comes from a repository", code="git", blame="infra") from None
+    except subprocess.TimeoutExpired:
+        raise TaskError(f"git {args[0]} took longer than {_SECONDS} s", code="git", blame="infra") from None
+    if done.returncode != 0:
+        words = done.stderr.decode(errors="replace").strip().splitlines()
+        fatal = next((word for word in words if word.startswith(("fatal: ", "error: "))), "")
+        detail = fatal or (words[-1] if words else f"exit code {done.returncode}")
+        raise TaskError(f"git {args[0]} failed: {detail}", code="git", blame="infra", retryable=True)
+    return done.stdout.decode().strip()
+
 
 Warn = Callable[[str], None]
 

@@ -1,16 +1,33 @@
-"""Proves a task by running it: its own solution must earn 1, doing nothing must not, and both every time."""
+"""Proves a task by running it: its own solution must earn 1, doing nothing must not, and both every time.
+
+A static look at the compose files of a task, by the reader that trials use. No engine is needed.
+
+Looks for the future in a task's past: commits that an agent could find beyond the one that it works on.
+
+A repository that was cloned and reset still holds the fix: in other branches and tags, in reflogs and stashes, in
+objects that nothing names any more, in a copy under another name, in a bundle. The look is taken where the agent
+would: in a sandbox of the task's image, as the agent's user, with the image's own git.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pier.task import Task
-from pier.trial.model import TrialResult
+from pier.errors import TaskError
+from pier.sandbox.compose import MAIN, Compose
+from pier.sandbox.compose.read import read_compose
+from pier.task import Task, load_task
+from pier.task.check import Problem
+from pier.task.model import Environment, wanted_variables
+from pier.tree import find_files, open_regular
+from pier.trial.environment import compose_variables
+from pier.trial.result import TrialResult
 from pier.trial.run import run_trial
-from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec
+from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec, VerifierChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +102,109 @@ def _proof(task: Task, agent: str, results: list[TrialResult]) -> Proof:
     )
     directories = tuple(Path(result.trial_uri.removeprefix("file://")) for result in results)
     return Proof(task.name, agent, rewards, tuple(problems), directories)
+
+
+_STAND_IN = "1"
+"""The value of a variable that is not set here: a text, a number and a size."""
+
+
+def lint_services(path: Path) -> list[Problem]:
+    """What is wrong with the services of the task in a directory; nothing, if the task itself cannot be read."""
+    try:
+        task = load_task(path)
+    except TaskError:
+        return []
+    problems: list[Problem] = []
+    read: dict[Path, Compose | None] = {}
+    for file, table in _files(task):
+        if file not in read:
+            read[file] = _read(file, table, problems)
+    own = read.get(task.compose) if task.compose else None
+    if own is not None or task.compose is None:
+        problems += _lint_names(task, own)
+    return problems
+
+
+def _files(task: Task) -> Iterator[tuple[Path, Environment]]:
+    if task.compose is not None:
+        yield task.compose, task.config.environment
+    for step in task.steps:
+        verifier = step.verifier_environment
+        if step.verifier_mode == "separate" and verifier.compose is not None:
+            yield verifier.compose, verifier.table
+
+
+def _read(file: Path, table: Environment, problems: list[Problem]) -> Compose | None:
+    environ = dict.fromkeys(wanted_variables(table.env), _STAND_IN) | dict(os.environ)
+    try:
+        compose = read_compose(file, compose_variables(table, file.parent, environ))
+    except TaskError as error:
+        problems.append(_problem(file, error))
+        return None
+    problems += [
+        Problem("warning", "compose-note", str(file), note.removeprefix(f"{file.name}: ")) for note in compose.notes
+    ]
+    return compose
+
+
+def _problem(file: Path, error: TaskError) -> Problem:
+    where, _, rest = error.message.partition(": ")
+    key, _, message = rest.partition(": ")
+    if where == str(file) and message and " " not in key:
+        return Problem("error", "invalid-compose", f"{file}: {key}", message)
+    return Problem("error", "invalid-compose", where, rest)
+
+
+def _lint_names(task: Task, compose: Compose | None) -> Iterator[Problem]:
+    known = set(compose.services) if compose else {MAIN}
+    for step in task.steps:
+        asked = {"artifacts": step.artifacts, "verifier.collect": step.collect}
+        for key, rows in asked.items():
+            for name in sorted({row.service for row in rows if row.service} - known):
+                where = f"{task.path / 'task.toml'}: {key}"
+                yield Problem("error", "unknown-service", where, f"there is no service {name!r}")
+
+
+FOUND = "history.tsv"
+_SECONDS = 300.0
+_LONGEST = 16 * 1024 * 1024
+_WORDS = {
+    "commits": "holds commits that are not ancestors of HEAD ({}); the solution may be among them",
+    "files": "holds files that no commit of HEAD has ({}), left over from other commits",
+    "bundle": "is a bundle of commits{}",
+    "pack": "is a pack of git objects outside of a repository{}",
+    "unseen": "is a repository, and the image has no git to look into it{}",
+}
+_SCRIPT = Path(__file__).with_name("history.sh")
+
+
+async def find_history(
+    task: Task, services: TrialServices, directory: Path, sandbox: SandboxChoice | None = None
+) -> list[Problem]:
+    """What an agent could find of a task's repository beyond the commit that it works on."""
+    command = _SCRIPT.read_text()
+    spec = TrialSpec(
+        f"{task.short_name}-history",
+        task,
+        directory,
+        AgentChoice("command", options={"command": command}, timeout=_SECONDS),
+        VerifierChoice(enabled=False),
+        sandbox or SandboxChoice(),
+    )
+    result = await run_trial(spec, services)
+    if (info := result.exception_info) is not None:
+        words = f"could not be searched for a repository's history: {info.exception_message}"
+        return [Problem("warning", "history", str(task.path), words)]
+    found = (problem for path in find_files(directory, FOUND) for problem in _problems(task, path))
+    return list(dict.fromkeys(found))
+
+
+def _problems(task: Task, path: Path) -> list[Problem]:
+    with open_regular(path) as stream:
+        text = stream.read(_LONGEST).decode(errors="replace")
+    rows = (line.split("\t") for line in text.splitlines())
+    found = ((row[0], row[1], row[2]) for row in rows if len(row) == 3 and row[0] in _WORDS)
+    return [
+        Problem("warning", "history", f"{task.path}: {where}", _WORDS[kind].format(words))
+        for kind, where, words in found
+    ]

@@ -1,4 +1,13 @@
-"""From a task's `[environment]` to a running sandbox: which image, which limits, which files."""
+"""From a task's `[environment]` to a running sandbox: which image, which limits, which files.
+
+What a trial lends to a task of several services: the variables of its file, the images, a place for its logs.
+
+Which network each phase of a trial has. A policy that the backend cannot enforce is refused before anything runs.
+
+What is done in a sandbox before a step begins: its files, its set-up script, its health check.
+
+Health checks have the meaning that Docker gives them: in the start period failures do not count.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +15,191 @@ import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pier.agent.contract import AGENT_LOGS
-from pier.errors import SandboxError, TaskError
+from pier.errors import PolicyError, SandboxError, TaskError
 from pier.image.model import HOST, Image, OnProgress
 from pier.network.decision import OnDecision
 from pier.network.policy import NetworkPolicy
-from pier.sandbox.compose import Compose, Composition
-from pier.sandbox.contract import Backend, Limits, Mount, Sandbox, SandboxSpec
+from pier.sandbox.compose import MAIN, Compose, Composition, Service
+from pier.sandbox.compose.storage import LOGS as SERVICE_LOGS
+from pier.sandbox.contract import Backend, Capabilities, Limits, Mount, Sandbox, SandboxSpec
 from pier.sandbox.hidden import refuse_hidden
 from pier.sandbox.parcel import deliver
-from pier.task import Task, resolve_env
-from pier.task.config import Environment
+from pier.task import Step, Task, resolve_env
 from pier.task.load import COMPOSE_NAME
-from pier.trial.compose import compose_variables, service_wish
+from pier.task.model import Environment, Healthcheck, normalise_host
+from pier.trial.agent import user_text
 from pier.trial.images import ImageWish
-from pier.trial.network import build_network
-from pier.trial.record import TrialRecord
-from pier.trial.spec import SandboxChoice
-from pier.verifier.folders import ARTIFACTS, LOGS, VERIFIER_LOGS, make_folders
+from pier.trial.record import OutputFile, TrialRecord
+from pier.trial.spec import SandboxChoice, TrialSpec
+from pier.verifier.folders import ARTIFACTS, LOGS, TESTS, VERIFIER_LOGS, make_folders
+
+SERVICES = "services"
+_MAIN_IMAGE = "pier-main-image"
+
+
+def compose_variables(table: Environment, directory: Path, environ: Mapping[str, str] | None) -> dict[str, str]:
+    """All that a compose file can see: what `[environment.env]` asks for, and the names that Harbor's tasks use. The
+    directories of logs of the host are not mounted, so they have no real path."""
+    harbor = {
+        "CONTEXT_DIR": str(directory.resolve()),
+        "MAIN_IMAGE_NAME": _MAIN_IMAGE,
+        "PREBUILT_IMAGE_NAME": table.docker_image or _MAIN_IMAGE,
+        "TEST_DIR": TESTS,
+        "CPUS": str(table.cpus or ""),
+        "MEMORY": f"{table.memory_mb}M" if table.memory_mb else "",
+        "HOST_VERIFIER_LOGS_PATH": f"{SERVICE_LOGS}verifier",
+        "HOST_AGENT_LOGS_PATH": f"{SERVICE_LOGS}agent",
+        "HOST_ARTIFACTS_PATH": f"{SERVICE_LOGS}artifacts",
+        "ENV_VERIFIER_LOGS_PATH": VERIFIER_LOGS,
+        "ENV_AGENT_LOGS_PATH": AGENT_LOGS,
+        "ENV_ARTIFACTS_PATH": ARTIFACTS,
+    }
+    return harbor | resolve_env(table.env, where="environment.env", environ=environ)
+
+
+def service_wish(service: Service) -> ImageWish | None:
+    """The image of a service, as its file says; None if that says nothing."""
+    if service.build is not None:
+        build = service.build
+        return ImageWish(None, build.context, build.dockerfile, tuple(sorted(build.args.items())), build.target)
+    if service.image and service.image != _MAIN_IMAGE:
+        return ImageWish(service.image)
+    return None
+
+
+async def service_images(
+    compose: Compose, main: ImageWish, get: Callable[[ImageWish], Awaitable[Image]]
+) -> dict[str, Image]:
+    """The images of all services, each fetched or built once. What one of them builds under a name is what the others
+    mean by that name."""
+    wishes = {name: main if name == MAIN else service_wish(service) for name, service in compose.services.items()}
+    built = {one.image: wishes[name] for name, one in compose.services.items() if one.build and one.image}
+    wishes = {name: built.get(compose.services[name].image or "", wish) for name, wish in wishes.items()}
+    asked = (replace(wish or main, network=main.network) for wish in wishes.values())
+    found = await asyncio.gather(*(get(wish) for wish in asked))
+    return dict(zip(wishes, found, strict=True))
+
+
+class ServiceLogs:
+    """What services print, kept below a directory of the trial's: one file for each service."""
+
+    def __init__(self, directory: Path, record: TrialRecord) -> None:
+        self._directory = directory
+        self._record = record
+        self._files: dict[Path, OutputFile] = {}
+
+    def of(self, group: str) -> Callable[[str, bytes], None]:
+        """Where the services of one group print to; `group` is empty for those of the agent."""
+
+        def keep(service: str, data: bytes) -> None:
+            path = self._directory / group / f"{service}.log"
+            if path not in self._files:
+                self._files[path] = self._record.output(path).__enter__()
+            self._files[path]("stdout", data)
+
+        return keep
+
+    def close(self) -> None:
+        """Write what was held back. Idempotent."""
+        while self._files:
+            self._files.popitem()[1].__exit__()
+
+
+@dataclass(frozen=True, slots=True)
+class StepNetwork:
+    """The policies of one step. `verifier` is of the sandbox that grades; `shared` if that is the agent's own."""
+
+    agent: NetworkPolicy
+    verifier: NetworkPolicy
+    shared: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPlan:
+    """The policy that the sandbox starts with, and those of the steps in order."""
+
+    baseline: NetworkPolicy
+    steps: tuple[StepNetwork, ...]
+
+
+def plan_network(
+    environment: Environment,
+    steps: tuple[Step, ...],
+    *,
+    override: NetworkPolicy | None = None,
+    hosts: tuple[str, ...] = (),
+    agent_hosts: tuple[str, ...] = (),
+) -> NetworkPlan:
+    """The task's policies with what the run adds. An override holds for every phase."""
+    baseline = with_hosts(override or environment.policy, hosts)
+    planned: list[StepNetwork] = []
+    for step in steps:
+        agent = baseline if override else (step.agent.policy or baseline)
+        verifier = _verifier_policy(step, baseline, override)
+        planned.append(StepNetwork(with_hosts(agent, agent_hosts), verifier, step.verifier_mode == "shared"))
+    return NetworkPlan(baseline, tuple(planned))
+
+
+def _verifier_policy(step: Step, baseline: NetworkPolicy, override: NetworkPolicy | None) -> NetworkPolicy:
+    if override is not None:
+        return baseline
+    own = step.verifier_environment.own_table and step.verifier_mode == "separate"
+    start = step.verifier_environment.table.policy if own else baseline
+    return step.verifier.policy or start
+
+
+def build_network(task: Task) -> NetworkPolicy | None:
+    """What the Dockerfiles of a task may reach while they are built: `metadata.pier.build_network` of its file is
+    `public`, `none`, or a list of hosts. None if nothing is said, which is public."""
+    own = task.config.metadata.get("pier")
+    said = own.get("build_network") if isinstance(own, dict) else None
+    if said is None or said in ("public", "none"):
+        return None if said is None else NetworkPolicy(said)
+    if not isinstance(said, list) or not all(isinstance(host, str) for host in said):
+        message = (
+            f"{task.path / 'task.toml'}: metadata.pier.build_network: {said!r} is not public, none or a list of hosts"
+        )
+        raise TaskError(message, code="task_toml")
+    return with_hosts(NetworkPolicy("none"), tuple(said))
+
+
+def with_hosts(policy: NetworkPolicy, hosts: tuple[str, ...]) -> NetworkPolicy:
+    """`policy` with more hosts: none becomes an allowlist, public has them already."""
+    if not hosts or policy.mode == "public":
+        return policy
+    merged = dict.fromkeys((*policy.hosts, *(_rule(host) for host in hosts)))
+    return NetworkPolicy("allowlist", tuple(merged))
+
+
+def _rule(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    if colon and port.isdigit() and ":" not in name:
+        return f"{normalise_host(name)}:{port}"
+    return normalise_host(host)
+
+
+def check_network(
+    plan: NetworkPlan, capabilities: Capabilities, backend: str, also: tuple[NetworkPolicy, ...] = ()
+) -> None:
+    """Refuse a plan that the backend cannot enforce; `also` are policies of phases before the first step."""
+    wanted = {plan.baseline.mode} | {policy.mode for step in plan.steps for policy in (step.agent, step.verifier)}
+    wanted |= {policy.mode for policy in also}
+    if missing := wanted - capabilities.networks:
+        have = ", ".join(sorted(capabilities.networks)) or "none at all"
+        raise PolicyError(
+            f"the backend {backend!r} cannot enforce the network mode {min(missing)!r} here; it can: {have}",
+            hint="pier doctor",
+        )
+    phases = {p for s in plan.steps for p in ((s.agent, s.verifier) if s.shared else (s.agent,))}
+    if {*phases, *also} - {plan.baseline} and not capabilities.switch_network:
+        raise PolicyError(f"the backend {backend!r} cannot change the network between phases, which this task asks for")
+
 
 _MEGABYTE = 1024 * 1024
 _NOT_CONTENT = ("Dockerfile", ".dockerignore", COMPOSE_NAME)
@@ -245,3 +417,43 @@ def _stage(content: Path, staged: Path) -> None:
         return set(names) & set(_NOT_CONTENT) if Path(directory) == content else set()
 
     shutil.copytree(content, staged, symlinks=True, ignore=left_out)
+
+
+async def prepare_step(spec: TrialSpec, step: Step, sandbox: Sandbox, workdir: str) -> None:
+    """Bring the step's files into the working directory, run its set-up script and wait for its health check."""
+    user = user_text(step.agent.user)
+    if step.workdir is not None:
+        await sandbox.upload(step.workdir, workdir)
+        if (step.workdir / "setup.sh").is_file():
+            await _run_setup(spec, step, sandbox, workdir, user)
+    if step.healthcheck is not None:
+        await wait_until_healthy(sandbox, step.healthcheck, cwd=workdir, user=user)
+
+
+async def _run_setup(spec: TrialSpec, step: Step, sandbox: Sandbox, workdir: str, user: str | None) -> None:
+    limit = spec.task.config.environment.build_timeout_sec * spec.multipliers.of("environment_build")
+    result = await sandbox.exec(["bash", f"{workdir.rstrip('/')}/setup.sh"], cwd=workdir, user=user, timeout=limit)
+    if not result.ok:
+        how = "took too long" if result.timed_out else f"ended with exit code {result.exit_code}"
+        raise TaskError(f"step {step.name!r}: setup.sh {how}: {result.error_text[-500:]}", code="step_setup")
+
+
+async def wait_until_healthy(sandbox: Sandbox, check: Healthcheck, *, cwd: str, user: str | None = None) -> None:
+    """Return when the check's command succeeds; `SandboxError` with code `healthcheck` when it does not."""
+    begun = time.monotonic()
+    failures = 0
+    while True:
+        starting = time.monotonic() < begun + check.start_period_sec
+        result = await sandbox.exec(["/bin/sh", "-c", check.command], cwd=cwd, user=user, timeout=check.timeout_sec)
+        if result.ok:
+            return
+        if not starting:
+            failures += 1
+            if failures >= check.retries:
+                how = "took too long" if result.timed_out else f"ended with exit code {result.exit_code}"
+                raise SandboxError(
+                    f"the health check failed {failures} times: {check.command!r} {how}: {result.error_text[-400:]}",
+                    code="healthcheck",
+                    blame="task",
+                )
+        await asyncio.sleep(check.start_interval_sec if starting else check.interval_sec)

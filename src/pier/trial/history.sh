@@ -1,4 +1,4 @@
-# Run by pier.trial.history in a sandbox of a task, in its working directory: a line for each finding, with its kind, its
+# Run by pier.trial.check in a sandbox of a task, in its working directory: a line for each finding, with its kind, its
 # path and words about it, goes to /logs/agent/history.tsv.
 export GIT_OPTIONAL_LOCKS=0 GIT_NO_LAZY_FETCH=1 GIT_TERMINAL_PROMPT=0 LC_ALL=C
 scratch=$(mktemp -d) || exit 0

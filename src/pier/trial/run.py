@@ -27,20 +27,41 @@ from pier.sandbox.compose import Composition
 from pier.sandbox.contract import Mount, Sandbox
 from pier.secret import looks_secret, secret_values, secrets_in, secrets_in_text
 from pier.task import resolve_env
-from pier.trial.agents import Brought, bring_agent, make_agent
-from pier.trial.clock import Clock, limit, now
-from pier.trial.compose import SERVICES, ServiceLogs, service_images
-from pier.trial.configfile import task_reference, trial_config, trial_lock
-from pier.trial.environment import Room, agent_room, check_support, furnish, sandbox_limits, start_room
-from pier.trial.grading import GradingPlace
-from pier.trial.health import wait_until_healthy
+from pier.trial.agent import Brought, bring_agent, make_agent
+from pier.trial.environment import (
+    SERVICES,
+    NetworkPlan,
+    Room,
+    ServiceLogs,
+    agent_room,
+    check_network,
+    check_support,
+    furnish,
+    plan_network,
+    sandbox_limits,
+    service_images,
+    start_room,
+    wait_until_healthy,
+)
 from pier.trial.images import ImageWish
-from pier.trial.model import AgentInfo, ModelInfo, PierInfo, TimingInfo, TrialResult, VerifierResult
-from pier.trial.network import NetworkPlan, check_network, plan_network
-from pier.trial.outcome import StepOutcome, captured, combined_rewards, exception_info, judge_as_harbor, stops_after
-from pier.trial.record import TrialRecord
+from pier.trial.record import Clock, TrialRecord, limit, now, task_reference, trial_config, trial_lock
+from pier.trial.result import (
+    AgentInfo,
+    ModelInfo,
+    PierInfo,
+    StepOutcome,
+    TimingInfo,
+    TrialResult,
+    VerifierResult,
+    captured,
+    combined_rewards,
+    exception_info,
+    judge_as_harbor,
+    stops_after,
+)
 from pier.trial.spec import OnPhase, TrialServices, TrialSpec
 from pier.trial.steps import Stage, run_step
+from pier.trial.verify import GradingPlace
 
 T = TypeVar("T")
 

@@ -1,20 +1,28 @@
-"""What a trial is asked to do (`TrialSpec`) and what it is lent to do it with (`TrialServices`)."""
+"""What a trial is asked to do (`TrialSpec`) and what it is lent to do it with (`TrialServices`).
+
+Opens what a few trials need, for commands that run trials without a job.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pier.lease import Lease, sweep
 from pier.network.policy import NetworkPolicy
+from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend, Limits, Mount
 from pier.task import Task
-from pier.task.config import Artifact, McpServerTable
+from pier.task.model import Artifact, McpServerTable
+from pier.trial.images import open_images
 
 if TYPE_CHECKING:
     from pier.gateway import Gateway, Meter
     from pier.trial.images import TrialImages
+
 
 Phase = Literal["prepare", "start", "health", "setup", "agent", "collect", "verify", "seal"]
 """The phases of a trial, in order. In a task with steps, `health` to `verify` come once for each step."""
@@ -107,7 +115,7 @@ class TrialSpec:
     extra_instructions: tuple[str, ...] = ()
     keep_sandbox: bool = False
     keep_state: bool = False
-    """Keep what the agent left behind, so that it can be graded again (`pier.trial.state`)."""
+    """Keep what the agent left behind, so that it can be graded again (`pier.trial.collect`)."""
     secrets: tuple[str, ...] = ()
     """Values that may stand in no file, in addition to those of variables whose name looks secret."""
 
@@ -123,3 +131,15 @@ class TrialServices:
     """A budget that the trials share."""
     environ: Mapping[str, str] | None = None
     """The variables that templates are filled from; the process's own if None."""
+
+
+@asynccontextmanager
+async def open_services(backend: str = "local", *, label: str = "trials") -> AsyncIterator[TrialServices]:
+    """A backend with its lease and images; what dead owners left is swept first."""
+    async with AsyncExitStack() as stack:
+        lease = stack.enter_context(Lease(label=label))
+        opened = await stack.enter_async_context(open_backend(backend, lease))
+        await sweep(dict.fromkeys(opened.kinds, opened.destroy))
+        images = open_images(opened)
+        stack.push_async_callback(images.close)
+        yield TrialServices(backend=opened, images=images)

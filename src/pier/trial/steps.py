@@ -13,11 +13,15 @@ from pier.network.policy import NetworkPolicy
 from pier.sandbox.compose import MAIN
 from pier.sandbox.contract import Change, Sandbox
 from pier.task import Step, resolve_env
-from pier.trial.agents import (
+from pier.trial.agent import (
+    Told,
+    add_native_trajectory,
+    add_trajectory,
     check_job_budget,
     check_recording,
     describe_run,
     endpoint_of,
+    followed,
     home_of,
     judge,
     model_session,
@@ -26,18 +30,12 @@ from pier.trial.agents import (
     usage_of,
     user_text,
 )
-from pier.trial.clock import Clock
-from pier.trial.collect import DISK_FAULTS, Collected, collect_artifacts, seal_artifacts, take_logs
-from pier.trial.follow import followed
-from pier.trial.grading import Graded, GradingPlace, SeparateTests, SharedTests
-from pier.trial.health import prepare_step
-from pier.trial.network import StepNetwork
-from pier.trial.outcome import StepOutcome, captured, exception_info, finally_do, storage_fault
-from pier.trial.record import TrialRecord
+from pier.trial.collect import DISK_FAULTS, STATE, Collected, collect_artifacts, keep_state, seal_artifacts, take_logs
+from pier.trial.environment import StepNetwork, prepare_step
+from pier.trial.record import Clock, TrialRecord
+from pier.trial.result import StepOutcome, captured, exception_info, finally_do, storage_fault
 from pier.trial.spec import TrialServices, TrialSpec
-from pier.trial.state import STATE, keep_state
-from pier.trial.trajectory import Told, add_native_trajectory, add_trajectory
-from pier.trial.verdict import reach_verdict
+from pier.trial.verify import Graded, GradingPlace, SeparateTests, SharedTests, reach_verdict
 from pier.verifier.folders import ARTIFACTS, TESTS, VERIFIER_LOGS, make_folders
 
 SHELL = ("/bin/sh", "-c", 'command -v bash >/dev/null 2>&1 && exec bash -c "$0"; exec sh -c "$0"')

@@ -3,14 +3,36 @@
 A trial without a verdict counts in coverage and nowhere else: an infrastructure fault is never a zero. A reward has a
 mean for each of its keys; where one number is shown, it is the mean of the main reward: the key `reward`, else the
 only one. A cost is the whole cost or unknown; of a cost that is known in part, the part is shown as such.
+
+What the model calls of a job took, over all its runs: how they ended, how long each stage was, what was met.
+
+A run begins with the numbers that earlier ones left in `gateway.json` and replaces the file now and then, so a runner
+that is killed loses the numbers of a few seconds, and nothing else.
+
+How a trial ended, taken from its result: the object that a trial returns, or the file that it sealed.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from pier.errors import PierError
+from pier.files import write_json
+from pier.job.ledger import Fault, Outcome
+from pier.redact import Redactor
+from pier.trial.result import AgentResult, TrialResult, storage_fault
+
+if TYPE_CHECKING:
+    from pier.gateway.metrics import Metrics
+
 
 Z95 = 1.959963984540054
 """Standard errors to each side of a 95% interval."""
@@ -194,3 +216,163 @@ def _wilson(share: float, n: float, method: str) -> Interval:
     low = 0.0 if share == 0 else max(centre - half, 0.0)
     high = 1.0 if share == 1 else min(centre + half, 1.0)
     return Interval(low, high, method)
+
+
+NUMBERS = "gateway.json"
+_STAGES = {
+    "call": "call_seconds",
+    "before_upstream": "before_upstream_seconds",
+    "first_byte": "upstream_first_byte_seconds",
+    "added": "added_seconds",
+    "recording": "recording_seconds",
+    "event_loop_lag": "event_loop_lag_seconds",
+}
+_TOLD = ("mean", "p50", "p99")
+
+
+class JobNumbers:
+    """The numbers of a job that runs. Without a gateway there are none."""
+
+    def __init__(self, directory: Path, metrics: Metrics | None) -> None:
+        self._path = directory / NUMBERS
+        self._metrics = metrics
+        self._saved: Any = None
+        if metrics:
+            metrics.load(_read(directory))
+
+    def save(self) -> None:
+        """Replace the file, if another call ended since the last time."""
+        if self._metrics is None or self._saved == self._metrics.calls.values:
+            return
+        self._saved = dict(self._metrics.calls.values)
+        write_json(self._path, self._metrics.snapshot(), durable=False)
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((directory / NUMBERS).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def calls_of(directory: Path) -> dict[str, Any] | None:
+    """A job's model calls in short; None if none was counted."""
+    found = _read(directory)
+    try:
+        ends: Counter[str] = Counter()
+        for row in found["calls_total"]:
+            ends[row["end"]] += int(row["value"])
+        seconds = {name: {each: found[key][each] for each in _TOLD} for name, key in _STAGES.items()}
+        counts = {
+            "retries": int(sum(row["value"] for row in found["upstream_retries_total"])),
+            "waits": int(found["limit_waits_total"]),
+            "wait_seconds": round(found["limit_wait_seconds_total"], 3),
+            "recording_gaps": int(found["recording_gaps_total"]),
+            "edits": int(found["edits_total"]),
+        }
+    except (KeyError, TypeError, ValueError):
+        return None
+    return {"ends": dict(ends), **counts, "seconds": seconds} if ends else None
+
+
+def in_words(calls: dict[str, Any]) -> str:
+    """A job's model calls in one line."""
+    words = [f"{count} {end.replace('_', ' ')}" for end, count in calls["ends"].items()]
+    for name, stage in (("first byte", "first_byte"), ("added by the gateway", "added")):
+        if (told := calls["seconds"][stage])["p50"] is not None:
+            words.append(f"{name} within {told['p50']:g} s (99%: {told['p99']:g} s)")
+    if calls["retries"]:
+        words.append(f"{calls['retries']} retries")
+    if calls["waits"]:
+        words.append(f"{calls['wait_seconds']:.1f} s of waiting for limits")
+    if calls["recording_gaps"]:
+        words.append(f"{calls['recording_gaps']} that could not be recorded")
+    return "model calls: " + ", ".join(words)
+
+
+RESULT = "result.json"
+CANCELLED = "CancelledError"
+_WITHOUT_MODELS = ("oracle", "nop", "kept-state")
+_NO_VERDICT = "job-budget"
+"""The code of a trial that the job's own budget cut off: it did not get its chance, so it is still owed."""
+
+
+def outcome_of(result: TrialResult, directory: Path) -> Outcome:
+    """The outcome that a result says."""
+    info = result.exception_info
+    used = [result.agent_result] if result.agent_result else [step.agent_result for step in result.step_results or ()]
+    infos = (info, *(step.exception_info for step in result.step_results or ()))
+    cut_off = any(each is not None and each.code == _NO_VERDICT for each in infos)
+    cancelled = cut_off or (info is not None and info.exception_type == CANCELLED)
+    fault = None
+    if info is not None and not cancelled:
+        fault = Fault(
+            type=info.exception_type,
+            code=info.code or info.exception_type,
+            blame=info.blame or "infra",
+            retryable=bool(info.retryable),
+            message=info.exception_message,
+        )
+    began, ended = result.started_at, result.finished_at
+    rewards = None if cut_off else result.rewards
+    return Outcome(
+        rewards=dict(rewards) if rewards is not None else None,
+        fault=fault,
+        cancelled=cancelled,
+        tokens=(_sum(used, "n_input_tokens"), _sum(used, "n_cache_tokens"), _sum(used, "n_output_tokens")),
+        cost=_cost(result, used),
+        seconds=(ended - began).total_seconds() if began and ended else 0.0,
+        steps=_steps(result),
+        size=size_of(directory),
+    )
+
+
+def _steps(result: TrialResult) -> tuple[int, int] | None:
+    if result.pier is None or result.pier.n_steps is None:
+        return None
+    return result.pier.graded_steps or 0, result.pier.n_steps
+
+
+def _sum(used: Sequence[AgentResult | None], name: str) -> Any:
+    """The sum over the steps of a trial of what is known; None if nothing is."""
+    known = [value for each in used if each is not None and (value := getattr(each, name)) is not None]
+    return sum(known) if known else None
+
+
+def _cost(result: TrialResult, used: Sequence[AgentResult | None]) -> float | None:
+    """What a trial cost; None if that is not known of all its steps. One whose agent never began cost nothing."""
+    costs = [each.cost_usd for each in used if each is not None]
+    if result.agent_info.name in _WITHOUT_MODELS:
+        return 0.0
+    return None if None in costs else math.fsum(cost for cost in costs if cost is not None)
+
+
+def outcome_of_error(error: Exception, redactor: Redactor) -> Outcome:
+    """The outcome of a trial that broke before it could seal its result."""
+    error = storage_fault(error) or error
+    known = isinstance(error, PierError)
+    fault = Fault(
+        type=type(error).__name__,
+        code=error.code if known else type(error).__name__,
+        blame=error.blame if known else "infra",
+        retryable=error.retryable if known else False,
+        message=redactor.text(str(error)) or type(error).__name__,
+    )
+    return Outcome(fault=fault, cost=0.0)
+
+
+def read_outcome(directory: Path) -> Outcome | None:
+    """The outcome in a trial's directory; None if its result is missing, empty, torn or not a result."""
+    try:
+        return outcome_of(TrialResult.model_validate_json((directory / RESULT).read_bytes()), directory)
+    except (OSError, ValidationError, ValueError):
+        return None
+
+
+def size_of(directory: Path, name: str = RESULT) -> int:
+    """The size of a file, by default the result; 0 if there is none."""
+    try:
+        return (directory / name).stat().st_size
+    except OSError:
+        return 0

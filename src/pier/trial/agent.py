@@ -1,4 +1,13 @@
-"""The agent's part of a trial: its inputs, its model, its clock, and how its end is judged."""
+"""The agent's part of a trial: its inputs, its model, its clock, and how its end is judged.
+
+Keeps an agent's trajectory up to date while it runs, so that it can be watched and a run that is killed leaves one.
+
+Deriving takes time off the same interpreter that serves the agents' models, so all trials of this process together
+spend at most a tenth of it on this; with many trials, each is written less often. The last word is the derivation at
+the agent's end.
+
+The agent's trajectory, derived from the recording of its model calls, else from its own session log.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +29,15 @@ from pier.errors import AgentError, JobError, PierError, ProviderError, StorageE
 from pier.redact import Redactor
 from pier.sandbox.contract import Change, Mount, OnOutput, Result, Sandbox
 from pier.task import Step, Task
-from pier.trial.model import AgentResult
+from pier.tree import Tree
+from pier.trial.record import TrialRecord
+from pier.trial.result import AgentResult, captured, storage_fault
 from pier.trial.spec import AgentChoice, TrialServices, TrialSpec
 
 if TYPE_CHECKING:
+    from pier.gateway.derivation import Summary
     from pier.gateway.session import Session
+
 
 _GRACE = 60.0
 """Seconds that an agent's own handling of its deadline may take, before the trial goes on without it."""
@@ -336,3 +349,168 @@ def usage_of(session: Session | None) -> AgentResult:
     if session.ended:
         metadata["ended"] = session.ended
     return AgentResult(**known, metadata=metadata)
+
+
+TRAJECTORY = "trajectory.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The origin of a trajectory."""
+
+    agent: str
+    version: str
+    model: str | None
+    session: str
+
+
+async def add_native_trajectory(
+    logs: Path, told: Told, result: AgentResult | None, record: TrialRecord
+) -> AgentResult | None:
+    """The same for an agent that called its provider itself, from the session log that it kept, if it is one whose logs
+    can be read. A trajectory that the agent left itself is kept."""
+    from pier.trajectory.native.convert import READERS, convert, find_sessions
+    from pier.trajectory.write import read
+
+    target = logs / TRAJECTORY
+    with Tree(logs) as tree:
+        own = tree.find(TRAJECTORY)
+    if told.agent not in READERS or (own is not None and own.kind == "file"):
+        return result
+    with captured() as failure:
+        sessions = await asyncio.to_thread(find_sessions, logs, told.agent)
+        longest = max(sessions, key=lambda session: session.path.stat().st_size)
+        await asyncio.to_thread(convert, longest, target)
+        final = (await asyncio.to_thread(read, target)).final_metrics
+        if final is None:
+            return result
+        known = {
+            "n_input_tokens": final.total_prompt_tokens,
+            "n_output_tokens": final.total_completion_tokens,
+            "n_cache_tokens": final.total_cached_tokens,
+            "cost_usd": final.total_cost_usd,
+        }
+        return (result or AgentResult()).model_copy(update=known)
+    _raise_storage_fault(failure.error)
+    record.warn(f"no trajectory could be made from the logs of {told.agent}: {failure.error}")
+    return result
+
+
+def _raise_storage_fault(error: Exception | None) -> None:
+    """A trajectory that this machine could not write is a fault of the infrastructure, not a warning."""
+    if (fault := storage_fault(error)) is not None:
+        raise fault from error
+
+
+def derive(logs: Path, told: Told, *, durable: bool = True) -> Summary:
+    """Write the trajectory next to the recording, from what was recorded so far."""
+    from pier.gateway.derivation import write_trajectory
+
+    return write_trajectory(
+        logs / RECORDING,
+        logs / TRAJECTORY,
+        agent_name=told.agent,
+        agent_version=told.version,
+        model_name=told.model,
+        session_id=told.session,
+        durable=durable,
+    )
+
+
+async def add_trajectory(logs: Path, told: Told, result: AgentResult | None, record: TrialRecord) -> AgentResult | None:
+    """Write the trajectory next to the recording, and add what it knows to the result.
+
+    A trajectory that cannot be derived is a warning: the recording is still there, and the verdict does not need it.
+    """
+    if not (logs / RECORDING).is_file():
+        return result
+    with captured() as failure:
+        summary = await asyncio.to_thread(derive, logs, told)
+        if summary.path is None:
+            return result
+        known = {
+            "n_input_tokens": summary.prompt_tokens,
+            "n_output_tokens": summary.completion_tokens,
+            "n_cache_tokens": summary.cached_tokens,
+            "peak_context_tokens": summary.peak_context_tokens,
+            "summarization_count": summary.summarization_count,
+            "n_agent_steps": summary.agent_steps,
+        }
+        update = {name: value for name, value in known.items() if value is not None}
+        # A cost that is only known in part is not known.
+        return (result or AgentResult()).model_copy(update={**update, "cost_usd": summary.cost_usd})
+    _raise_storage_fault(failure.error)
+    record.warn(f"no trajectory could be derived from {logs / RECORDING}: {failure.error}")
+    return result
+
+
+_PAUSE = 2.0
+_REST = 9.0
+"""How many times as long as a derivation took, none is made after it."""
+
+
+@dataclass(slots=True)
+class _Pace:
+    """Whose turn it is. One for the process, since what it shares out is the interpreter."""
+
+    busy: bool = False
+    free_at: float = 0.0
+
+    def take(self) -> bool:
+        if self.busy or time.monotonic() < self.free_at:
+            return False
+        self.busy = True
+        return True
+
+    def give_back(self, seconds: float) -> None:
+        self.busy = False
+        self.free_at = time.monotonic() + _REST * seconds
+
+
+_pace = _Pace()
+
+
+@asynccontextmanager
+async def followed(logs: Path, told: Told, *, recorded: bool) -> AsyncIterator[None]:
+    """Derive the trajectory now and then while the context lasts; none is under way when it is left."""
+    if not recorded:
+        yield
+        return
+    over = asyncio.Event()
+    task = asyncio.create_task(_follow(logs, told, over))
+    try:
+        yield
+    finally:
+        over.set()
+        await task
+
+
+async def _follow(logs: Path, told: Told, over: asyncio.Event) -> None:
+    known = 0
+    while not await _is_set_within(over, _PAUSE):
+        size = _size(logs / RECORDING)
+        if size == known or not _pace.take():
+            continue
+        began = time.monotonic()
+        try:
+            # What cannot be derived now is reported by the derivation at the end.
+            with captured():
+                await asyncio.to_thread(derive, logs, told, durable=False)
+        finally:
+            _pace.give_back(time.monotonic() - began)
+        known = size
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

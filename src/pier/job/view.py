@@ -9,13 +9,10 @@ from pathlib import Path
 import click
 
 from pier.errors import JobError, UsageError
-from pier.job.directory import read_config
-from pier.job.layout import cost_of, groups_of, result_of
-from pier.job.ledger import JOURNAL, Ledger, Outcome
-from pier.job.metrics import Mean
-from pier.job.owner import current_owner
-from pier.job.progress import tell
-from pier.job.report import print_columns, print_report
+from pier.job.directory import cost_of, groups_of, read_config, result_of
+from pier.job.ledger import JOURNAL, Ledger, Outcome, current_owner
+from pier.job.progress import print_columns, print_report, tell
+from pier.job.results import Mean
 
 
 @dataclass(frozen=True, slots=True)
