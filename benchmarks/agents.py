@@ -23,12 +23,12 @@ from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun
 from pier.agent.pack import PackStore
 from pier.agent.registry import find_agent
 from pier.endpoint import GATEWAY_PORT
-from pier.gateway.canonical import Request, Text, Turn, Usage
 from pier.gateway.server import Gateway
 from pier.image.model import HOST, Image
 from pier.lease import Lease
 from pier.sandbox.contract import Backend, Mount, SandboxSpec
 from pier.sandbox.local import LocalBackend
+from pier.wire.turn import Request, Text, Turn, Usage
 
 PACKS = Path(os.environ.get("PIER_PACKS") or Path(__file__).parents[1] / ".cache" / "packs")
 AGENTS = ("claude-code", "codex", "gemini-cli", "opencode", "goose", "pi")

@@ -16,9 +16,8 @@ from pier.agent.contract import AGENT_LOGS, PACK_PATH
 from pier.agent.pack import Pack, PackStore
 from pier.agent.registry import pack_spec
 from pier.endpoint import GATEWAY_PORT
-from pier.gateway.answering import Policy
 from pier.gateway.server import Gateway
-from pier.gateway.session import Session
+from pier.gateway.session import Policy, Session
 from pier.image.model import HOST, Image
 from pier.lease import Lease
 from pier.sandbox.contract import Mount, Sandbox, SandboxSpec

@@ -12,10 +12,9 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from pier.gateway.canonical import Request, Text, ToolCall, Turn, Usage
-from pier.gateway.dialect import DIALECTS, recognise
 from pier.gateway.providers import Provider
-from pier.gateway.turns import stream_turn
+from pier.wire.dialects import DIALECTS, recognise
+from pier.wire.turn import Request, Text, ToolCall, Turn, Usage, stream_turn
 
 Behaviour = Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]
 

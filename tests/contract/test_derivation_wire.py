@@ -11,13 +11,12 @@ import aiohttp
 import pytest
 
 from pier.gateway import Gateway, Provider
-from pier.gateway.canonical import Media, Message, Request, Text, Tool, ToolResult, Turn
-from pier.gateway.derivation import About, Derivation, write_trajectory
-from pier.gateway.dialect import DIALECTS
 from pier.gateway.script import Script
 from pier.trajectory import rules
-from pier.trajectory.model import Step
-from pier.trajectory.write import read
+from pier.trajectory.derive import About, Derivation, write_trajectory
+from pier.trajectory.model import Step, read
+from pier.wire.dialects import DIALECTS
+from pier.wire.turn import Media, Message, Request, Text, Tool, ToolResult, Turn
 
 pytestmark = pytest.mark.plain
 
@@ -47,7 +46,7 @@ class Agent:
             assert answer.status == 200, data
         if not self.stream:
             return self.dialect.parse_response(json.loads(data))
-        from pier.gateway.turns import TurnBuilder
+        from pier.wire.turn import TurnBuilder
 
         parser = self.dialect.stream_parser()
         builder = TurnBuilder().extend(parser.feed(data)).extend(parser.close())

@@ -14,11 +14,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pier.gateway import Budget, Gateway, Meter, recording
-from pier.gateway.canonical import Delta, ModelFailed, Request, Turn
-from pier.gateway.dialect import DIALECTS
+from pier.gateway import Budget, Gateway, Meter
 from pier.gateway.session import Session
-from pier.gateway.turns import TurnBuilder, stream_turn
+from pier.record import reader
+from pier.wire.dialects import DIALECTS
+from pier.wire.turn import Delta, ModelFailed, Request, Turn, TurnBuilder, stream_turn
 from tests.gateway_fakes import (
     HELLO,
     PATHS,
@@ -139,7 +139,7 @@ async def test_a_stream_that_waits_for_a_turn_is_kept_alive(client: str, spent: 
             assert built.error and "1 of 1 turns" in built.error.message
         else:
             assert built.error is None and built.turn().text == HELLO.text
-        ends = {call.number: call.outcome for call in recording.read(tmp_path).generations()}
+        ends = {call.number: call.outcome for call in reader.read(tmp_path).generations()}
         assert ends == ({1: "ok", 2: "refused"} if spent else {1: "error", 2: "ok"})
 
 
@@ -168,8 +168,8 @@ async def test_what_ends_a_call_that_waits_for_a_turn(how: str, tmp_path: Path) 
             else:
                 await two.close()
             await asyncio.wait({second}, timeout=60)
-        await until(lambda: any(call.ended is not None for call in recording.read(path).generations()))
-        assert [call.outcome for call in recording.read(path).generations()] == [expected]
+        await until(lambda: any(call.ended is not None for call in reader.read(path).generations()))
+        assert [call.outcome for call in reader.read(path).generations()] == [expected]
         assert (pool.turns, pool.held) == (0, 1)
         case.go.set()
         assert (await first)[0] == 200

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pier.gateway import Gateway, recording
+from pier.gateway import Gateway
+from pier.record import reader
 from tests.gateway_fakes import PATHS, STREAM_PATHS, fake_provider, post, request_body
 
 pytestmark = pytest.mark.plain
@@ -58,7 +59,7 @@ async def test_each_cut_is_recorded(dialect: str, upstream: str, stream: bool, t
         (asked,) = fake.asked
     assert b"mine" in asked.body
     assert [word for word in GONE if word in asked.body] == []
-    (call,) = recording.read(tmp_path / "calls.jsonl").generations()
+    (call,) = reader.read(tmp_path / "calls.jsonl").generations()
     assert call.request["tools"] == ASKED[dialect]["tools"], "what the agent asked is kept as it asked it"
     assert call.upstream is not None and call.upstream.body == asked.body
     cut = [edit for edit in call.edits if edit["action"] == "removed"]

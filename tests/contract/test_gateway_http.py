@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from pier.gateway import Gateway, Session, caller, recording
-from pier.gateway.canonical import Request, Turn
-from pier.gateway.dialect import DIALECTS
-from pier.gateway.http.request import Request as HttpRequest
+from pier.gateway import Gateway, Session
+from pier.gateway import call as caller_module
+from pier.gateway.http.request import HttpRequest as HttpRequest
 from pier.gateway.http.server import Server
+from pier.record import reader
+from pier.wire.dialects import DIALECTS
+from pier.wire.turn import Request, Turn
 from tests.gateway_fakes import HELLO, PATHS, fake_provider, request_body, streams
 
 pytestmark = pytest.mark.plain
@@ -183,7 +185,7 @@ async def test_chunks_that_lie_are_refused(chunks: bytes, tmp_path: Path) -> Non
         assert DIALECTS["chat"].parse_error(400, json.loads(body))[1] == "invalid_request"
         assert await wire.rest() == b""
         assert wire.session.meter.turns == 0
-        assert [call.outcome for call in recording.read(tmp_path).calls] == ["error"]
+        assert [call.outcome for call in reader.read(tmp_path).calls] == ["error"]
 
 
 async def test_chunks_of_every_cut_arrive_whole() -> None:
@@ -328,7 +330,7 @@ async def test_heads_have_a_limit() -> None:
 
 @pytest.mark.parametrize("client", ["chat", "responses", "anthropic", "gemini"])
 async def test_coded_bodies_are_read_or_refused_in_the_dialect(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caller, "MAX_BODY", 1_000_000)
+    monkeypatch.setattr(caller_module, "MAX_BODY", 1_000_000)
     body = json.dumps(request_body(client)).encode()
     bomb = json.dumps(request_body(client, "x" * 2_000_000)).encode()
     cases = [
@@ -352,7 +354,7 @@ async def test_coded_bodies_are_read_or_refused_in_the_dialect(client: str, monk
 
 @pytest.mark.parametrize("client", ["chat", "responses", "anthropic", "gemini"])
 async def test_chunks_without_end_are_too_large(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caller, "MAX_BODY", 1_000_000)
+    monkeypatch.setattr(caller_module, "MAX_BODY", 1_000_000)
     async with wired() as wire:
         wire.send(wire.head("Transfer-Encoding: chunked", path=PATHS[client]))
         for _ in range(30):
@@ -395,7 +397,7 @@ async def test_a_client_that_leaves_ends_the_generation(half: bool, stream: bool
         else:
             wire.writer.transport.abort()
         await asyncio.wait_for(fake.cancelled.wait(), LIMIT)
-        while [call.outcome for call in recording.read(tmp_path).generations()] != ["cancelled"]:
+        while [call.outcome for call in reader.read(tmp_path).generations()] != ["cancelled"]:
             await asyncio.sleep(0.01)
 
 

@@ -14,10 +14,9 @@ import pytest
 
 from pier.errors import UsageError
 from pier.gateway import Budget, Gateway
-from pier.gateway.canonical import Text, Turn, Usage
-from pier.gateway.limiter import Retry
-from pier.gateway.metrics import Counter, Histogram
-from pier.gateway.metrics_server import fetch, metrics_served, private_socket
+from pier.gateway.budget import Retry
+from pier.gateway.metrics import Counter, Histogram, fetch, metrics_served, private_socket
+from pier.wire.turn import Text, Turn, Usage
 from tests.gateway_fakes import PATHS, STREAM_PATHS, fake_provider, post, replies, request_body, says, streams
 
 pytestmark = pytest.mark.plain

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pier.gateway import Gateway, recording
+from pier.gateway import Gateway
+from pier.record import reader
 from tests.gateway_fakes import (
     HELLO,
     PATHS,
@@ -50,7 +51,7 @@ async def test_bytes_and_headers_pass_both_ways(dialect: str, stream: bool, tmp_
         text = (tmp_path / "calls.jsonl").read_text()
         assert session.key not in text
         assert "sk-provider-secret" not in text
-        (call,) = recording.read(tmp_path).generations()
+        (call,) = reader.read(tmp_path).generations()
         assert (call.body, call.outcome, call.stream) == (body, "ok", stream)
         assert call.answer
         assert call.answer.body == answer
@@ -70,7 +71,7 @@ async def test_another_name_becomes_the_sessions_model(tmp_path: Path) -> None:
         session = gateway.session("real", upstream=fake.provider(), recording=tmp_path / "calls.jsonl")
         await post(url, PATHS["chat"], session.key, request_body("chat"))
         assert fake.asked[0].json == {**request_body("chat"), "model": "real"}
-        (call,) = recording.read(tmp_path).generations()
+        (call,) = reader.read(tmp_path).generations()
         assert call.model == "named-by-agent"
         assert call.upstream
         assert call.upstream.model == "real"

@@ -13,10 +13,10 @@ import pytest
 
 from pier.endpoint import GATEWAY_PORT
 from pier.errors import UsageError
-from pier.gateway import Budget, Directory, Gateway, Meter, recording
-from pier.gateway.canonical import Request, Text, Turn, Usage
-from pier.gateway.dialect import DIALECTS
-from pier.gateway.turns import TurnBuilder
+from pier.gateway import Budget, Directory, Gateway, Meter
+from pier.record import reader
+from pier.wire.dialects import DIALECTS
+from pier.wire.turn import Request, Text, Turn, TurnBuilder, Usage
 from tests.gateway_fakes import HELLO, PATHS, STREAM_PATHS, fake_provider, post, replies, request_body, says, thinks
 
 pytestmark = pytest.mark.plain
@@ -103,7 +103,7 @@ async def test_n_turns_are_n_generations(client: str, stream: bool, tmp_path: Pa
         refused = next(raw for status, _, raw in answers if status == 400)
         assert "3 of 3 turns" in DIALECTS[client].parse_error(400, json.loads(refused))[0]
         assert session.ended
-        outcomes = sorted(call.outcome for call in recording.read(tmp_path).generations())
+        outcomes = sorted(call.outcome for call in reader.read(tmp_path).generations())
         assert outcomes == ["ok"] * 3 + ["refused"] * 5
 
 
@@ -253,7 +253,7 @@ async def test_tokens_of_a_model_that_nobody_serves_are_counted_roughly(tmp_path
         status, _, raw = await post(url, "/v1/messages/count_tokens", session.key, body)
         assert status == 200 and json.loads(raw)["input_tokens"] > 0
         await session.close()
-        (call,) = recording.read(tmp_path).calls
+        (call,) = reader.read(tmp_path).calls
         assert call.outcome == "ok"
 
 
@@ -272,7 +272,7 @@ async def test_an_agent_that_leaves_while_its_tokens_are_counted(tmp_path: Path)
         counting.cancel()
         await asyncio.wait_for(fake.cancelled.wait(), 60)
         await session.close()
-        (call,) = recording.read(tmp_path).calls
+        (call,) = reader.read(tmp_path).calls
         assert call.outcome == "cancelled"
 
 
@@ -342,7 +342,7 @@ async def test_token_ids_are_kept_and_not_shown(tmp_path: Path) -> None:
         assert fake.asked[0].json["logprobs"] is True
         del body["prompt_token_ids"]
         assert json.loads(raw) == {**body, "choices": [choice]}
-        (call,) = recording.read(tmp_path).generations()
+        (call,) = reader.read(tmp_path).generations()
         assert call.upstream
         assert call.upstream.answer
         assert call.upstream.answer.body == given
@@ -425,7 +425,7 @@ async def test_closing_a_session_cuts_its_calls(tmp_path: Path) -> None:
         await session.close("enough")
         with pytest.raises(aiohttp.ClientError):
             await asking
-        found = recording.read(tmp_path)
+        found = reader.read(tmp_path)
         assert (found.calls[0].outcome, found.closed) == ("cancelled", "enough")
 
 
@@ -441,7 +441,7 @@ async def test_a_closed_book_has_no_hosted_tools(tmp_path: Path) -> None:
             assert (await post(url, PATHS["anthropic"], session.key, body))[0] == 200
             assert b"web_search" not in fake.asked[-1].body
             assert b"add" in fake.asked[-1].body
-            (call,) = recording.read(path).generations()
+            (call,) = reader.read(path).generations()
             assert b"web_search" in call.body
             assert call.upstream
             assert call.upstream.body == fake.asked[-1].body
@@ -484,7 +484,7 @@ async def test_power_may_fail_after_the_last_event(
         status, _, raw = await post(url, where, session.key, request_body("chat", stream=stream))
         assert status == 200
         path.write_bytes(on_disk[0])
-        (call,) = recording.read(path).generations()
+        (call,) = reader.read(path).generations()
         assert call.outcome == "ok"
         assert call.answer
         assert call.answer.body == raw
@@ -555,7 +555,7 @@ async def test_many_sessions_at_once_see_only_their_own(tmp_path: Path) -> None:
 
         await asyncio.gather(*(talk(number, turn) for number in range(20) for turn in range(10)))
         for number in range(20):
-            calls = recording.read(tmp_path / str(number)).generations()
+            calls = reader.read(tmp_path / str(number)).generations()
             assert [call.outcome for call in calls] == ["ok"] * 10
             for call in calls:
                 said = re.findall(rb"<\d+-\d+>", call.body)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from pier.gateway import Gateway, recording
-from pier.gateway.derivation import write_trajectory
+from pier.gateway import Gateway
+from pier.record import reader
+from pier.trajectory.derive import write_trajectory
 from tests.gateway_fakes import PATHS, STREAM_PATHS, fake_provider, post, replies, request_body
 
 pytestmark = pytest.mark.plain
@@ -42,7 +43,7 @@ async def test_what_cannot_be_recorded_is_refused(
         status, _, raw = await post(url, path, session.key, {**request_body(dialect, stream=stream), **more})
         assert status == 400 and name in json.loads(raw)["error"]["message"] and fake.asked == []
         await session.close()
-    (call,) = recording.read(tmp_path).generations()
+    (call,) = reader.read(tmp_path).generations()
     assert (call.outcome, call.fault) == ("error", "agent")
 
 

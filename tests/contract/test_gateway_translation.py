@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from pier.errors import ProviderError
-from pier.gateway import Gateway, recording
-from pier.gateway.canonical import Delta, Request, Turn
-from pier.gateway.dialect import DIALECTS
-from pier.gateway.turns import TurnBuilder, stream_turn
+from pier.gateway import Gateway
+from pier.record import reader
+from pier.wire.dialects import DIALECTS
+from pier.wire.turn import Delta, Request, Turn, TurnBuilder, stream_turn
 from tests.gateway_fakes import HELLO, PATHS, STREAM_PATHS, TOOL, fake_provider, post, request_body, says
 
 pytestmark = pytest.mark.plain
@@ -46,7 +46,7 @@ async def test_every_pair(client: str, upstream: str, stream: bool, tmp_path: Pa
                 (call.name, json.loads(call.arguments)) for call in turn.calls
             ]
             assert (answer.stop, answer.usage.output_tokens) == (turn.stop, turn.usage.output_tokens)
-        calls = recording.read(tmp_path).generations()
+        calls = reader.read(tmp_path).generations()
         assert [call.outcome for call in calls] == ["ok", "ok"]
         assert [call.usage.input_tokens for call in calls if call.usage] == [11, 20]
         for call in calls:
@@ -80,7 +80,7 @@ async def test_policies(client: str, stream: bool, kind: str, tmp_path: Path) ->
         status, _, raw = await post(url, path, session.key, request_body(client, "what?", stream=stream))
         assert (status, read_answer(client, stream, raw).text) == (200, HELLO.text)
         assert seen[0].messages[0].text == "what?"
-        (call,) = recording.read(tmp_path).generations()
+        (call,) = reader.read(tmp_path).generations()
         assert call.answer
         assert (call.outcome, call.answer.body, call.attempts) == ("ok", raw, [])
 
@@ -129,7 +129,7 @@ async def test_a_replay_answers_again_and_shows_what_differs(client: str, stream
 async def test_half_a_character_passes(client: str, stream: bool, tmp_path: Path) -> None:
     from dataclasses import replace
 
-    from pier.gateway.canonical import Text
+    from pier.wire.turn import Text
 
     half = "cut \ud83d here"
     async with fake_provider(says(replace(HELLO, parts=(Text(half),)))) as fake, Gateway() as gateway:
@@ -142,5 +142,5 @@ async def test_half_a_character_passes(client: str, stream: bool, tmp_path: Path
             status, _, raw = await post(url, path, session.key, request_body(client, half, stream=stream))
             assert (status, read_answer(client, stream, raw).text) == (200, half)
             assert b"\\ud83d" in fake.asked[-1].body
-            (call,) = recording.read(tmp_path / f"{upstream}.jsonl").generations()
+            (call,) = reader.read(tmp_path / f"{upstream}.jsonl").generations()
             assert call.outcome == "ok"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pier.gateway import Directory, Gateway, recording
+from pier.gateway import Directory, Gateway
+from pier.record import reader
 from tests.gateway_fakes import HELLO, PATHS, TOOL, fake_provider, post, says
 
 pytestmark = pytest.mark.plain
@@ -24,7 +25,7 @@ async def test_a_stream_without_usage_is_counted_all_the_same(tmp_path: Path, mo
         assert status == 200 and b'"usage"' not in answer and answer.endswith(b"data: [DONE]\n\n")
         assert fake.asked[0].json["stream_options"]["include_usage"] is True
         await session.close()
-        (call,) = recording.read(tmp_path).generations()
+        (call,) = reader.read(tmp_path).generations()
         assert call.usage and (call.usage.input_tokens, call.usage.output_tokens) == (20, 9)
         assert json.loads(call.body) == {**ASKED, **more}
         assert call.answer and call.answer.body == answer

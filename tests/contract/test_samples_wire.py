@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from pier.cli.gateway import gateway as command
 from pier.gateway import Gateway
-from pier.gateway.canonical import Text, Tokens, ToolCall, Turn
-from pier.gateway.samples import broken_promises, samples_of
+from pier.rollout.samples import broken_promises, samples_of
+from pier.wire.turn import Text, Tokens, ToolCall, Turn
 from tests.contract.test_derivation_wire import Agent
 from tests.gateway_fakes import Behaviour, fake_provider
 

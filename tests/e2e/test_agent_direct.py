@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.trajectory import write as trajectories
+from pier.trajectory import model as trajectories
 from tests.agent_rig import PACKS, need_pack
 from tests.agent_servers import KEY_FILE, PROVIDER
 from tests.job_tasks import make_task, pier

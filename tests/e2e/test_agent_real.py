@@ -19,10 +19,9 @@ import pytest
 import yaml
 
 from pier.agent.registry import AGENTS, find_agent
-from pier.trajectory.model import Trajectory
+from pier.trajectory.model import Trajectory, read
 from pier.trajectory.native.convert import READERS, find_sessions, trajectory_of
 from pier.trajectory.rules import validate_file
-from pier.trajectory.write import read
 from tests.agent_rig import FOUR, PACKS, ROOT, need_pack
 from tests.busybox import add_program, add_python, busybox_image
 from tests.engine import Engine, engine, missing

@@ -10,8 +10,8 @@ import pytest
 
 from pier.agent.contract import AgentRun, McpServer
 from pier.agent.registry import find_agent
-from pier.gateway.canonical import Request, Text, ToolCall, ToolResult, Turn, Usage
 from pier.sandbox.contract import Sandbox
+from pier.wire.turn import Request, Text, ToolCall, ToolResult, Turn, Usage
 from tests.agent_rig import DESK, FOUR, stage
 
 SERVER = Path(__file__).parents[1] / "mcp_server.py"

@@ -16,10 +16,9 @@ import pytest
 
 from pier.agent.pack import PackStore
 from pier.agent.registry import pack_spec
-from pier.trajectory.model import Trajectory
+from pier.trajectory.model import Trajectory, read
 from pier.trajectory.native.convert import find_sessions, trajectory_of
 from pier.trajectory.rules import validate_file
-from pier.trajectory.write import read
 
 ROOT = Path(__file__).parents[2]
 PACKS = Path(os.environ.get("PIER_PACKS") or ROOT / ".cache" / "packs")

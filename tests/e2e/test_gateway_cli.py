@@ -20,8 +20,9 @@ import pytest
 from pier.agent.registry import AGENTS, find_agent
 from pier.cli.exports import exports
 from pier.endpoint import Endpoint
-from pier.gateway import Gateway, recording
-from pier.gateway.canonical import Request
+from pier.gateway import Gateway
+from pier.record import reader
+from pier.wire.turn import Request
 from tests.gateway_fakes import HELLO, PATHS, STREAM_PATHS, fake_provider, post, request_body, says, streams
 
 pytestmark = pytest.mark.plain
@@ -153,7 +154,7 @@ async def read_until_killed(
             while mark not in raw:
                 raw += await asyncio.wait_for(response.content.readany(), 60)
             async with asyncio.timeout(60):
-                while written and not recording.read(written).calls[-1].answer:
+                while written and not reader.read(written).calls[-1].answer:
                     await asyncio.sleep(0.01)
             process.send_signal(signal.SIGKILL)
             process.wait(60)
@@ -177,7 +178,7 @@ async def test_a_killed_gateway_loses_nothing_that_the_agent_has_seen(
                 assert (await post(url, where, key, request_body("chat", str(stream), stream=stream)))[0] == 200
             waits = path if outcome == "interrupted" else None
             raw = await read_until_killed(url, key, mark, process, waits)
-    calls = recording.read(path).generations()
+    calls = reader.read(path).generations()
     assert [call.outcome for call in calls] == ["ok", "ok", outcome]
     assert [call.request["messages"][0]["content"] for call in calls] == ["False", "True", "last"]
     assert calls[-1].answer

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from pier.gateway import Budget, Gateway, recording
-from pier.gateway.canonical import Request, Text, ToolResult, Turn, Usage
+from pier.gateway import Budget, Gateway
+from pier.record import reader
+from pier.wire.turn import Request, Text, ToolResult, Turn, Usage
 from tests.gateway_fakes import HELLO, TOOL, fake_provider, thinks
 
 CLIENTS = Path(__file__).parents[2] / ".cache" / "clients"
@@ -71,10 +72,10 @@ async def test_a_python_client_with_every_upstream(library: str, tmp_path: Path)
         expected = [[HELLO.text, [], [11, 7]], ["", call, [20, 9]], [SUM.text, [], [30, 5]]]
         for kind, answers in zip(made, found["answers"], strict=True):
             assert answers == expected * 2, kind
-            outcomes = [call.outcome for call in recording.read(tmp_path / f"{kind}.jsonl").generations()]
+            outcomes = [call.outcome for call in reader.read(tmp_path / f"{kind}.jsonl").generations()]
             assert outcomes == ["ok"] * 6
         assert "1 of 1 turns" in found["refused"]
-        outcomes = [call.outcome for call in recording.read(tmp_path / "short.jsonl").generations()]
+        outcomes = [call.outcome for call in reader.read(tmp_path / "short.jsonl").generations()]
         assert outcomes == ["ok", "refused"], "the library must not retry"
         for session in made.values():
             await session.close()

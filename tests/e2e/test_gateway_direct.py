@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pier.trajectory import write as trajectories
+from pier.trajectory import model as trajectories
 from tests.job_tasks import make_task, pier, rewards_of, trials_of
 
 AGENT = """

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from pier.endpoint import GATEWAY_PORT
-from pier.gateway import Gateway, recording
-from pier.gateway.canonical import Request, Turn
+from pier.gateway import Gateway
 from pier.lease import Lease
+from pier.record import reader
 from pier.sandbox import open_backend
 from pier.sandbox.contract import SandboxSpec
+from pier.wire.turn import Request, Turn
 from tests.busybox import busybox_image
 from tests.gateway_fakes import HELLO, request_body
 
@@ -47,5 +48,5 @@ async def test_a_closed_sandbox_reaches_its_model(tmp_path: Path) -> None:
                 env["KEY"] = endpoint.key
                 assert (await sandbox.exec(ASK, env=env, timeout=60)).exit_code != 0
                 await listener.close()
-            outcomes = [call.outcome for call in recording.read(tmp_path).generations()]
+            outcomes = [call.outcome for call in reader.read(tmp_path).generations()]
             assert outcomes == ["ok", "ok"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.gateway import recording
+from pier.record import reader
 from tests.job_tasks import make_task, pier, rewards_of, start_pier, trials_of, wait_for
 
 CALL = """
@@ -39,7 +39,7 @@ def command(tmp_path: Path) -> list[str]:
 
 def generations(job: Path) -> int:
     """How often a model really answered, in tries that count and in those that do not."""
-    calls = [call for path in job.rglob("recording.jsonl") for call in recording.read(path).generations()]
+    calls = [call for path in job.rglob("recording.jsonl") for call in reader.read(path).generations()]
     return sum(call.outcome == "ok" for call in calls)
 
 

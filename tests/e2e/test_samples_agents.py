@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pier.gateway.dialect import DIALECTS
-from pier.gateway.samples import broken_promises, samples_of
 from pier.gateway.script import Script
+from pier.rollout.samples import broken_promises, samples_of
+from pier.wire.dialects import DIALECTS
 from tests.agent_rig import FOUR, PACKS, ROOT, need_pack
 from tests.contract.test_samples_wire import END, body_of, template
 from tests.gateway_fakes import Behaviour, fake_provider

@@ -17,16 +17,15 @@ from aiohttp import web
 from pier.agent import deadline
 from pier.agent.contract import PACK_PATH, AgentRun
 from pier.agent.registry import find_agent
-from pier.gateway.answering import Policy
-from pier.gateway.canonical import Delta, PartDelta, PartStart, Request, StreamError, Text, TurnStart
-from pier.gateway.limiter import Retry
+from pier.gateway.budget import Retry
 from pier.gateway.providers import Provider
 from pier.gateway.script import Script
 from pier.gateway.server import Gateway
-from pier.gateway.session import Session
+from pier.gateway.session import Policy, Session
 from pier.sandbox.contract import Sandbox
 from pier.trial.result import TrialResult
 from pier.trial.spec import AgentChoice
+from pier.wire.turn import Delta, PartDelta, PartStart, Request, StreamError, Text, TurnStart
 from tests.agent_rig import DESK, FOUR, PACKS, need_pack, stage
 from tests.fault.test_gateway_upstreams import events
 from tests.gateway_fakes import Behaviour, fake_provider, replies, streams

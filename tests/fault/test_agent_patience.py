@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pier.agent.codex import PROVIDER
-from pier.gateway.canonical import Request, Turn
 from pier.gateway.script import Script
 from pier.trial.spec import AgentChoice
+from pier.wire.turn import Request, Turn
 from tests.agent_rig import PACKS, need_pack
 from tests.fault.test_agent_faults import Mine, calls, told
 from tests.trial_runs import open_bench, write_task

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pier.gateway import Gateway
-from pier.gateway.derivation import About, Derivation, write_trajectory
 from pier.gateway.script import Script
+from pier.trajectory.derive import About, Derivation, write_trajectory
 from pier.trajectory.rules import validate_file
 
 pytestmark = pytest.mark.plain

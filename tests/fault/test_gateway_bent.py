@@ -12,8 +12,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pier.gateway import Gateway, recording
-from pier.gateway.canonical import (
+from pier.gateway import Gateway
+from pier.record import reader
+from pier.trajectory.derive import write_trajectory
+from pier.wire.dialects import DIALECTS, BadRequest, BadResponse, recognise
+from pier.wire.turn import (
     Media,
     Message,
     Reasoning,
@@ -26,11 +29,10 @@ from pier.gateway.canonical import (
     ToolChoice,
     ToolResult,
     Turn,
+    TurnBuilder,
     Usage,
+    stream_turn,
 )
-from pier.gateway.derivation import write_trajectory
-from pier.gateway.dialect import DIALECTS, BadRequest, BadResponse, recognise
-from pier.gateway.turns import TurnBuilder, stream_turn
 from tests.gateway_fakes import PATHS, STREAM_PATHS, Behaviour, fake_provider, replies, streams
 
 pytestmark = pytest.mark.plain
@@ -182,7 +184,7 @@ async def test_agents_that_send_anything_get_an_answer_of_their_dialect(
         await session.close()
     assert seen[200] > 20 and seen.get(502, 0) == 0
     assert client == upstream or seen[400] > 20
-    assert len(recording.read(tmp_path).calls) >= seen[200]
+    assert len(reader.read(tmp_path).calls) >= seen[200]
     write_trajectory(tmp_path, tmp_path / "trajectory.json", agent_name="a")
 
 
@@ -217,7 +219,7 @@ async def test_providers_that_send_anything_are_relayed_or_blamed(
             assert response.status in (200, 502), (response.status, raw[:300])
             assert len(fake.asked) == number, "asked twice"
         await session.close()
-    calls = recording.read(tmp_path).generations()
+    calls = reader.read(tmp_path).generations()
     assert len(calls) == len(behaviours)
     assert {call.outcome for call in calls} <= {"ok", "error", "failed"}, {call.outcome for call in calls}
     write_trajectory(tmp_path, tmp_path / "trajectory.json", agent_name="a")

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from pier.gateway import Gateway, Provider, recording
+from pier.gateway import Gateway, Provider
+from pier.record import reader
 from tests.fault.test_gateway_wire import DONE, KEY, SERVE, STREAM, chunked
 
 pytestmark = pytest.mark.plain
@@ -94,7 +95,7 @@ async def test_the_first_event_of_a_burst_goes_on_alone(usage: bool, tmp_path: P
                 await agent.ask()
                 assert await agent.chunk() == MANY[0]
                 assert await agent.rest() == b"".join(MANY[1:] + END)
-    for call in recording.read(tmp_path).generations():
+    for call in reader.read(tmp_path).generations():
         assert call.outcome == "ok"
         assert call.answer
         assert call.answer.body == b"".join(MANY + END)
@@ -135,7 +136,7 @@ async def test_what_is_no_json_in_a_burst_is_not_delivered(wrong: bytes, tmp_pat
     assert came.startswith(good)
     assert b"not JSON" in came[len(good) :]
     assert wrong not in came
-    assert [call.outcome for call in recording.read(tmp_path).generations()] == ["error"]
+    assert [call.outcome for call in reader.read(tmp_path).generations()] == ["error"]
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -158,7 +159,7 @@ async def test_a_gateway_killed_at_a_burst_has_recorded_what_was_delivered_to_it
                     os.kill(child.pid, signal.SIGKILL)
             finally:
                 child.kill()
-    calls = recording.read(path).generations()
+    calls = reader.read(path).generations()
     assert [call.outcome for call in calls] == ["ok" if ends else "interrupted"]
     assert calls[0].request["messages"] == [{"role": "user", "content": "hi"}]
     if ends:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.trajectory import write as trajectories
+from pier.trajectory import model as trajectories
 from tests.job_tasks import make_task, pier, rewards_of, start_pier, wait_for
 
 CALL = """

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from pier.gateway import Budget, Gateway, Provider, recording
-from pier.gateway.canonical import Delta, Request, Turn
-from pier.gateway.limiter import Retry
+from pier.gateway import Budget, Gateway, Provider
+from pier.gateway.budget import Retry
 from pier.gateway.session import Session
-from pier.gateway.turns import stream_turn
+from pier.record import reader
+from pier.wire.turn import Delta, Request, Turn, stream_turn
 from tests.fault.test_gateway_upstreams import events
 from tests.gateway_fakes import HELLO, PATHS, STREAM_PATHS, request_body
 
@@ -147,7 +147,7 @@ async def test_a_provider_is_left_within_a_second(
             left = agent.leave(how)
             await until(lambda: bool(provider.closed) and session.tally.calls == 1)
             await session.close()
-            assert [call.outcome for call in recording.read(folder).generations()] == ["cancelled"]
+            assert [call.outcome for call in reader.read(folder).generations()] == ["cancelled"]
             assert session.meter.turns == begun and not session.meter.held
             return provider.closed[0] - left
 
@@ -262,7 +262,7 @@ async def test_who_leaves_while_it_waits_asks_nobody_any_more(stage: str, stream
             agent = await Agent.asks(url, session, "chat", stream)
             await until(lambda: provider.asked == 1)
             if says:
-                await until(lambda: any(call.attempts[0].wait for call in recording.read(path).generations()))
+                await until(lambda: any(call.attempts[0].wait for call in reader.read(path).generations()))
             else:
                 first, agent = agent, await Agent.asks(url, session, "chat", stream)
                 await until(lambda: gateway.metrics.open_calls == 2)
@@ -290,7 +290,7 @@ async def test_no_sign_of_life_follows_the_end_of_a_stream(tmp_path: Path) -> No
         path = tmp_path / "calls.jsonl"
         session = gateway.session("m", upstream=Provider("p", provider.url, ("chat",)), recording=path)
         agent = await Agent.asks(await gateway.serve(), session, "chat", True)
-        await until(lambda: path.stat().st_size > len(says) and recording.read(path).generations()[0].outcome == "ok")
+        await until(lambda: path.stat().st_size > len(says) and reader.read(path).generations()[0].outcome == "ok")
         await asyncio.sleep(0.2)
         received = b""
         while not received.endswith(b"\r\n0\r\n\r\n"):

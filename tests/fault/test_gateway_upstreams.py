@@ -10,12 +10,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pier.gateway import Gateway, recording
-from pier.gateway.dialect import DIALECTS
-from pier.gateway.exchange import _Beat
-from pier.gateway.limiter import Retry
-from pier.gateway.recording import Call
-from pier.gateway.turns import TurnBuilder, stream_turn
+from pier.gateway import Gateway
+from pier.gateway.budget import Retry
+from pier.gateway.call import _Beat
+from pier.record import reader
+from pier.record.reader import Call
+from pier.wire.dialects import DIALECTS
+from pier.wire.turn import TurnBuilder, stream_turn
 from tests.gateway_fakes import (
     HELLO,
     PATHS,
@@ -59,7 +60,7 @@ class Case:
         return await post(self.url, path, self.session.key, request_body(self.client, stream=stream))
 
     def call(self) -> Call:
-        return recording.read(self.folder).generations()[-1]
+        return reader.read(self.folder).generations()[-1]
 
     def check_failure(self, stream: bool, answer: tuple[int, dict[str, str], bytes], words: str) -> None:
         """A status with an error body, or a stream that ends in an error event."""
@@ -214,7 +215,7 @@ async def test_the_providers_own_errors_pass(client: str, tmp_path: Path) -> Non
 async def test_an_event_of_sixteen_mebibytes(client: str, same: bool, tmp_path: Path) -> None:
     from dataclasses import replace
 
-    from pier.gateway.canonical import Text
+    from pier.wire.turn import Text
 
     upstream = client if same else "chat" if client == "anthropic" else "anthropic"
     huge = replace(HELLO, parts=(Text("x" * (16 * 1024 * 1024)),))
@@ -313,7 +314,7 @@ async def test_an_agent_that_goes_away_ends_the_generation(begun: bool, upstream
 
 
 async def test_one_pause_holds_for_every_session_of_a_provider(tmp_path: Path) -> None:
-    from pier.gateway.limiter import Limiter
+    from pier.gateway.budget import Limiter
 
     limiter = Limiter()
     limiter.close_for(0.2)
@@ -350,7 +351,7 @@ async def test_streamed_token_ids_are_kept_and_not_shown(tmp_path: Path) -> None
         assert b"token_ids" not in raw
         assert b"logprob" not in raw
         assert b'"content": "hi"' in raw
-        (call,) = recording.read(path).generations()
+        (call,) = reader.read(path).generations()
         assert call.answer
         assert call.answer.body == raw
         assert call.upstream

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from pier.gateway import Gateway, Provider, recording
-from pier.gateway.limiter import Retry
+from pier.gateway import Gateway, Provider
+from pier.gateway.budget import Retry
+from pier.record import reader
 from tests.gateway_fakes import HELLO as TURN
 from tests.gateway_fakes import PATHS, fake_provider, post, request_body, says, streams
 
@@ -122,7 +123,7 @@ async def test_odd_answers_are_read(name: str, drip: bool, tmp_path: Path) -> No
     async with raw_provider(says=GOOD[name], drip=drip) as raw:
         assert await ask(raw, tmp_path, times=3) == [(200, ANSWER)] * 3
         assert raw.connections == 1
-    assert [call.outcome for call in recording.read(tmp_path).generations()] == ["ok"] * 3
+    assert [call.outcome for call in reader.read(tmp_path).generations()] == ["ok"] * 3
 
 
 @pytest.mark.parametrize("drip", [False, True])
@@ -133,7 +134,7 @@ async def test_a_key_that_is_echoed_goes_no_further(drip: bool, tmp_path: Path) 
         assert KEY.encode() in raw.heads[0]
     assert answers == [(200, EVENTS.replace(b"hello", b"[redacted]") + DONE)]
     assert KEY not in (tmp_path / "calls.jsonl").read_text()
-    assert [call.outcome for call in recording.read(tmp_path).generations()] == ["ok"]
+    assert [call.outcome for call in reader.read(tmp_path).generations()] == ["ok"]
 
 
 async def test_an_answer_may_end_with_its_connection(tmp_path: Path) -> None:
@@ -189,7 +190,7 @@ async def test_a_kept_connection_that_the_provider_gave_up_costs_no_call(stream:
             status, _, body = await post(url, PATHS["chat"], session.key, request_body("chat", stream=stream))
             assert (status, body) == (200, EVENTS + DONE if stream else ANSWER)
         assert raw.connections == 3 and len(raw.heads) == 5
-        calls = recording.read(tmp_path).generations()
+        calls = reader.read(tmp_path).generations()
         assert [[attempt.wait for attempt in call.attempts] for call in calls] == [[None], [0, None], [0, None]]
         assert session.meter.turns == 3
 
@@ -243,7 +244,7 @@ async def test_broken_heads_are_a_clean_failure(name: str, tmp_path: Path) -> No
     async with raw_provider(says=BAD[name]) as raw:
         ((status, body),) = await ask(raw, tmp_path)
         assert (status, json.loads(body)["error"]["message"] != "") == (502, True)
-    (call,) = recording.read(tmp_path).generations()
+    (call,) = reader.read(tmp_path).generations()
     assert (call.outcome, len(call.attempts)) == ("error", 1)
 
 
@@ -262,7 +263,7 @@ async def test_broken_bodies_end_in_an_error_once(name: str, tmp_path: Path) -> 
         assert status == 200
         assert b'"error"' in body
         assert raw.connections == 1
-    (call,) = recording.read(tmp_path).generations()
+    (call,) = reader.read(tmp_path).generations()
     assert call.outcome == "error"
 
 
@@ -286,7 +287,7 @@ async def test_tls_is_checked(certificate: Path, tmp_path: Path, monkeypatch: py
         ((status, body),) = await ask(raw, tmp_path / "unknown", stream=True)
         assert (status, b"certificate" in body.lower()) == (502, True)
         assert raw.heads == []
-        assert [len(call.attempts) for call in recording.read(tmp_path / "unknown").generations()] == [1]
+        assert [len(call.attempts) for call in reader.read(tmp_path / "unknown").generations()] == [1]
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate.with_suffix(".crt")))
         assert await ask(raw, tmp_path / "known", stream=True, times=2) == [(200, EVENTS + DONE)] * 2
         assert len(raw.heads) == 2
@@ -349,7 +350,7 @@ async def test_five_hundred_streams_at_once(tmp_path: Path) -> None:
                 assert answer.startswith(b"HTTP/1.1 200")
                 assert answer.endswith(DONE + b"\r\n0\r\n\r\n")
         server.close()
-    calls = [call for number in range(10) for call in recording.read(tmp_path / f"{number}.jsonl").generations()]
+    calls = [call for number in range(10) for call in reader.read(tmp_path / f"{number}.jsonl").generations()]
     assert [call.outcome for call in calls] == ["ok"] * count
 
 
@@ -363,7 +364,7 @@ async def test_bodies_of_two_megabytes_pass_in_parallel(stream: bool, tmp_path: 
         assert [status for status, _, _ in answers] == [200] * 8
         assert {len(asked.body) for asked in fake.asked} == {len(json.dumps(bodies[0]))}
         await session.close()
-        assert len(recording.read(tmp_path / "c.jsonl").generations()) == 8
+        assert len(reader.read(tmp_path / "c.jsonl").generations()) == 8
 
 
 SERVE = """
@@ -397,7 +398,7 @@ async def test_a_gateway_that_is_killed_loses_no_turn_that_was_delivered(stream:
                     assert (await post(url, PATHS["chat"], key, body))[0] == 200
                 fake.then = [streams(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', wait=never)]
                 open_call = asyncio.create_task(post(url, PATHS["chat"], key, {**body, "stream": True}))
-                while len(fake.asked) < 4 or len(recording.read(path).generations()) < 4:
+                while len(fake.asked) < 4 or len(reader.read(path).generations()) < 4:
                     await asyncio.sleep(0.01)
                 fake.then = []
                 status, _, last = await post(url, PATHS["chat"], key, body)
@@ -406,7 +407,7 @@ async def test_a_gateway_that_is_killed_loses_no_turn_that_was_delivered(stream:
                 child.kill()
         await asyncio.wait({open_call})
         assert status == 200
-        calls = recording.read(path).generations()
+        calls = reader.read(path).generations()
         assert [call.outcome for call in calls] == ["ok", "ok", "ok", "interrupted", "ok"]
         assert calls[-1].answer
         assert calls[-1].answer.body == last

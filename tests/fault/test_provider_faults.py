@@ -13,12 +13,13 @@ import pytest
 
 from pier.agent.nop import NopAgent
 from pier.errors import AgentError, PierError
-from pier.gateway import Gateway, recording
-from pier.gateway.dialect import DIALECTS
-from pier.gateway.faults import classify
-from pier.gateway.limiter import Retry
+from pier.gateway import Gateway
+from pier.gateway.budget import Retry
 from pier.gateway.session import Session
+from pier.record import reader
 from pier.trial.agent import judge
+from pier.wire.dialects import DIALECTS
+from pier.wire.faults import classify
 from tests.fault.test_gateway_upstreams import HTML, events
 from tests.gateway_fakes import (
     HELLO,
@@ -122,7 +123,7 @@ async def test_each_error_has_its_fault(client: str, same: bool, stream: bool, i
                 found = await agent.judge()
         assert (found.code if found else None) == code, name
         assert found is None or found.blame == "provider"
-        (call,) = recording.read(folder).generations()
+        (call,) = reader.read(folder).generations()
         assert call.outcome == "error" and (call.fault == "agent") == (code is None)
 
 
@@ -199,7 +200,7 @@ async def test_a_passing_fault_inside_an_answer_is_never_seen(
         assert await agent.judge() is None
         assert agent.session.meter.turns == 1
         assert dict(agent.session.tally.ends) == {"answered": 1} and agent.session.tally.retries == 1
-    (call,) = recording.read(tmp_path).generations()
+    (call,) = reader.read(tmp_path).generations()
     assert [attempt.fault for attempt in call.attempts] == ["provider", None]
 
 
@@ -249,7 +250,7 @@ async def test_an_agent_that_gives_up_its_own_calls_is_graded(tmp_path: Path) ->
         asking.cancel()
         while not agent.session.tally.calls:
             await asyncio.sleep(0.01)
-        (call,) = recording.read(tmp_path).generations()
+        (call,) = reader.read(tmp_path).generations()
         assert call.ended is not None
         await asyncio.sleep(2 * (call.ended - call.at) + 0.1)
         failed = AgentError("the agent took too long", code="agent_timeout")

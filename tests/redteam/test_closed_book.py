@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pier.gateway import Gateway, recording
+from pier.gateway import Gateway
+from pier.record import reader
 from tests.gateway_fakes import PATHS, fake_provider, post, request_body
 from tests.redteam import route
 
@@ -114,7 +115,7 @@ async def test_hosted_tools_are_taken_out(dialect: str, tool: dict[str, Any], tm
     assert status == 200
     kept = json.loads(asked)["tools"]
     assert kept[0] == MINE[dialect] and kept[1:] in ([], [{"functionDeclarations": [{"name": "other"}]}])
-    (call,) = recording.read(tmp_path).generations()
+    (call,) = reader.read(tmp_path).generations()
     assert [edit["action"] for edit in call.edits] == ["removed"] and tool in call.request["tools"]
 
 
@@ -141,7 +142,7 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
 async def test_fields_that_reach_out_are_taken_out(dialect: str, fields: dict[str, Any], tmp_path: Path) -> None:
     status, _, (asked,) = await ask(dialect, fields, tmp_path)
     assert status == 200 and not set(fields) & set(json.loads(asked))
-    (call,) = recording.read(tmp_path).generations()
+    (call,) = reader.read(tmp_path).generations()
     assert [(edit["action"], edit["what"]) for edit in call.edits] == [("removed", *fields)]
 
 

@@ -14,12 +14,12 @@ import pytest
 from pier.agent.contract import AgentRun
 from pier.agent.harbor import SandboxEnvironment
 from pier.errors import UsageError
-from pier.gateway.recording import find as find_recording
-from pier.gateway.samples_origin import origins
+from pier.record.reader import find as find_recording
+from pier.rollout.samples import origins
 from pier.sandbox.contract import SandboxSpec
+from pier.trajectory.model import find, read
 from pier.trajectory.native.convert import convert, find_sessions
 from pier.trajectory.rules import validate_file
-from pier.trajectory.write import find, read
 from pier.trial.images import ImageWish
 from tests.redteam import route
 from tests.redteam.places import everywhere, open_place

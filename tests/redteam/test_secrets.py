@@ -14,7 +14,7 @@ from urllib.parse import quote, quote_plus
 import pytest
 from aiohttp import web
 
-from pier.gateway.recording import Recording, read
+from pier.record.reader import Recording, read
 from pier.redact import REDACTED
 from tests.gateway_fakes import fake_provider, streams
 from tests.job_tasks import pier, trials_of

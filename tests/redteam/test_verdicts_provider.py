@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pier.gateway import Gateway
-from pier.gateway.limiter import Retry
+from pier.gateway.budget import Retry
 from pier.gateway.providers import Provider
 from pier.gateway.session import Session
 from pier.trial.result import TrialResult

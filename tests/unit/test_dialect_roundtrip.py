@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pier.gateway.canonical import (
+from pier.wire.dialects import DIALECTS, Route
+from pier.wire.turn import (
     Media,
     Message,
     PartDelta,
@@ -27,12 +28,12 @@ from pier.gateway.canonical import (
     ToolChoice,
     ToolResult,
     Turn,
+    TurnBuilder,
     TurnEnd,
     TurnStart,
     Usage,
+    stream_turn,
 )
-from pier.gateway.dialect import DIALECTS, Route
-from pier.gateway.turns import TurnBuilder, stream_turn
 
 pytestmark = pytest.mark.plain
 

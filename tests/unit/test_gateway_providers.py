@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from pier.errors import UsageError
-from pier.gateway.body import parse
-from pier.gateway.budget import Budget, Meter, Turn
-from pier.gateway.canonical import Usage
-from pier.gateway.cost import cost_of, is_priced
-from pier.gateway.limiter import Retry, retry_after
+from pier.gateway.budget import Budget, Meter, Reservation, Retry
 from pier.gateway.providers import Directory, Provider, at_address
-from pier.gateway.redact import Scrubber, redacted, redacted_path
-from pier.gateway.tokens import Extras, ask
+from pier.record.redact import Scrubber, redacted, redacted_path
+from pier.wire.body import parse
+from pier.wire.cost import cost_of, is_priced
+from pier.wire.faults import retry_after
+from pier.wire.tokens import Extras, ask
+from pier.wire.turn import Usage
 
 pytestmark = pytest.mark.plain
 ENV = {"ANTHROPIC_API_KEY": "ka", "OPENAI_API_KEY": "ko", "GOOGLE_API_KEY": "kg", "OPENROUTER_API_KEY": "kr"}
@@ -159,11 +159,11 @@ def test_an_address_that_is_none(address: str) -> None:
 
 def test_a_turn_that_was_not_spent_is_given_back() -> None:
     one, two = Meter(Budget(turns=1)), Meter(Budget(total_tokens=10), owner="job")
-    with Turn((one, two)) as turn:
-        assert turn.reserve() is None and Turn((one, two)).reserve() is one
+    with Reservation((one, two)) as turn:
+        assert turn.reserve() is None and Reservation((one, two)).reserve() is one
         assert one.exhausted() is None and (one.turns, one.held, two.held) == (0, 1, 1)
     assert not one.is_full and (one.held, two.held) == (0, 0)
-    with Turn((one, two)) as turn:
+    with Reservation((one, two)) as turn:
         assert turn.reserve() is None
         turn.spend()
         turn.spend()

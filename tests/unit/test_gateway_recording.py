@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from pier.errors import UsageError
 from pier.files import Journal
-from pier.gateway import recording
-from pier.gateway.body import parse
-from pier.gateway.canonical import Usage
-from pier.gateway.dialect.contract import BadRequest
-from pier.gateway.flushing import Flusher
-from pier.gateway.recorder import Recorder
-from pier.gateway.shelf import Shelf
+from pier.gateway.server import Shelf
+from pier.record import reader as recording
+from pier.record.writer import Flusher, Recorder
+from pier.wire.body import parse
+from pier.wire.contract import BadRequest
+from pier.wire.turn import Usage
 
 pytestmark = pytest.mark.plain
 

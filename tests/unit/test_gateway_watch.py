@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pier.gateway.canonical import Usage
-from pier.gateway.watch import Broken, Framer, Watch, data_of, events_of
+from pier.wire.turn import Usage
+from pier.wire.watch import AnswerWatch, Framer, MalformedAnswer, data_of, events_of
 
 pytestmark = pytest.mark.plain
 PIECES = [
@@ -59,12 +59,12 @@ ALIKE = [
 @given(st.lists(st.sampled_from(ALIKE[:6]), max_size=40), st.lists(st.sampled_from(ALIKE + PIECES), max_size=3))
 def test_events_that_are_alike_are_checked_as_all_others(many: list[bytes], others: list[bytes]) -> None:
     events = [*many[:9], *others[:2], *many[9:], *others[2:]]
-    one, other, whole = Watch("chat"), Watch("chat"), b""
+    one, other, whole = AnswerWatch("chat"), AnswerWatch("chat"), b""
     for event in events_of(b"".join(events)):
         try:
             one.see(event)
-        except Broken:
-            with pytest.raises(Broken) as caught:
+        except MalformedAnswer:
+            with pytest.raises(MalformedAnswer) as caught:
                 other.see(b"".join(events), each=False)
             assert caught.value.before == len(whole)
             break
@@ -76,7 +76,7 @@ def test_events_that_are_alike_are_checked_as_all_others(many: list[bytes], othe
 
 def test_events_of_a_long_text_are_not_decoded_one_by_one() -> None:
     last = b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n'
-    watch = Watch("chat")
+    watch = AnswerWatch("chat")
     assert len(watch.see(ALIKE[0] * 50 + last, each=False)) == 1
     assert watch.finished
     assert len(watch.see(ALIKE[0] * 50)) == 50
@@ -91,25 +91,25 @@ def test_a_stream_is_looked_at_alike_however_it_is_cut(pieces: list[bytes], size
     assert stream.startswith(cut)
     # An empty line more, behind an event that was whole without it, may wait for the next event.
     assert cut.rstrip(b"\r\n") == Framer().feed(stream).rstrip(b"\r\n")
-    one, other, broken, whole = Watch("chat"), Watch("chat"), None, 0
+    one, other, broken, whole = AnswerWatch("chat"), AnswerWatch("chat"), None, 0
     values = []
     for event in events_of(cut):
         try:
             values += one.see(event)
-        except Broken:
+        except MalformedAnswer:
             broken = whole
             break
         whole += len(event)
     try:
         assert other.see(cut) == values
         assert broken is None
-    except Broken as error:
+    except MalformedAnswer as error:
         assert error.before == broken
     assert (one.done, one.finished, one.failed, one.usage) == (other.done, other.finished, other.failed, other.usage)
 
 
 def test_usage_grows_over_an_anthropic_stream() -> None:
-    watch = Watch("anthropic")
+    watch = AnswerWatch("anthropic")
     start = {"input_tokens": 5, "cache_read_input_tokens": 10, "cache_creation_input_tokens": 0, "output_tokens": 1}
     first = json.dumps({"type": "message_start", "message": {"usage": start}}).encode()
     watch.see(b"event: message_start\ndata: " + first + b"\n\n")
@@ -118,5 +118,5 @@ def test_usage_grows_over_an_anthropic_stream() -> None:
     watch.see(b'data: {"type":"message_stop"}\n\n')
     assert watch.done
     assert watch.usage == Usage(15, 9, 10, 0)
-    with pytest.raises(Broken, match="not JSON"):
+    with pytest.raises(MalformedAnswer, match="not JSON"):
         watch.see(b"data: {\n\n")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.gateway.budget import Turn
-from pier.gateway.canonical import Usage
+from pier.gateway.budget import Reservation
 from pier.job.config import BudgetConfig, JobConfig, RetryConfig
 from pier.job.flags import apply_flags
 from pier.job.ledger import Ledger, Outcome, Used
@@ -16,6 +15,7 @@ from pier.job.results import outcome_of
 from pier.job.runner import JobBudget
 from pier.job.schedule import Schedule
 from pier.trial.result import AgentInfo, ExceptionInfo, TrialResult
+from pier.wire.turn import Usage
 
 pytestmark = pytest.mark.plain
 
@@ -56,7 +56,7 @@ def test_each_turn_is_written_down_when_it_is_spent_and_not_before(tmp_path: Pat
     ledger = Ledger.create(tmp_path)
     pool = JobBudget(BudgetConfig(turns=3), ledger).pool
     assert pool is not None
-    with Turn((pool,)) as failing, Turn((pool,)) as going:
+    with Reservation((pool,)) as failing, Reservation((pool,)) as going:
         assert failing.reserve() is None and going.reserve() is None
         assert Ledger.read(tmp_path).used == Used()
         going.spend()

@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pier.job.results import Graded, confidence, pass_at_k, summarise
+from pier.job.results import GradedTrial, confidence, pass_at_k, summarise
 
 pytestmark = pytest.mark.plain
 
 
-def _trials(**tasks: list[float | None]) -> list[Graded]:
+def _trials(**tasks: list[float | None]) -> list[GradedTrial]:
     return [
-        Graded(task, None if value is None else {"reward": value}) for task, values in tasks.items() for value in values
+        GradedTrial(task, None if value is None else {"reward": value})
+        for task, values in tasks.items()
+        for value in values
     ]
 
 
@@ -46,7 +48,7 @@ def test_a_missing_verdict_is_no_zero() -> None:
 
 
 def test_each_reward_key_has_its_own_mean_and_pass_at_k_is_left_out() -> None:
-    summary = summarise([Graded("a", {"tests": 1, "style": 0.5}), Graded("b", {"tests": 0})])
+    summary = summarise([GradedTrial("a", {"tests": 1, "style": 0.5}), GradedTrial("b", {"tests": 0})])
     assert summary.mean == {"tests": 0.5, "style": 0.5}
     assert summary.pass_at_k == {}
 

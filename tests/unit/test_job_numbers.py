@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pier.gateway import Budget, Gateway
-from pier.gateway.limiter import Retry
+from pier.gateway.budget import Retry
 from pier.job.results import NUMBERS, JobNumbers, calls_of, in_words
 from tests.gateway_fakes import PATHS, fake_provider, post, replies, request_body
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pier.gateway.canonical import Message, Request, Sampling, Text, Tool, ToolCall, ToolResult, Turn
-from pier.gateway.lineage import Lineage, Node
+from pier.trajectory.lineage import Lineage, Node
+from pier.wire.turn import Message, Request, Sampling, Text, Tool, ToolCall, ToolResult, Turn
 
 pytestmark = pytest.mark.plain
 

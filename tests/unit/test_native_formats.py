@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from pier.errors import UsageError
-from pier.trajectory.model import Trajectory
+from pier.trajectory.model import Trajectory, read
 from pier.trajectory.native.convert import READERS, convert, find_sessions, trajectory_of
 from pier.trajectory.native.documents import members
 from pier.trajectory.rules import validate, validate_file
-from pier.trajectory.write import read
 from tests.unit.test_native_agents import (
     GOOSE_TABLES,
     goose_call,

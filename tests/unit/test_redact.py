@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from pier.errors import UsageError
 from pier.gateway import Gateway
-from pier.gateway.canonical import Text, Tokens, Turn
-from pier.gateway.recording import read
-from pier.gateway.samples import samples_of
 from pier.job.config import JobConfig, fill
 from pier.job.directory import to_disk
+from pier.record.reader import read
 from pier.redact import REDACTED, Redactor, StreamRedactor
+from pier.rollout.samples import samples_of
 from pier.secret import is_secret, looks_secret, secrets_in_text
+from pier.wire.turn import Text, Tokens, Turn
 from tests.gateway_fakes import PATHS, fake_provider, post, request_body, streams
 
 pytestmark = pytest.mark.plain

@@ -12,18 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pier.errors import UsageError
-from pier.gateway.canonical import Message, Request, Sampling, Text, Tokens, Tool, ToolCall, ToolResult, Turn
-from pier.gateway.lineage import Lineage
-from pier.gateway.lineage_keys import Node
-from pier.gateway.samples import KINDS, Sample, broken_promises, from_threads
-from pier.gateway.samples_export import sink_for
-from pier.gateway.samples_formats import FORMATS
-from pier.gateway.samples_origin import Origin, origins
+from pier.rollout.export import sink_for
+from pier.rollout.formats import FORMATS
+from pier.rollout.samples import KINDS, Sample, SampleOrigin, broken_promises, from_threads, origins
+from pier.trajectory.lineage import Lineage, Node
+from pier.wire.turn import Message, Request, Sampling, Text, Tokens, Tool, ToolCall, ToolResult, Turn
 
 pytestmark = pytest.mark.plain
 
 TOOLS = (Tool("bash", schema={"type": "object"}),)
-ORIGIN = Origin(Path("recording.jsonl"), "trial", "task::agent", task="task", rewards={"reward": 0.5})
+ORIGIN = SampleOrigin(Path("recording.jsonl"), "trial", "task::agent", task="task", rewards={"reward": 0.5})
 
 
 def tokenised(message: Message) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from pier.errors import UsageError
-from pier.gateway.canonical import (
+from pier.gateway.script import Script
+from pier.wire.turn import (
     Message,
     ModelFailed,
     Request,
@@ -22,7 +23,6 @@ from pier.gateway.canonical import (
     ToolResult,
     Turn,
 )
-from pier.gateway.script import Script
 
 pytestmark = pytest.mark.plain
 

@@ -11,10 +11,9 @@ from click.testing import CliRunner
 
 from pier.cli.trajectory import trajectory as command
 from pier.errors import UsageError
-from pier.trajectory.model import Trajectory
+from pier.trajectory.model import Trajectory, dump, read, write
 from pier.trajectory.rules import validate, validate_file
-from pier.trajectory.stats import stats
-from pier.trajectory.write import dump, read, write
+from pier.trajectory.show import stats
 
 pytestmark = pytest.mark.plain
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pier.gateway.closed_book import REMOVED, close_book, is_closed
+from pier.wire.checks import REMOVED, close_book, is_closed
 
 pytestmark = pytest.mark.plain
 

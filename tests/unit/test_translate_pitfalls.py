@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from pier.gateway.canonical import (
+from pier.wire.dialects import DIALECTS, BadRequest, Route
+from pier.wire.translate import Memory, translate
+from pier.wire.turn import (
     Media,
     Message,
     Opaque,
@@ -23,11 +25,10 @@ from pier.gateway.canonical import (
     ToolChoice,
     ToolResult,
     Turn,
+    TurnBuilder,
     Usage,
+    stream_turn,
 )
-from pier.gateway.dialect import DIALECTS, BadRequest, Route
-from pier.gateway.translate import Memory, translate
-from pier.gateway.turns import TurnBuilder, stream_turn
 
 pytestmark = pytest.mark.plain
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from pier.gateway.recording import Call, Recording
+    from pier.record.reader import Call, Recording
 
 T = TypeVar("T")
 _ABOVE_0 = click.FloatRange(0, min_open=True)
@@ -80,7 +80,7 @@ async def _serve(
     from pier.cli.exports import exports
     from pier.errors import UsageError
     from pier.gateway import Gateway
-    from pier.gateway.metrics_server import metrics_served
+    from pier.gateway.metrics import metrics_served
 
     async with Gateway() as running, AsyncExitStack() as stack:
         try:
@@ -139,7 +139,7 @@ def metrics(address: str, as_json: bool) -> None:
     """Print the numbers of a gateway that serves them: at HOST:PORT, or at the path of a unix socket."""
     import asyncio
 
-    from pier.gateway.metrics_server import fetch
+    from pier.gateway.metrics import fetch
 
     click.echo(asyncio.run(fetch(address, "/metrics.json" if as_json else "/metrics")), nl=False)
 
@@ -152,9 +152,9 @@ def metrics(address: str, as_json: bool) -> None:
 def show(path: Path, number: int | None, as_json: bool, every: bool) -> None:
     """Print the calls of a recording or a trial; with NUMBER, all of that one call."""
     from pier.errors import UsageError
-    from pier.gateway import recording
+    from pier.record.reader import read
 
-    found = recording.read(path)
+    found = read(path)
     if number is not None:
         call = next((call for call in found.calls if call.number == number), None)
         if call is None:
@@ -257,7 +257,7 @@ def samples(
     """
     from contextlib import nullcontext
 
-    from pier.gateway.samples_export import export, sink_for
+    from pier.rollout.export import export, sink_for
 
     with sink_for(out) if out else nullcontext() as sink:
         report = export(places, sink, form=form, kinds=kinds, trainable_only=trainable)

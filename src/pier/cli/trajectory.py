@@ -25,8 +25,8 @@ def trajectory() -> None:
 @click.pass_context
 def validate(ctx: click.Context, places: tuple[Path, ...], as_json: bool, strict: bool, media: bool) -> None:
     """Check trajectories against ATIF and pier's stricter rules; exits with 1 if any is broken."""
+    from pier.trajectory.model import find
     from pier.trajectory.rules import validate_file
-    from pier.trajectory.write import find
 
     report = []
     for place in places:
@@ -80,8 +80,8 @@ def convert(ctx: click.Context, place: Path, output: Path, agent: str | None, as
 @click.option("--full", is_flag=True, help="Cut no text.")
 def show(place: Path, as_json: bool, full: bool) -> None:
     """Print a trajectory step by step."""
+    from pier.trajectory.model import dump, find, read
     from pier.trajectory.show import lines
-    from pier.trajectory.write import dump, find, read
 
     found = read(find(place))
     if as_json:
@@ -96,8 +96,8 @@ def show(place: Path, as_json: bool, full: bool) -> None:
 @AS_JSON
 def stats(places: tuple[Path, ...], as_json: bool) -> None:
     """Count steps, tools, tokens, cost and time."""
-    from pier.trajectory.stats import stats as count
-    from pier.trajectory.write import find, read
+    from pier.trajectory.model import find, read
+    from pier.trajectory.show import stats as count
 
     counted = [(file, count(read(file))) for file in map(find, places)]
     if as_json:

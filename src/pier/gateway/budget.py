@@ -4,17 +4,63 @@ A turn is reserved before its generation starts, spent when that begins to come,
 to give one. A call for which every turn is reserved waits to see what becomes of them, so a budget of N turns means
 exactly N generations, also with calls in parallel. Tokens and money are known only after a turn: no call begins once
 the line is crossed, and those under way go on.
+
+How many requests a provider gets, from all sessions together, and when the next attempt may be made.
+
+One limiter is shared by all sessions that use a provider with the same key. When the provider says "later", all of them
+wait, not only the call that got this answer.
+
+The stages of the call that the current task serves, for metrics.
+
+Code that waits for a provider's limits says so here; nothing else in the gateway depends on metrics.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 
-from pier.gateway.canonical import Usage
-from pier.gateway.clock import CLOCK, pause, waiting
+from pier.wire.turn import Usage
+
+
+@dataclass(slots=True)
+class CallClock:
+    """Moments of one call, by the monotonic clock. `waited` is time given to limits and pauses before retries."""
+
+    began: float = field(default_factory=time.monotonic)
+    waits: int = 0
+    waited: float = 0.0
+    cost_usd: float | None = None
+    streams: bool = False
+    retries: int = 0
+
+
+CLOCK: ContextVar[CallClock | None] = ContextVar("pier_gateway_clock", default=None)
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """The time in which the current call stands still because of a limit."""
+    clock, began = CLOCK.get(), time.monotonic()
+    try:
+        yield
+    finally:
+        if clock is not None:
+            clock.waits += 1
+            clock.waited += time.monotonic() - began
+
+
+async def pause(seconds: float) -> None:
+    """Sleep because of a limit."""
+    with waiting():
+        await asyncio.sleep(seconds)
+
 
 _TICK = 0.002
 """A timer may be early by this many seconds."""
@@ -39,7 +85,7 @@ class Budget:
         return any(limit is not None for limit in counted)
 
 
-class Turn:
+class Reservation:
     """The turn of one call, as a context manager: once reserved it is given back unless `spend` was called, since an
     upstream that fails costs nothing."""
 
@@ -48,7 +94,7 @@ class Turn:
         self._reserved = False
         self.spent = False
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> Reservation:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -171,3 +217,63 @@ class Meter:
                 self._recent.append(now)
                 return
             await pause(60 - (now - self._recent[0]))
+
+
+_MORE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How passing faults are retried: at most `attempts` requests within `patience` seconds. After a rate limit only
+    time helps, so ten times as many are made within the same time."""
+
+    attempts: int = 6
+    patience: float = 180.0
+    first: float = 0.5
+    longest: float = 30.0
+
+    def pause(self, attempt: int, waited: float, asked: float | None, *, limited: bool = False) -> float | None:
+        """How long to wait after the attempt with this number (from 1); None to give up. `limited`: after a rate
+        limit."""
+        if attempt >= self.attempts * (_MORE if limited and self.attempts > 1 else 1):
+            return None
+        wait = asked or min(self.longest, self.first * 2 ** min(attempt - 1, 60)) * random.uniform(0.5, 1.0)
+        return wait if waited + wait <= self.patience else None
+
+
+class Limiter:
+    """The shared gate in front of one provider."""
+
+    def __init__(self, requests_per_minute: int | None = None, concurrency: int | None = None) -> None:
+        self._pace = Meter(Budget(requests_per_minute=requests_per_minute))
+        self._slots = asyncio.Semaphore(concurrency) if concurrency else None
+        self._closed_until = 0.0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the provider asked for a pause that is not over."""
+        return self._closed_until > time.monotonic()
+
+    def close_for(self, seconds: float) -> None:
+        """The provider asked for a pause."""
+        self._closed_until = max(self._closed_until, time.monotonic() + seconds)
+
+    async def pass_gate(self) -> None:
+        """Wait until a request may be sent."""
+        left = self._closed_until - time.monotonic()
+        while left > 0:
+            await pause(left)
+            left = self._closed_until - time.monotonic()
+        await self._pace.pace()
+
+    async def enter(self) -> None:
+        """Take one of the requests that may run at the same time; `leave` when its answer is over."""
+        if self._slots and self._slots.locked():
+            with waiting():
+                await self._slots.acquire()
+        elif self._slots:
+            await self._slots.acquire()
+
+    def leave(self) -> None:
+        if self._slots:
+            self._slots.release()

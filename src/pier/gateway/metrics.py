@@ -2,25 +2,81 @@
 
 Numbers hold no text of any call and no key; the labels are dialects, served models, providers and outcomes, so there
 are few of them. `MeasuredRecord` takes the moments of a call from the same lines that go into its recording.
+
+Serves a gateway's metrics at a separate address, which no session uses.
+
+`GET /metrics` is Prometheus text, `GET /metrics.json` the same as JSON. There are no other routes, and nothing can be
+changed here. A unix socket is for its owner only.
+
+Counts how a session's generations ended, to separate the agent's failures from the model's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
+import json
+import os
+import socket
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from pier.gateway.body import Body
-from pier.gateway.canonical import Usage
-from pier.gateway.clock import CLOCK, Clock
-from pier.gateway.faults import Fault
-from pier.gateway.recorder import CallRecord, Outcome, Side
-from pier.gateway.tally import End, Tally, end_of
+from pier.errors import UsageError
+from pier.gateway.budget import CLOCK, CallClock
+from pier.gateway.http.request import HttpRequest
+from pier.gateway.http.server import Handle, Server
+from pier.record.writer import CallRecord, Outcome, Side
+from pier.wire.body import Body
+from pier.wire.faults import Fault
+from pier.wire.turn import Usage
+
+End = Literal["answered", "rate_limited", "provider_error", "rejected", "refused", "cancelled"]
+"""`rejected`: the request itself was wrong; `refused`: there was no budget left; `cancelled`: the agent went away."""
+
+_ENDS: dict[Fault | None, End] = {"agent": "rejected", None: "rejected", "rate_limit": "rate_limited"}
+
+
+@dataclass(slots=True)
+class Tally:
+    """How many generations ended in which way."""
+
+    ends: collections.Counter[End] = field(default_factory=collections.Counter)
+    faults: collections.Counter[Fault] = field(default_factory=collections.Counter)
+    """Faults of calls that ended without a whole answer."""
+    last: tuple[Fault | None, int] = (None, 0)
+    """The fault and status of the call that ended last."""
+    retries: int = 0
+    """Further attempts after passing faults, which the agent never saw."""
+    waited: float = 0.0
+    """Seconds in which calls stood still for rate limits and before such attempts."""
+    most: int = 0
+    """How many requests of the session were served at once, at most."""
+
+    @property
+    def calls(self) -> int:
+        return self.ends.total()
+
+    def add(self, outcome: Outcome, status: int, fault: Fault | None) -> None:
+        self.ends[end_of(outcome, fault)] += 1
+        self.last = fault, status
+        if fault:
+            self.faults[fault] += 1
+
+
+def end_of(outcome: str, fault: Fault | None) -> End:
+    """How a generation ended, from its outcome in the recording and its fault."""
+    if outcome == "ok":
+        return "answered"
+    if outcome in ("refused", "cancelled"):
+        return "refused" if outcome == "refused" else "cancelled"
+    return _ENDS.get(fault, "provider_error")
+
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _SAMPLE = 0.25
@@ -119,7 +175,7 @@ class Gauge:
         return self.read()
 
 
-class Metrics:
+class GatewayMetrics:
     """The numbers of one gateway."""
 
     def __init__(self) -> None:
@@ -188,10 +244,10 @@ class Measured:
 
     __slots__ = ("_clock", "_metrics", "_tally", "_token")
 
-    def __init__(self, metrics: Metrics, tally: Tally) -> None:
+    def __init__(self, metrics: GatewayMetrics, tally: Tally) -> None:
         self._metrics = metrics
         self._tally = tally
-        self._clock = Clock()
+        self._clock = CallClock()
 
     def __enter__(self) -> None:
         self._token = CLOCK.set(self._clock)
@@ -211,9 +267,9 @@ class Measured:
 class MeasuredRecord(CallRecord):
     """One generation, measured."""
 
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     facts: Mapping[str, Any] = field(default_factory=dict)
-    clock: Clock = field(default_factory=lambda: CLOCK.get() or Clock())
+    clock: CallClock = field(default_factory=lambda: CLOCK.get() or CallClock())
     provider: str = ""
     model: str = ""
     sent: float = 0.0
@@ -313,3 +369,91 @@ def _escaped(value: str) -> str:
 
 def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(float(value))
+
+
+@asynccontextmanager
+async def metrics_served(metrics: GatewayMetrics, address: str) -> AsyncIterator[str]:
+    """Serve at `address`, HOST:PORT or the path of a unix socket, while the context lasts; gives where that is."""
+    server = Server(_answers(metrics), lambda status, message: json.dumps({"error": message}).encode())
+    listening, where = await _listen(server, address)
+    sampling = asyncio.create_task(metrics.sample_lag())
+    try:
+        yield where
+    finally:
+        sampling.cancel()
+        listening.close()
+        await server.shutdown(1)
+        if "/" in address:
+            Path(address).unlink(missing_ok=True)
+        await asyncio.wait({sampling})
+
+
+async def _listen(server: Server, address: str) -> tuple[asyncio.Server, str]:
+    loop = asyncio.get_running_loop()
+    if "/" in address:
+        return await loop.create_unix_server(server, sock=private_socket(Path(address))), address
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(
+            f"invalid address {address!r} for metrics", hint="give HOST:PORT, or the path of a unix socket"
+        )
+    listening = await loop.create_server(server, host.strip("[]"), int(port))
+    return listening, f"http://{host}:{listening.sockets[0].getsockname()[1]}/metrics"
+
+
+def private_socket(path: Path) -> socket.socket:
+    """A unix socket at `path` that only its owner could open at any moment; one without a listener is replaced.
+    `OSError` if it has one, or if another kind of file is there."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        if path.is_socket() and not _answers_at(path):
+            path.unlink()
+        os.fchmod(made.fileno(), 0o600)
+        made.bind(str(path))
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _answers_at(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as asking:
+        try:
+            asking.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+    return True
+
+
+async def fetch(address: str, path: str) -> str:
+    """The answer of a gateway at `address` for `path`; `UsageError` if there is none."""
+    try:
+        host, _, port = address.removeprefix("http://").partition("/")[0].rpartition(":")
+        opening = asyncio.open_unix_connection(address) if "/" in address and "://" not in address else None
+        reader, writer = await (opening or asyncio.open_connection(host.strip("[]"), int(port)))
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: pier\r\nConnection: close\r\n\r\n".encode())
+        data = await asyncio.wait_for(reader.read(-1), 30)
+        writer.close()
+    except (OSError, ValueError, TimeoutError) as error:
+        raise UsageError(
+            f"no gateway tells its numbers at {address}: {error}", hint="pier gateway serve --metrics HOST:PORT"
+        ) from None
+    head, _, body = data.partition(b"\r\n\r\n")
+    if b" 200 " not in head.partition(b"\r\n")[0]:
+        raise UsageError(f"{address} is not where a gateway tells its numbers", hint="pier gateway serve --metrics")
+    return body.decode().rstrip("\n") + "\n"
+
+
+def _answers(metrics: GatewayMetrics) -> Handle:
+    async def answer(request: HttpRequest) -> None:
+        if request.method not in ("GET", "HEAD"):
+            return request.reply(405, [("Allow", "GET, HEAD")], b"")
+        if request.path == "/metrics":
+            kind = "text/plain; version=0.0.4; charset=utf-8"
+            return request.reply(200, [("Content-Type", kind)], metrics.text().encode())
+        if request.path == "/metrics.json":
+            body = json.dumps(metrics.snapshot(), indent=2).encode()
+            return request.reply(200, [("Content-Type", "application/json")], body)
+        return request.reply(404, [("Content-Type", "application/json")], b'{"error": "look at /metrics"}')
+
+    return answer

@@ -18,9 +18,9 @@ from typing import Any, Literal, cast, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from pier.errors import UsageError
-from pier.gateway.canonical import DialectName
-from pier.gateway.redact import is_secret_name
 from pier.home import pier_home
+from pier.record.redact import is_secret_name
+from pier.wire.turn import DialectName
 
 Auth = Literal["bearer", "x-api-key", "x-goog-api-key", "none"]
 _VERSION = re.compile(r"/v\d\w*$")

@@ -2,29 +2,51 @@
 
 The one thing held back is an event that is not whole yet. What the gateway itself adds to a request (another model
 name, usage, token ids) is taken out of the answer.
+
+A model that does not speak the agent's dialect: another provider's, or a callable in this process.
+
+The request is read into its canonical form, and the answer is written from canonical deltas as they come.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
+from contextlib import aclosing
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, cast
 from urllib.parse import quote
 
-from pier.gateway.body import dump
-from pier.gateway.canonical import DialectName
-from pier.gateway.dialect import BadResponse
-from pier.gateway.exchange import Exchange
-from pier.gateway.faults import classify, nothing_in
+from pier.errors import ProviderError
+from pier.gateway.call import Exchange
 from pier.gateway.http.coding import BadCoding
 from pier.gateway.providers import Target
-from pier.gateway.redact import Scrubber, without_key
-from pier.gateway.tokens import Extras, Sampler, ask
-from pier.gateway.turns import stream_turn
 from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
-from pier.gateway.watch import Broken, Framer, Watch
+from pier.record.redact import Scrubber, without_key
+from pier.wire.body import dump, parse
+from pier.wire.dialects import BadResponse
+from pier.wire.faults import classify, nothing_in
+from pier.wire.tokens import Extras, Sampler, ask
+from pier.wire.translate import Translation, translate
+from pier.wire.turn import (
+    Delta,
+    DialectName,
+    ModelFailed,
+    StreamError,
+    Text,
+    Tokens,
+    Turn,
+    TurnBuilder,
+    TurnEnd,
+    stream_turn,
+)
+from pier.wire.watch import AnswerWatch, Framer, MalformedAnswer
 
 if TYPE_CHECKING:
+    from pier.gateway.session import Policy
     from pier.gateway.upstream import AnyAnswer
+
 
 _BURST = 2048
 _PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "anthropic": "/v1/messages"}
@@ -92,7 +114,7 @@ async def _whole(
     if missing := nothing_in(x.caller.route.dialect, value):
         fault = classify(200, value).fault
         raise UpstreamFailed(502, f"the provider's answer has no {missing}: {_glimpse(raw)}", "server", fault=fault)
-    watch = Watch(x.caller.route.dialect)
+    watch = AnswerWatch(x.caller.route.dialect)
     watch.see_whole(value)
     x.usage = watch.usage
     if sampler:
@@ -115,7 +137,7 @@ async def _stream(
     await x.start(answer.status, answer.headers)
     if x.caller.route.dialect == "responses":
         x.sign_of_life = b'event: keepalive\ndata: {"type":"keepalive","sequence_number":0}\n\n'
-    framer, watch, held = Framer(), Watch(x.caller.route.dialect), b""
+    framer, watch, held = Framer(), AnswerWatch(x.caller.route.dialect), b""
     try:
         data, waiting = _after_first(await next_chunk(answer, scrub))
         while data:
@@ -136,8 +158,8 @@ async def _stream(
             await x.write(ready)
             data, waiting = waiting or await next_chunk(answer, scrub), b""
         if framer.torn or not watch.finished:
-            raise Broken("the provider's stream ended before the turn was over")
-    except Broken as broken:
+            raise MalformedAnswer("the provider's stream ended before the turn was over")
+    except MalformedAnswer as broken:
         x.usage = watch.usage
         if x.ended:
             return await x.finish(held)
@@ -153,18 +175,18 @@ def _after_first(data: bytes) -> tuple[bytes, bytes]:
     return (data[:end], data[end:]) if 1 < end < len(data) - _BURST else (data, b"")
 
 
-async def _pass_on(x: Exchange, block: bytes, watch: Watch, extras: Extras) -> bytes:
+async def _pass_on(x: Exchange, block: bytes, watch: AnswerWatch, extras: Extras) -> bytes:
     """What of these events the agent gets. Those before a broken one are delivered before it is reported."""
     touched = extras.touch(block)
     try:
         values = watch.see(block, each=touched)
-    except Broken as broken:
+    except MalformedAnswer as broken:
         if whole := block[: broken.before]:
-            await x.write(extras.strip_events(whole, Watch(x.caller.route.dialect).see(whole)))
+            await x.write(extras.strip_events(whole, AnswerWatch(x.caller.route.dialect).see(whole)))
         raise
     x.usage = watch.usage
     if watch.done and watch.empty and not watch.failure:
-        raise Broken("the provider's stream ended without an answer")
+        raise MalformedAnswer("the provider's stream ended without an answer")
     if touched:
         block = extras.strip_events(block, values)
     if extras:
@@ -200,10 +222,157 @@ async def next_chunk(answer: AnyAnswer, scrub: Scrubber) -> bytes:
                 return clean
         return scrub.rest()
     except TimeoutError:
-        raise Broken("the provider fell silent in the middle of its answer") from None
+        raise MalformedAnswer("the provider fell silent in the middle of its answer") from None
     except (OSError, BadCoding) as error:
-        raise Broken(f"the provider's stream was cut off: {error}") from None
+        raise MalformedAnswer(f"the provider's stream was cut off: {error}") from None
 
 
 def _glimpse(raw: bytes) -> str:
     return raw[:120].decode(errors="replace").strip() or "nothing"
+
+
+async def translated(x: Exchange, target: Target) -> None:
+    """Ask a provider in its own dialect and answer in the agent's."""
+    request = replace(x.request, stream=x.stream)
+    translation = translate(request, target.provider.dialects[0], target.model, x.memory)
+    x.record.edited([asdict(edit) for edit in translation.edits])
+    out = _outgoing(translation, target)
+    scrub = Scrubber(*target.provider.secrets)
+    try:
+        async with x.kept_alive(), x.upstreams.ask(out, x.record) as answer:
+            x.turn.spend()
+            if x.stream and answer.content_type.startswith("text/event-stream"):
+                async with aclosing(_deltas(x, answer, translation, scrub)) as deltas:
+                    return await _render(x, deltas)
+            raw = scrub(await read_answer(answer))
+            x.record.status("upstream", answer.status, answer.headers, False)
+            x.record.chunk("upstream", raw)
+            try:
+                turn = translation.dialect.parse_response(json.loads(raw))
+            except (ValueError, BadResponse) as error:
+                raise UpstreamFailed(
+                    502, f"{target.provider.name}'s answer cannot be read: {error}", "server"
+                ) from None
+            return await _deliver(x, translation.turn(turn))
+    except UpstreamFailed as failed:
+        return await x.fail(failed.status, failed.message, failed.kind, fault=failed.fault)
+
+
+def _outgoing(translation: Translation, target: Target) -> Outgoing:
+    dialect = translation.dialect.name
+    body = translation.body
+    if target.provider.tokens and dialect == "chat":
+        body = {**body, "return_token_ids": True, "logprobs": True}
+    raw = dump(body)
+    headers = {"Content-Type": "application/json", "User-Agent": "pier"}
+    if dialect == "anthropic":
+        headers["anthropic-version"] = "2023-06-01"
+    return Outgoing(target.provider, dialect, translation.path, target.model, headers, raw, parse(raw))
+
+
+async def decided(x: Exchange, policy: Policy) -> None:
+    """Ask a policy. What it raises as a `ProviderError` reaches the agent as a provider's failure would."""
+    try:
+        async with x.kept_alive():
+            answer = policy(x.request)
+            if inspect.isawaitable(answer):
+                turn = await cast("Awaitable[Turn | str]", answer)
+                x.turn.spend()
+                return await _deliver(x, Turn((Text(turn),)) if isinstance(turn, str) else turn)
+            async with aclosing(_begun(x, cast("AsyncIterator[Delta]", answer))) as deltas:
+                return await _render(x, deltas)
+    except ModelFailed as failed:
+        return await x.fail(failed.status, str(failed), failed.kind)
+    except ProviderError as error:
+        return await x.fail(502, str(error), "server")
+
+
+async def _begun(x: Exchange, deltas: AsyncIterator[Delta]) -> AsyncGenerator[Delta, None]:
+    """A policy's stream, which costs a turn once it gives something, and ends when the agent leaves."""
+    try:
+        async for delta in deltas:
+            if not isinstance(delta, StreamError):
+                x.turn.spend()
+            yield delta
+    finally:
+        if isinstance(deltas, AsyncGenerator):
+            await deltas.aclose()
+
+
+async def _deltas(
+    x: Exchange, answer: AnyAnswer, translation: Translation, scrub: Scrubber
+) -> AsyncGenerator[Delta, None]:
+    """The upstream's stream as the agent should see it."""
+    x.record.status("upstream", answer.status, answer.headers, True)
+    parser, whole = translation.dialect.stream_parser(), TurnBuilder()
+    try:
+        while data := await next_chunk(answer, scrub):
+            x.record.chunk("upstream", data)
+            for delta in _inward(parser.feed(data), whole, translation):
+                yield delta
+    except MalformedAnswer as broken:
+        yield StreamError(str(broken))
+        return
+    for delta in _inward(parser.close(), whole, translation):
+        yield delta
+
+
+def _inward(deltas: list[Delta], whole: TurnBuilder, translation: Translation) -> Iterator[Delta]:
+    for delta in deltas:
+        whole.add(delta)
+        if isinstance(delta, TurnEnd):
+            translation.remember(whole.turn())
+        yield from translation.delta(delta)
+
+
+async def _deliver(x: Exchange, turn: Turn) -> None:
+    """A whole turn, in the way the agent asked for it."""
+    if x.stream:
+        return await _render(x, _all(turn))
+    if turn.tokens and x.target is None:
+        _note_tokens(x, turn.tokens)
+    x.usage = turn.usage
+    data = dump(x.caller.dialect.render_response(turn, x.request))
+    x.record.status("delivered", 200, {"content-type": "application/json"}, False)
+    x.record.chunk("delivered", data)
+    return await x.reply(data)
+
+
+def _note_tokens(x: Exchange, tokens: Tokens) -> None:
+    """A policy's exact tokens are nowhere else in the recording."""
+    x.record.note(tokens=asdict(tokens))
+
+
+async def _all(turn: Turn) -> AsyncIterator[Delta]:
+    for delta in stream_turn(turn):
+        yield delta
+
+
+async def _render(x: Exchange, deltas: AsyncIterator[Delta]) -> None:
+    """Write a stream as it comes. A unary agent of a streaming policy gets the turn once it is whole."""
+    if not x.stream:
+        builder = TurnBuilder()
+        async for delta in deltas:
+            builder.add(delta)
+        if builder.error:
+            return await x.fail(builder.error.status, builder.error.message, builder.error.kind)
+        return await _deliver(x, builder.turn())
+    begun = False
+    async for delta in deltas:
+        if isinstance(delta, StreamError):
+            return await x.fail(delta.status, delta.message, delta.kind)
+        if isinstance(delta, Tokens) and x.target is None:
+            _note_tokens(x, delta)
+        if not begun:
+            begun = True
+            x.record.status("delivered", 200, {"content-type": x.renderer.content_type}, True)
+            await x.start()
+        if data := x.renderer.render(delta):
+            x.record.chunk("delivered", data)
+        if isinstance(delta, TurnEnd):
+            x.usage = delta.usage
+            await x.end("ok")
+        await x.write(data)
+    if not x.ended:
+        return await x.fail(502, "the model's stream ended before the turn was over", "server")
+    return await x.finish()

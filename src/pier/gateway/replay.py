@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pier.errors import UsageError
-from pier.gateway.exchange import Exchange
-from pier.gateway.recording import Call, read
+from pier.gateway.call import Exchange
+from pier.record.reader import Call, read
 from pier.redact import REDACTED
 
 _VOLATILE = frozenset({"metadata", "user", "prompt_cache_key", "client_metadata", "safety_identifier"})

@@ -4,6 +4,8 @@ Turns say what to do (`shell`, `write`, `edit`, `finish`, ...) and are given as 
 offers, or in the text form of agents that offer none. Side calls (titles, quota probes, routers) get a
 short answer and use up no turn. A request that comes again unchanged gets the same turn again, as a retry should.
 `docs/reference/scripts.md` has the format.
+
+Separates side calls from the work itself, for the scripted model.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import blake2b
@@ -22,7 +24,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pier.errors import UsageError
-from pier.gateway.canonical import (
+from pier.gateway.actions import Action, ScriptedCall, ScriptedEdit, Write, perform, text_form
+from pier.wire.contract import kind_of_status
+from pier.wire.turn import (
     Message,
     ModelFailed,
     Part,
@@ -35,9 +39,65 @@ from pier.gateway.canonical import (
     Turn,
     Usage,
 )
-from pier.gateway.dialect.shared import kind_of_status
-from pier.gateway.script_actions import Action, Call, Edit, Write, perform, text_form
-from pier.gateway.script_side import side_answer
+
+_SIDE = re.compile(
+    r"\btitle|summar[iy]|\bquota\b|topic|short name|branch name|few words|four words|4 words|next speaker|"
+    r"compact|condense",
+    re.IGNORECASE,
+)
+_FORBIDS_TOOLS = re.compile(r"text only|do not call any tools|do not use any tools", re.IGNORECASE)
+_FEW_TOKENS = 32
+
+
+def side_answer(request: Request, plain: str) -> str | None:
+    """The answer to a side call; None if the call is the work itself.
+
+    Such calls offer no tools, and either want JSON of a schema, or a few tokens only, or say that they are about a
+    title, a summary and the like. Claude Code offers its tools when it asks for a summary, and forbids their use.
+    """
+    last = next((message.text for message in reversed(request.messages) if message.role == "user"), "")
+    if request.tools and _FORBIDS_TOOLS.search(last) and _SIDE.search(last):
+        return plain
+    if request.tools or text_form(request):
+        return None
+    wanted = request.response_format
+    if wanted is not None and wanted.schema is not None:
+        return json.dumps(example(wanted.schema))
+    if request.sampling.max_tokens is not None and request.sampling.max_tokens <= _FEW_TOKENS:
+        return plain
+    return plain if _SIDE.search("\n".join([*request.system, last[:2000], last[-2000:]])) else None
+
+
+def example(schema: Any) -> Any:
+    """The smallest value that fits a JSON schema."""
+    if not isinstance(schema, Mapping):
+        return {}
+    if "const" in schema:
+        return schema["const"]
+    if "default" in schema:
+        return schema["default"]
+    if schema.get("enum"):
+        return schema["enum"][0]
+    for key in ("anyOf", "oneOf", "allOf"):
+        if schema.get(key):
+            return example(schema[key][0])
+    kind = schema.get("type")
+    kind = kind[0] if isinstance(kind, list) and kind else kind
+    match str(kind).lower():
+        case "string":
+            return "scripted"
+        case "integer" | "number":
+            return schema.get("minimum", 0)
+        case "boolean":
+            return False
+        case "array":
+            return [example(schema.get("items"))] if schema.get("minItems") else []
+        case "null":
+            return None
+        case _:
+            properties = schema.get("properties") or {}
+            return {name: example(properties.get(name)) for name in schema.get("required") or properties}
+
 
 _REPEATS = 8
 """How often an agent that does not stop gets the answer that the script is over, before that becomes an error."""
@@ -65,8 +125,8 @@ class ActionSpec(_Strict):
 
     shell: str | None = None
     write: Write | None = None
-    edit: Edit | None = None
-    call: Call | None = None
+    edit: ScriptedEdit | None = None
+    call: ScriptedCall | None = None
 
     def actions(self) -> Iterator[Action]:
         if self.shell is not None:
@@ -219,7 +279,7 @@ class Script:
 
 def _all_edits(turns: list[TurnSpec]) -> TurnSpec:
     """All that is left to do in one answer, for agents such as aider, which ask once and take edits only."""
-    edits = [action for turn in turns for action in turn.all_actions() if isinstance(action, Write | Edit)]
+    edits = [action for turn in turns for action in turn.all_actions() if isinstance(action, Write | ScriptedEdit)]
     words = [text for turn in turns if (text := turn.text or turn.finish)]
     specs = [ActionSpec(write=item) if isinstance(item, Write) else ActionSpec(edit=item) for item in edits]
     text = "\n\n".join(words) or (None if specs else "There is nothing to edit.")

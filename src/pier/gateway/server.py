@@ -1,10 +1,14 @@
-"""The gateway itself: one server, thousands of sessions, on a host port, a unix socket or inside sandboxes."""
+"""The gateway itself: one server, thousands of sessions, on a host port, a unix socket or inside sandboxes.
+
+Remembers how the conversations of all sessions stand, as long as there is room, so that a turn costs what is new.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import resource
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -12,24 +16,52 @@ from hashlib import sha256
 from pathlib import Path
 
 from pier.errors import UsageError
-from pier.gateway.answering import Answerer, ByProvider, Policy, answerer
-from pier.gateway.body import dump
-from pier.gateway.budget import Budget, Meter
-from pier.gateway.caller import Caller
-from pier.gateway.cost import is_priced
-from pier.gateway.dialect import DIALECTS
-from pier.gateway.exchange import CallerGone
-from pier.gateway.flushing import Flusher
-from pier.gateway.http.request import Request
+from pier.gateway.budget import Budget, Meter, Retry
+from pier.gateway.call import Caller, CallerGone
+from pier.gateway.http.request import HttpRequest
 from pier.gateway.http.server import Server
-from pier.gateway.limiter import Retry
-from pier.gateway.metrics import Metrics
+from pier.gateway.metrics import GatewayMetrics
 from pier.gateway.providers import Directory, Provider, with_tokens
-from pier.gateway.recorder import Durable
-from pier.gateway.session import Session, Terms
-from pier.gateway.shelf import Shelf
+from pier.gateway.session import Answerer, ByProvider, Policy, Session, Terms, answerer
 from pier.gateway.upstream import Upstreams
+from pier.record.writer import Durable, Flusher
 from pier.redact import Redactor
+from pier.wire.body import Body, Earlier, dump
+from pier.wire.cost import is_priced
+from pier.wire.dialects import DIALECTS
+
+ROOM = 32 * 1024 * 1024
+"""Characters of all that is remembered."""
+_PER_SESSION = 8
+
+
+class Shelf:
+    """The arrays of the last bodies of each session; the session that was quiet for longest is forgotten first."""
+
+    def __init__(self, room: int = ROOM) -> None:
+        self._room = room
+        self._used = 0
+        self._kept: OrderedDict[str, Earlier] = OrderedDict()
+
+    def of(self, session: str) -> Earlier:
+        return self._kept.get(session) or {}
+
+    def keep(self, session: str, body: Body) -> None:
+        kept = self._kept.setdefault(session, {})
+        self._kept.move_to_end(session)
+        for key, array in body.known().items():
+            old = kept.pop(key, None)
+            kept[key] = array
+            self._used += len(array.text) - (len(old.text) if old else 0)
+        while len(kept) > _PER_SESSION:
+            self._used -= len(kept.pop(next(iter(kept))).text)
+        while self._used > self._room:
+            self.forget(next(iter(self._kept)))
+
+    def forget(self, session: str) -> None:
+        for array in self._kept.pop(session, {}).values():
+            self._used -= len(array.text)
+
 
 _MOST = 512
 """Connections of one session at its own address, so that an agent cannot use up the files of all others."""
@@ -68,7 +100,7 @@ class Gateway:
         self._sessions: dict[bytes, Session] = {}
         self._servers: dict[str | None, Server] = {}
         self._listening: dict[str, list[asyncio.Server]] = {}
-        self.metrics = Metrics()
+        self.metrics = GatewayMetrics()
         self.metrics.gauge("pier_gateway_open_sessions", "Sessions with a living key.", lambda: len(self._sessions))
         self._stack = AsyncExitStack()
 
@@ -196,7 +228,7 @@ class Gateway:
             return None
         return found if bound is None or found is bound else None
 
-    async def _serve(self, request: Request, bound: Session | None) -> None:
+    async def _serve(self, request: HttpRequest, bound: Session | None) -> None:
         caller = Caller(request)
         if caller.route.kind == "probe":
             return await caller.reply(200, b"{}")

@@ -2,40 +2,133 @@
 
 The key is identity and credential in one; nothing of another session can be reached with it, and it is dead once the
 session is closed. A session serves what agents really ask: generations, token counts, lists of models, probes.
+
+Who answers a session's calls: a provider, a policy, a script or a recording, found by the model's name.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import UsageError
-from pier.gateway.answering import Answerer, ByProvider
-from pier.gateway.body import Body, parse
-from pier.gateway.budget import Budget, Meter, Turn
-from pier.gateway.caller import Caller
-from pier.gateway.canonical import ErrorKind
-from pier.gateway.closed_book import close_book, is_closed
-from pier.gateway.dialect import BadRequest
-from pier.gateway.dialect.shared import check_recordable
-from pier.gateway.exchange import CallerGone, Exchange
+from pier.gateway.budget import Budget, Meter, Reservation
+from pier.gateway.call import Caller, CallerGone, Exchange
 from pier.gateway.http.coding import BadCoding, TooLarge
 from pier.gateway.http.message import BadMessage
-from pier.gateway.metrics import Measured
-from pier.gateway.recorder import Durable, Outcome, Recorder
-from pier.gateway.tally import Tally
-from pier.gateway.translate import Memory
+from pier.gateway.metrics import Measured, Tally
+from pier.gateway.providers import Directory, Provider, Target
+from pier.gateway.relay import counting_path, relay
+from pier.gateway.upstream import Outgoing, UpstreamFailed, Upstreams, read_answer
+from pier.record.redact import Scrubber
+from pier.record.writer import CallRecord, Durable, Outcome, Recorder
 from pier.redact import Redactor
+from pier.wire.body import Body, parse
+from pier.wire.checks import close_book, is_closed
+from pier.wire.contract import check_recordable
+from pier.wire.dialects import BadRequest
+from pier.wire.translate import Memory
+from pier.wire.turn import Delta, ErrorKind, Request, Turn
 
 if TYPE_CHECKING:
     from pier.gateway.server import Gateway
+
+
+Policy = Callable[[Request], Awaitable[Turn | str] | AsyncIterator[Delta]]
+"""A model as a Python callable: given a request, an awaitable turn (or just its text), or a stream of deltas."""
+
+
+class Answerer(Protocol):
+    """One kind of upstream."""
+
+    @property
+    def model(self) -> str:
+        """The name that the agent sees."""
+        ...
+
+    async def answer(self, x: Exchange) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ByProvider:
+    """A provider over HTTP: relayed if it speaks the agent's dialect, else translated."""
+
+    target: Target
+    usage: bool = False
+
+    @property
+    def model(self) -> str:
+        return self.target.model
+
+    async def answer(self, x: Exchange) -> None:
+        x.target = self.target
+        if x.caller.route.dialect in self.target.provider.dialects and (x.caller.route.sse or not x.stream):
+            return await relay(x, self.target, usage=self.usage)
+        from pier.gateway.relay import translated
+
+        return await translated(x, self.target)
+
+    async def count(self, caller: Caller, body: Body, record: CallRecord, upstreams: Upstreams) -> bytes | None:
+        """The provider's own count of tokens; None if it has none."""
+        if caller.route.dialect not in self.target.provider.dialects or caller.route.dialect == "chat":
+            return None
+        if "model" in body.fields:
+            body = body.with_fields(model=self.target.model)
+        path = counting_path(caller.route.dialect, self.target.model)
+        headers = caller.origin.forwarded
+        out = Outgoing(
+            self.target.provider, caller.route.dialect, path, self.target.model, headers, body.encode(), body
+        )
+        try:
+            async with upstreams.ask(out, record) as answer:
+                raw = Scrubber(*self.target.provider.secrets)(await read_answer(answer))
+                record.status("upstream", answer.status, answer.headers, False)
+                record.chunk("upstream", raw)
+                return raw if isinstance(json.loads(raw), dict) else None
+        except (UpstreamFailed, ValueError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class ByPolicy:
+    """A callable in this process."""
+
+    policy: Policy
+    model: str
+
+    async def answer(self, x: Exchange) -> None:
+        from pier.gateway.relay import decided
+
+        return await decided(x, self.policy)
+
+
+def answerer(
+    model: str, upstream: str | Provider | Policy | None, directory: Directory, *, usage: bool = False
+) -> Answerer:
+    """Who answers for `model`: `script:PATH`, `replay:PATH`, or a model's name, at `upstream` if that is given."""
+    scheme, _, rest = model.partition(":")
+    if upstream is None and scheme == "script":
+        from pier.gateway.script import Script
+
+        return ByPolicy(Script.load(Path(rest)), "scripted")
+    if upstream is None and scheme == "replay":
+        from pier.gateway.replay import Replay
+
+        return Replay.load(Path(rest))
+    if isinstance(upstream, Provider):
+        return ByProvider(Target(upstream, model), usage)
+    if callable(upstream):
+        return ByPolicy(upstream, model)
+    return ByProvider(directory.target(model, upstream), usage)
+
 
 log = logging.getLogger(__name__)
 _BIG = 1024 * 1024
@@ -213,7 +306,7 @@ class Session:
         stream = caller.route.stream if caller.route.stream is not None else bool(body.value.get("stream"))
         facts = {**caller.facts(), "model": asked, "stream": stream}
         record = self._gateway.metrics.measured(self.recorder.call(facts, body), facts)
-        with Turn(self._meters) as turn:
+        with Reservation(self._meters) as turn:
             gateway = self._gateway
             x = Exchange(caller, body, record, turn, gateway.upstreams, self._memory, keep_alive=gateway.keep_alive)
             try:
@@ -261,7 +354,7 @@ class Session:
                 x.edit(closed, edits)
         return await self._answerer(asked).answer(x)
 
-    async def _wait_for_turn(self, turn: Turn) -> str | None:
+    async def _wait_for_turn(self, turn: Reservation) -> str | None:
         """Wait until the turn is reserved; else the reason, as a message to the agent."""
         for meter in self._meters:
             await meter.pace()

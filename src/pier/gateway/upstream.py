@@ -19,19 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 from multidict import CIMultiDict
 
-from pier.gateway.body import Body
-from pier.gateway.canonical import DialectName, ErrorKind
-from pier.gateway.clock import pause
-from pier.gateway.dialect import DIALECTS
-from pier.gateway.faults import Fault, classify, error_in, error_instead, progress_of
+from pier.gateway.budget import Limiter, Retry, pause
 from pier.gateway.http.answer import Answer
 from pier.gateway.http.client import BadAnswer, Client
 from pier.gateway.http.coding import BadCoding
-from pier.gateway.limiter import Limiter, Retry
 from pier.gateway.providers import Provider
-from pier.gateway.recorder import CallRecord
-from pier.gateway.redact import Scrubber, redacted_path
-from pier.gateway.watch import Broken, Framer, data_of, events_of
+from pier.record.redact import Scrubber, redacted_path
+from pier.record.writer import CallRecord
+from pier.wire.body import Body
+from pier.wire.dialects import DIALECTS
+from pier.wire.faults import Fault, classify, error_in, error_instead, progress_of
+from pier.wire.turn import DialectName, ErrorKind
+from pier.wire.watch import Framer, MalformedAnswer, data_of, events_of
 
 if TYPE_CHECKING:
     from pier.gateway.http.proxied import ProxiedAnswer, ProxiedClient
@@ -262,7 +261,7 @@ async def _read_error(answer: AnyAnswer, dialect: DialectName) -> tuple[bytes, M
 async def _read_prelude(answer: AnyAnswer, dialect: DialectName) -> tuple[bytes, Mapping[str, Any] | None]:
     """The first bytes of a stream, up to its first content, and the error that came instead of content."""
     raw, framer = b"", Framer()
-    with contextlib.suppress(OSError, BadCoding, Broken):  # the next read fails in the same way
+    with contextlib.suppress(OSError, BadCoding, MalformedAnswer):  # the next read fails in the same way
         while part := await answer.read():
             raw += part
             for event in events_of(framer.feed(part)):

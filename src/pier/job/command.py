@@ -133,7 +133,7 @@ def _progress(job: Job, show: Show) -> Progress:
     if sys.stderr.isatty():
         from rich.console import Console
 
-        from pier.job.progress import LiveProgress
+        from pier.job.live import LiveProgress
 
         return LiveProgress(total, Console(stderr=True), finished)
     return PlainProgress(total, finished)

@@ -169,7 +169,7 @@ class DatasetConfig(_Part):
         return self
 
 
-class TaskConfig(_Part):
+class JobTask(_Part):
     """One task: a directory, or `path` inside the git repository `git_url`."""
 
     path: str
@@ -207,7 +207,7 @@ class JobConfig(_Part):
     metrics: list[MetricConfig] = Field(default_factory=list)
     agents: list[AgentConfig] = Field(default_factory=lambda: [AgentConfig()])
     datasets: list[DatasetConfig] = Field(default_factory=list)
-    tasks: list[TaskConfig] = Field(default_factory=list)
+    tasks: list[JobTask] = Field(default_factory=list)
     artifacts: list[str | dict[str, Any]] = Field(default_factory=list)
     extra_instructions: list[str] = Field(default_factory=list)
     budget: BudgetConfig = Field(default_factory=BudgetConfig)

@@ -41,7 +41,7 @@ from pier.files import read_journal, write, write_json
 from pier.job.config import JobConfig, parse, read_file, to_disk
 from pier.job.ledger import JOURNAL, OWNER, VERSION, Ledger, Outcome, current_owner, not_a_job, now, owning
 from pier.job.plan import KEY, NOT_ASKED, MakePlan, Plan, PlannedTask, PlannedTrial, Warn, make_key, plan_job, read_key
-from pier.job.results import Cost, Graded, Summary, calls_of, read_outcome, size_of, summarise
+from pier.job.results import Cost, GradedTrial, Summary, calls_of, read_outcome, size_of, summarise
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -196,7 +196,7 @@ def cost_of(outcomes: Iterable[Outcome]) -> Cost:
     return cost
 
 
-class Group:
+class ResultGroup:
     """The trials of one agent of the plan on one dataset, which are reported together."""
 
     def __init__(self, agent: str, model: str | None, short: str | None, dataset: str) -> None:
@@ -213,12 +213,12 @@ class Group:
         return (sum(graded for graded, _ in found), sum(total for _, total in found)) if found else None
 
     def summary(self) -> Summary:
-        return summarise(Graded(task, outcome.rewards if outcome else None) for _, task, outcome in self.trials)
+        return summarise(GradedTrial(task, outcome.rewards if outcome else None) for _, task, outcome in self.trials)
 
 
-def groups_of(ledger: Ledger) -> list[Group]:
+def groups_of(ledger: Ledger) -> list[ResultGroup]:
     """All planned trials by agent and dataset, in the order of the plan."""
-    groups: dict[tuple[int, str], Group] = {}
+    groups: dict[tuple[int, str], ResultGroup] = {}
     plan = ledger.plan
     labels = agent_labels(plan.agents)
     for trial in plan.trials:
@@ -226,7 +226,7 @@ def groups_of(ledger: Ledger) -> list[Group]:
         key = (trial.agent, task.source or "adhoc")
         if key not in groups:
             name, short = labels[trial.agent]
-            groups[key] = Group(name, plan.agents[trial.agent].get("model_name"), short, key[1])
+            groups[key] = ResultGroup(name, plan.agents[trial.agent].get("model_name"), short, key[1])
         groups[key].trials.append((trial.name, task.name, ledger.outcomes.get(trial.id)))
     return list(groups.values())
 
@@ -261,7 +261,7 @@ def _differences(agents: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"({each})" if each else "" for each in told] if len(set(told)) == len(told) else [""] * len(told)
 
 
-def _eval_stats(group: Group, config: JobConfig) -> dict[str, Any]:
+def _eval_stats(group: ResultGroup, config: JobConfig) -> dict[str, Any]:
     rewards: dict[str, dict[float, list[str]]] = defaultdict(lambda: defaultdict(list))
     faults: dict[str, list[str]] = defaultdict(list)
     for name, _, outcome in group.trials:
@@ -283,7 +283,7 @@ def _eval_stats(group: Group, config: JobConfig) -> dict[str, Any]:
     }
 
 
-def _steps(group: Group) -> dict[str, int] | None:
+def _steps(group: ResultGroup) -> dict[str, int] | None:
     return {"graded": group.steps[0], "total": group.steps[1]} if group.steps else None
 
 

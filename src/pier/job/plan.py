@@ -37,7 +37,7 @@ import click
 
 from pier.errors import UsageError
 from pier.files import write
-from pier.job.config import DatasetConfig, JobConfig, TaskConfig, fill, job_secrets, to_disk
+from pier.job.config import DatasetConfig, JobConfig, JobTask, fill, job_secrets, to_disk
 from pier.redact import Redactor
 from pier.secret import is_secret, looks_secret
 from pier.task import Task, load_task, wanted_variables
@@ -368,7 +368,7 @@ def plan_job(
     return make, disk
 
 
-Source = DatasetConfig | TaskConfig
+Source = DatasetConfig | JobTask
 
 
 def distinct_sources(rows: list[tuple[Source, list[PlannedTask]]]) -> list[list[PlannedTask]]:
@@ -384,7 +384,7 @@ def distinct_sources(rows: list[tuple[Source, list[PlannedTask]]]) -> list[list[
 
 
 def _place(source: Source) -> str:
-    if isinstance(source, TaskConfig) or source.path:
+    if isinstance(source, JobTask) or source.path:
         return str(source.path)
     return f"{source.name}@{source.version}"
 
@@ -438,7 +438,7 @@ def _load(source: Source, origins: list[Origin], config: JobConfig, consent: Con
             name=task.name,
             digest=task.digest,
             path=str(task.path),
-            source=task.origin.source or (source.source if isinstance(source, TaskConfig) else None),
+            source=task.origin.source or (source.source if isinstance(source, JobTask) else None),
             git_url=task.origin.git_url,
             git_commit_id=task.origin.git_commit,
             git_path=task.origin.git_path,

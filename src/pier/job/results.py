@@ -31,7 +31,7 @@ from pier.redact import Redactor
 from pier.trial.result import AgentResult, TrialResult, storage_fault
 
 if TYPE_CHECKING:
-    from pier.gateway.metrics import Metrics
+    from pier.gateway.metrics import GatewayMetrics
 
 
 Z95 = 1.959963984540054
@@ -39,7 +39,7 @@ Z95 = 1.959963984540054
 
 
 @dataclass(frozen=True, slots=True)
-class Graded:
+class GradedTrial:
     """What metrics need to know of one trial: which task it was, and its rewards (None without a verdict)."""
 
     task: str
@@ -125,7 +125,7 @@ class Cost:
         return f"{'at least ' if self.unknown else ''}${self.known:.4f}"
 
 
-def summarise(trials: Iterable[Graded]) -> Summary:
+def summarise(trials: Iterable[GradedTrial]) -> Summary:
     """All metrics of a set of trials."""
     by_key: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     tasks: set[str] = set()
@@ -233,7 +233,7 @@ _TOLD = ("mean", "p50", "p99")
 class JobNumbers:
     """The numbers of a job that runs. Without a gateway there are none."""
 
-    def __init__(self, directory: Path, metrics: Metrics | None) -> None:
+    def __init__(self, directory: Path, metrics: GatewayMetrics | None) -> None:
         self._path = directory / NUMBERS
         self._metrics = metrics
         self._saved: Any = None

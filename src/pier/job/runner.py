@@ -28,11 +28,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pier.errors import PierError, UsageError
-from pier.gateway.budget import Budget, Meter
-from pier.gateway.canonical import Usage
 from pier.job.config import BudgetConfig, fill
 from pier.job.directory import LOG, Job, explained, is_full, write_result
 from pier.job.ledger import Ledger, Outcome, Used, now
@@ -46,6 +44,9 @@ from pier.sandbox import open_backend
 from pier.trial.images import open_images
 from pier.trial.run import run_trial
 from pier.trial.spec import TrialServices
+
+if TYPE_CHECKING:
+    from pier.job.meter import JobMeter
 
 
 class JobBudget:
@@ -70,6 +71,7 @@ def _pool(limits: BudgetConfig, used: Used, changed: Callable[[], None]) -> JobM
     if not asked:
         return None
     from pier.gateway.budget import Budget
+    from pier.job.meter import JobMeter
 
     return JobMeter(Budget(**asked), used, changed)
 
@@ -239,7 +241,7 @@ async def _services(job: Job, env: Mapping[str, str], budget: JobBudget) -> Asyn
         models = {agent.model_name for agent in job.config.agents if agent.model_name and not agent.direct}
         if models and job.config.regrade_of is None:
             from pier.gateway import Directory, Gateway
-            from pier.gateway.limiter import Retry
+            from pier.gateway.budget import Retry
 
             wanted = job.config.provider_retry
             retry = Retry(attempts=wanted.max_attempts, patience=wanted.max_wait_sec)
@@ -287,44 +289,6 @@ async def _build_ahead(specs: Specs, owed: Sequence[PlannedTrial], services: Tri
     async with asyncio.TaskGroup() as group:
         for _ in range(specs.builds):
             group.create_task(build())
-
-
-class JobMeter(Meter):
-    """A meter that begins with what was used before, and calls `changed` for each turn that is spent and for what it
-    took. `wall_time` runs from the first call of each run, on top of what earlier runs took."""
-
-    def __init__(self, budget: Budget, used: Used, changed: Callable[[], None]) -> None:
-        super().__init__(budget, owner="job")
-        self._changed = changed
-        self.turns, self.input_tokens, self.output_tokens, self.cost_usd = (
-            used.turns,
-            used.read,
-            used.written,
-            used.cost,
-        )
-        self._before = used.seconds
-
-    def settle(self, *, spent: bool) -> None:
-        super().settle(spent=spent)
-        if spent:
-            self._changed()
-
-    def add(self, usage: Usage | None, cost: float | None) -> None:
-        super().add(usage, cost)
-        self._changed()
-
-    @property
-    def seconds_left(self) -> float | None:
-        left = super().seconds_left
-        return None if left is None else left - self._before
-
-    @property
-    def used(self) -> Used:
-        """What was used so far; time is counted only if it is limited."""
-        seconds = self._before
-        if self.budget.wall_time is not None and self._started is not None:
-            seconds += round(time.monotonic() - self._started, 1)
-        return Used(self.turns, self.input_tokens, self.output_tokens, self.cost_usd, seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 from pier.task.load import load_task
 from pier.task.model import (
     Origin,
-    Step,
     Task,
     TaskConfig,
+    TaskStep,
     UnknownKey,
     VerifierEnvironment,
     resolve_env,
@@ -14,9 +14,9 @@ from pier.task.model import (
 
 __all__ = [
     "Origin",
-    "Step",
     "Task",
     "TaskConfig",
+    "TaskStep",
     "UnknownKey",
     "VerifierEnvironment",
     "load_task",

@@ -20,7 +20,7 @@ from pier.image.ignore import read_ignore
 from pier.image.view import View
 from pier.image.words import split
 from pier.task.load import load_task, read_config
-from pier.task.model import Step, Task, TaskConfig, wanted_variables
+from pier.task.model import Task, TaskConfig, TaskStep, wanted_variables
 
 Level = Literal["error", "warning"]
 
@@ -177,7 +177,7 @@ def _lint_steps(task: Task) -> Iterator[Problem]:
         yield from _lint_tests(step, home)
 
 
-def _lint_tests(step: Step, home: Path) -> Iterator[Problem]:
+def _lint_tests(step: TaskStep, home: Path) -> Iterator[Problem]:
     scripts = [tests / step.test_script for tests in step.tests if step.test_script]
     content = b"".join(_bytes(path) for tests in step.tests for path in sorted(tests.rglob("*")) if path.is_file())
     where = str(next((path for path in reversed(scripts) if path.is_file()), home / "tests"))

@@ -12,13 +12,13 @@ from pydantic import ValidationError
 from pier.errors import TaskError
 from pier.task.digest import check_containment
 from pier.task.model import (
-    Agent,
+    AgentTable,
     Origin,
     PhaseNetwork,
-    Step,
     StepTable,
     Task,
     TaskConfig,
+    TaskStep,
     UnknownKey,
     Verifier,
     VerifierEnvironment,
@@ -110,7 +110,7 @@ def find_compose(directory: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def _steps(root: Path, config: TaskConfig, verify: bool) -> tuple[Step, ...]:
+def _steps(root: Path, config: TaskConfig, verify: bool) -> tuple[TaskStep, ...]:
     if config.steps is None:
         return (_step(root, config, None, verify),)
     if not config.steps:
@@ -118,7 +118,7 @@ def _steps(root: Path, config: TaskConfig, verify: bool) -> tuple[Step, ...]:
     return tuple(_step(root, config, table, verify) for table in config.steps)
 
 
-def _step(root: Path, config: TaskConfig, table: StepTable | None, verify: bool) -> Step:
+def _step(root: Path, config: TaskConfig, table: StepTable | None, verify: bool) -> TaskStep:
     home = root / "steps" / table.name if table else root
     verifier = _merge_verifier(config.verifier, table.verifier) if table else config.verifier
     mode = (table.verifier.mode if table else None) or config.verifier.mode or "shared"
@@ -130,7 +130,7 @@ def _step(root: Path, config: TaskConfig, table: StepTable | None, verify: bool)
         raise TaskError(f"{home / 'tests' / script}: the test script is missing", code="task_layout")
     solution = next((d.resolve() for d in (home / "solution", root / "solution") if d.is_dir()), None)
     workdir = home / "workdir"
-    return Step(
+    return TaskStep(
         name=table.name if table else "",
         instruction=_instruction(home / "instruction.md"),
         agent=_merge_agent(config, table),
@@ -164,7 +164,7 @@ def _instruction(path: Path) -> str:
     return text
 
 
-def _merge_agent(config: TaskConfig, table: StepTable | None) -> Agent:
+def _merge_agent(config: TaskConfig, table: StepTable | None) -> AgentTable:
     if table is None:
         return config.agent
     return _overlay(config.agent, table.agent, ("network_mode", "allowed_hosts"))

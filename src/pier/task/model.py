@@ -247,7 +247,7 @@ class CollectHook(Table):
     user: User = None
 
 
-class Agent(PhaseNetwork):
+class AgentTable(PhaseNetwork):
     """`[agent]`. No timeout means no limit."""
 
     timeout_sec: Seconds | None = None
@@ -321,7 +321,7 @@ class StepTable(Table):
     """`[[steps]]`."""
 
     name: str
-    agent: Agent = Field(default_factory=Agent)
+    agent: AgentTable = Field(default_factory=AgentTable)
     verifier: Verifier = Field(default_factory=Verifier)
     min_reward: float | dict[str, float] | None = None
     healthcheck: Healthcheck | None = None
@@ -345,7 +345,7 @@ class TaskConfig(Table):
     task: Package | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
     verifier: Verifier = Field(default_factory=Verifier)
-    agent: Agent = Field(default_factory=Agent)
+    agent: AgentTable = Field(default_factory=AgentTable)
     environment: Environment = Field(default_factory=Environment)
     solution: Solution = Field(default_factory=Solution)
     source: str | None = None
@@ -445,12 +445,12 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TaskStep:
     """One instruction with its own verdict. Everything a step may leave out is filled in from the task."""
 
     name: str
     instruction: str
-    agent: Agent
+    agent: AgentTable
     verifier: Verifier
     verifier_mode: VerifierMode
     verifier_environment: VerifierEnvironment
@@ -484,7 +484,7 @@ class Task:
     path: Path
     name: str
     config: TaskConfig
-    steps: tuple[Step, ...]
+    steps: tuple[TaskStep, ...]
     origin: Origin
     unknown: tuple[UnknownKey, ...] = ()
     pre_artifacts: Path | None = None

@@ -2,13 +2,22 @@
 
 Reads every version up to 1.8 and writes 1.7. Unknown fields are refused, as Harbor does; what a field may hold beyond
 its type is said in `pier.trajectory.rules`.
+
+Reads and writes trajectory files. Written as Harbor does: indented, without nulls, number lists on one line.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pier import files
+from pier.errors import UsageError
+from pier.tree import Tree, TreeError, open_regular
 
 VERSION = "ATIF-v1.7"
 VERSIONS = tuple(f"ATIF-v1.{minor}" for minor in range(9))
@@ -37,7 +46,7 @@ class ContentPart(_Atif):
 Content = str | list[ContentPart]
 
 
-class Agent(_Atif):
+class TrajectoryAgent(_Atif):
     name: str
     version: str
     model_name: str | None = None
@@ -45,7 +54,7 @@ class Agent(_Atif):
     extra: dict[str, Any] | None = None
 
 
-class ToolCall(_Atif):
+class StepToolCall(_Atif):
     tool_call_id: str
     function_name: str
     arguments: dict[str, Any]
@@ -100,7 +109,7 @@ class Step(_Atif):
     model_name: str | None = None
     reasoning_effort: str | float | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[StepToolCall] | None = None
     observation: Observation | None = None
     metrics: Metrics | None = None
     is_copied_context: bool | None = None
@@ -117,7 +126,7 @@ class Trajectory(_Atif):
     schema_version: str = VERSION
     session_id: str | None = None
     trajectory_id: str | None = None
-    agent: Agent
+    agent: TrajectoryAgent
     steps: list[Step]
     notes: str | None = None
     final_metrics: FinalMetrics | None = None
@@ -137,3 +146,71 @@ def text_of(content: Content | None) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part.text for part in content if part.text)
+
+
+_NUMBERS = re.compile(r"\[\s*(-?\d[\d.eE+-]*(?:,\s*-?\d[\d.eE+-]*)*)\s*\]")
+
+
+def dump(trajectory: Trajectory) -> str:
+    """The text of a trajectory file."""
+    text = json.dumps(trajectory.model_dump(exclude_none=True), indent=2, ensure_ascii=False)
+    return whole_characters("".join(_compact(line) for line in _outside_strings(text)) + "\n")
+
+
+def whole_characters(text: str) -> str:
+    """Halves of characters, as a streamed answer may bring them, joined again; a half without its other is replaced."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _outside_strings(text: str) -> list[str]:
+    """The text in pieces, each either one JSON string or what stands between two."""
+    return re.split(r'("(?:[^"\\]|\\.)*")', text)
+
+
+def _compact(piece: str) -> str:
+    if piece.startswith('"'):
+        return piece
+    return _NUMBERS.sub(lambda found: "[" + re.sub(r",\s*", ", ", found[1]) + "]", piece)
+
+
+def write(path: Path, trajectory: Trajectory, *, durable: bool = True) -> None:
+    """Replace the file at `path`, all of it or not at all."""
+    files.write(path, dump(trajectory), mode=0o600, durable=durable)
+
+
+def file_content(path: Path) -> bytes:
+    """The bytes of the file at `path`. A link is refused: in a trial's directory an agent may have made it."""
+    with open_regular(path) as stream:
+        return stream.read()
+
+
+def read(path: Path) -> Trajectory:
+    """The trajectory at `path`; `UsageError` says what is wrong with the file."""
+    try:
+        return Trajectory.model_validate_json(file_content(path))
+    except (OSError, TreeError) as error:
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', error)}", code="trajectory") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(step) for step in first["loc"])
+        raise UsageError(
+            f"{path} is not a trajectory: {place}: {first['msg']}", hint=f"pier trajectory validate {path}"
+        ) from error
+
+
+def find(path: Path) -> Path:
+    """The trajectory file at `path`: the file itself, or the one of a trial's directory."""
+    if path.is_file():
+        return path
+    if path.is_dir():
+        with Tree(path.resolve()) as tree:
+            for name in ("agent/trajectory.json", "trajectory.json"):
+                if (found := tree.find(name)) is not None and found.kind == "file":
+                    return path / name
+    raise UsageError(
+        f"there is no trajectory at {path}", hint="give a trajectory.json, or a trial directory that has one"
+    )

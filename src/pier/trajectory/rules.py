@@ -15,8 +15,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from pier.trajectory.model import VERSIONS, Content, Step, Trajectory
-from pier.trajectory.write import file_content
+from pier.trajectory.model import VERSIONS, Content, Step, Trajectory, file_content
 from pier.tree import Tree, TreeError
 
 IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
@@ -24,28 +23,28 @@ _AGENT_ONLY = ("model_name", "reasoning_effort", "reasoning_content", "tool_call
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RuleFinding:
     level: Literal["error", "strict"]
     rule: str
     where: str
     message: str
 
 
-def validate_file(path: Path, *, media: bool = True) -> list[Finding]:
+def validate_file(path: Path, *, media: bool = True) -> list[RuleFinding]:
     """All findings for a file; with `media` also whether the pictures that it names are there."""
     try:
         trajectory = Trajectory.model_validate_json(file_content(path))
     except ValidationError as error:
         return [
-            Finding("error", "schema", ".".join(str(step) for step in item["loc"]) or "file", item["msg"])
+            RuleFinding("error", "schema", ".".join(str(step) for step in item["loc"]) or "file", item["msg"])
             for item in error.errors()
         ]
     except (OSError, TreeError) as error:
-        return [Finding("error", "schema", "file", f"cannot be read: {getattr(error, 'strerror', error)}")]
+        return [RuleFinding("error", "schema", "file", f"cannot be read: {getattr(error, 'strerror', error)}")]
     return validate(trajectory, path.parent if media else None)
 
 
-def validate(trajectory: Trajectory, folder: Path | None = None, where: str = "") -> list[Finding]:
+def validate(trajectory: Trajectory, folder: Path | None = None, where: str = "") -> list[RuleFinding]:
     """All findings for a trajectory and those embedded in it."""
     found = [*_errors(trajectory, where), *_strict(trajectory, where)]
     if folder is not None:
@@ -55,9 +54,9 @@ def validate(trajectory: Trajectory, folder: Path | None = None, where: str = ""
     return found
 
 
-def _errors(trajectory: Trajectory, where: str) -> Iterator[Finding]:
-    def error(rule: str, place: str, message: str) -> Finding:
-        return Finding("error", rule, where + place, message)
+def _errors(trajectory: Trajectory, where: str) -> Iterator[RuleFinding]:
+    def error(rule: str, place: str, message: str) -> RuleFinding:
+        return RuleFinding("error", rule, where + place, message)
 
     if trajectory.schema_version not in VERSIONS:
         yield error("version", "schema_version", f"{trajectory.schema_version!r} is not a known version")
@@ -109,9 +108,9 @@ def _content_errors(content: Content | None, where: str) -> Iterator[tuple[str, 
             yield "content", place, f"{part.source.media_type} is not a picture that ATIF knows"
 
 
-def _strict(trajectory: Trajectory, where: str) -> Iterator[Finding]:
-    def strict(rule: str, place: str, message: str) -> Finding:
-        return Finding("strict", rule, where + place, message)
+def _strict(trajectory: Trajectory, where: str) -> Iterator[RuleFinding]:
+    def strict(rule: str, place: str, message: str) -> RuleFinding:
+        return RuleFinding("strict", rule, where + place, message)
 
     last: datetime | None = None
     seen: set[str] = set()
@@ -168,14 +167,14 @@ def _totals(trajectory: Trajectory) -> Iterator[tuple[str, str, str]]:
         yield "totals", "final_metrics.total_steps", f"is {final.total_steps}, there are {len(trajectory.steps)}"
 
 
-def _missing_media(trajectory: Trajectory, folder: Path, where: str) -> Iterator[Finding]:
+def _missing_media(trajectory: Trajectory, folder: Path, where: str) -> Iterator[RuleFinding]:
     for index, step in enumerate(trajectory.steps):
         results = step.observation.results if step.observation else ()
         for content in (step.message, *(result.content for result in results)):
             for part in content if isinstance(content, list) else ():
                 path = part.source.path if part.source else None
                 if path and "://" not in path and not _is_file(folder, path):
-                    yield Finding("error", "media", f"{where}steps[{index}]", f"the file {path} is not there")
+                    yield RuleFinding("error", "media", f"{where}steps[{index}]", f"the file {path} is not there")
 
 
 def _is_file(folder: Path, path: str) -> bool:

@@ -28,15 +28,15 @@ from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import AgentError, JobError, PierError, ProviderError, StorageError, UsageError
 from pier.redact import Redactor
 from pier.sandbox.contract import Change, Mount, OnOutput, Result, Sandbox
-from pier.task import Step, Task
+from pier.task import Task, TaskStep
 from pier.tree import Tree
 from pier.trial.record import TrialRecord
 from pier.trial.result import AgentResult, captured, storage_fault
 from pier.trial.spec import AgentChoice, TrialServices, TrialSpec
 
 if TYPE_CHECKING:
-    from pier.gateway.derivation import Summary
     from pier.gateway.session import Session
+    from pier.trajectory.derive import TrajectorySummary
 
 
 _GRACE = 60.0
@@ -113,7 +113,7 @@ class Deadline:
 
 def describe_run(
     spec: TrialSpec,
-    step: Step,
+    step: TaskStep,
     agent: Agent,
     *,
     workdir: str,
@@ -301,7 +301,7 @@ async def _providers_fault(session: Session, how: str) -> PierError | None:
     tally = session.tally
     if not any(fault != "agent" for fault in tally.faults):
         return None
-    from pier.gateway.ending import Ending, how_work_ended
+    from pier.trajectory.ending import Ending, how_work_ended
 
     recording = session.terms.recording
     ending = await asyncio.to_thread(how_work_ended, recording) if recording is not None else None
@@ -325,7 +325,7 @@ async def _providers_fault(session: Session, how: str) -> PierError | None:
 
 async def _never_answered(session: Session) -> bool:
     """Whether an agent that was killed at its deadline had waited for its first answer until then."""
-    from pier.gateway.ending import waited_in_vain
+    from pier.trajectory.ending import waited_in_vain
 
     recording = session.terms.recording
     return recording is not None and await asyncio.to_thread(waited_in_vain, recording, time.time())
@@ -369,8 +369,8 @@ async def add_native_trajectory(
 ) -> AgentResult | None:
     """The same for an agent that called its provider itself, from the session log that it kept, if it is one whose logs
     can be read. A trajectory that the agent left itself is kept."""
+    from pier.trajectory.model import read
     from pier.trajectory.native.convert import READERS, convert, find_sessions
-    from pier.trajectory.write import read
 
     target = logs / TRAJECTORY
     with Tree(logs) as tree:
@@ -402,9 +402,9 @@ def _raise_storage_fault(error: Exception | None) -> None:
         raise fault from error
 
 
-def derive(logs: Path, told: Told, *, durable: bool = True) -> Summary:
+def derive(logs: Path, told: Told, *, durable: bool = True) -> TrajectorySummary:
     """Write the trajectory next to the recording, from what was recorded so far."""
-    from pier.gateway.derivation import write_trajectory
+    from pier.trajectory.derive import write_trajectory
 
     return write_trajectory(
         logs / RECORDING,

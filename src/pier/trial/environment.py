@@ -30,7 +30,7 @@ from pier.sandbox.compose.storage import LOGS as SERVICE_LOGS
 from pier.sandbox.contract import Backend, Capabilities, Limits, Mount, Sandbox, SandboxSpec
 from pier.sandbox.hidden import refuse_hidden
 from pier.sandbox.parcel import deliver
-from pier.task import Step, Task, resolve_env
+from pier.task import Task, TaskStep, resolve_env
 from pier.task.load import COMPOSE_NAME
 from pier.task.model import Environment, Healthcheck, normalise_host
 from pier.trial.agent import user_text
@@ -130,7 +130,7 @@ class NetworkPlan:
 
 def plan_network(
     environment: Environment,
-    steps: tuple[Step, ...],
+    steps: tuple[TaskStep, ...],
     *,
     override: NetworkPolicy | None = None,
     hosts: tuple[str, ...] = (),
@@ -146,7 +146,7 @@ def plan_network(
     return NetworkPlan(baseline, tuple(planned))
 
 
-def _verifier_policy(step: Step, baseline: NetworkPolicy, override: NetworkPolicy | None) -> NetworkPolicy:
+def _verifier_policy(step: TaskStep, baseline: NetworkPolicy, override: NetworkPolicy | None) -> NetworkPolicy:
     if override is not None:
         return baseline
     own = step.verifier_environment.own_table and step.verifier_mode == "separate"
@@ -419,7 +419,7 @@ def _stage(content: Path, staged: Path) -> None:
     shutil.copytree(content, staged, symlinks=True, ignore=left_out)
 
 
-async def prepare_step(spec: TrialSpec, step: Step, sandbox: Sandbox, workdir: str) -> None:
+async def prepare_step(spec: TrialSpec, step: TaskStep, sandbox: Sandbox, workdir: str) -> None:
     """Bring the step's files into the working directory, run its set-up script and wait for its health check."""
     user = user_text(step.agent.user)
     if step.workdir is not None:
@@ -430,7 +430,7 @@ async def prepare_step(spec: TrialSpec, step: Step, sandbox: Sandbox, workdir: s
         await wait_until_healthy(sandbox, step.healthcheck, cwd=workdir, user=user)
 
 
-async def _run_setup(spec: TrialSpec, step: Step, sandbox: Sandbox, workdir: str, user: str | None) -> None:
+async def _run_setup(spec: TrialSpec, step: TaskStep, sandbox: Sandbox, workdir: str, user: str | None) -> None:
     limit = spec.task.config.environment.build_timeout_sec * spec.multipliers.of("environment_build")
     result = await sandbox.exec(["bash", f"{workdir.rstrip('/')}/setup.sh"], cwd=workdir, user=user, timeout=limit)
     if not result.ok:

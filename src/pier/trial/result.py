@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pier.errors import Blame, JobError, PierError, StorageError
 from pier.redact import Redactor
-from pier.task import Step
+from pier.task import TaskStep
 from pier.task.load import describe
 from pier.tree import FAULTS
 
@@ -317,7 +317,7 @@ def judge_as_harbor(result: TrialResult) -> None:
     result.reward_valid = bool(result.rewards) and all(cause in _MEASURED for cause in causes)
 
 
-def stops_after(step: Step, outcome: StepOutcome, verify: bool) -> str | None:
+def stops_after(step: TaskStep, outcome: StepOutcome, verify: bool) -> str | None:
     """Why no further step is run after this one; None to go on."""
     if outcome.error is not None and outcome.rewards is None:
         return "it failed and has no verdict"

@@ -12,7 +12,7 @@ from pier.errors import SandboxError, StorageError
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.compose import MAIN
 from pier.sandbox.contract import Change, Sandbox
-from pier.task import Step, resolve_env
+from pier.task import TaskStep, resolve_env
 from pier.trial.agent import (
     Told,
     add_native_trajectory,
@@ -95,7 +95,7 @@ async def run_step(stage: Stage, index: int, network: StepNetwork, directory: Pa
     return outcome
 
 
-async def _prepare(stage: Stage, step: Step, index: int) -> None:
+async def _prepare(stage: Stage, step: TaskStep, index: int) -> None:
     sandbox = stage.sandbox
     if not (index or step.workdir or step.healthcheck):
         return
@@ -109,7 +109,7 @@ async def _prepare(stage: Stage, step: Step, index: int) -> None:
 
 async def _run_agent(
     stage: Stage,
-    step: Step,
+    step: TaskStep,
     outcome: StepOutcome,
     policy: NetworkPolicy,
     logs: Path,
@@ -157,7 +157,7 @@ async def _run_agent(
         outcome.error = exception_info(failed, "agent", stage.record.redactor)
 
 
-async def _collect(stage: Stage, step: Step, directory: Path) -> list[Collected]:
+async def _collect(stage: Stage, step: TaskStep, directory: Path) -> list[Collected]:
     """Run the hooks, then take the artifacts out. Of these only faults of a disk fail the trial."""
     sandbox, record = stage.sandbox, stage.record
     if (script := stage.spec.task.pre_artifacts) is not None:

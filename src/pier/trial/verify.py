@@ -30,7 +30,7 @@ from pier.network.policy import NONE, NetworkPolicy
 from pier.redact import Redactor
 from pier.sandbox.contract import LOST, Change, Mount, Sandbox
 from pier.sandbox.tree.pack import SKIPPED
-from pier.task import Step, resolve_env
+from pier.task import TaskStep, resolve_env
 from pier.tree import Tree
 from pier.trial.agent import Deadline, user_text
 from pier.trial.collect import Collected, hand_over, take_logs
@@ -207,7 +207,7 @@ class SeparateTests:
 async def _grade(
     place: GradingPlace,
     graded: Graded,
-    step: Step,
+    step: TaskStep,
     sandbox: Sandbox,
     workdir: str,
     target: Path,

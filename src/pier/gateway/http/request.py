@@ -24,13 +24,14 @@ from pier.gateway.http.message import (
 if TYPE_CHECKING:
     from pier.gateway.http.server import Connection
 
+
 AHEAD = 256 * 1024
 """How much of a body, or of the next request, is read ahead."""
 
 Fields = Iterable[tuple[str, str]]
 
 
-class Request:
+class HttpRequest:
     """One request, and where its answer goes. Exactly one of `reply` and `start` ... `finish` answers it."""
 
     __slots__ = (

@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from pier.gateway.http.message import BadMessage, find_head, parse_request, render, status_line
-from pier.gateway.http.request import AHEAD, Request
+from pier.gateway.http.request import AHEAD, HttpRequest
 
 log = logging.getLogger(__name__)
 _LINGER = 2.0
 """Seconds in which a client may read an answer that came before it had sent its whole request."""
 
-Handle = Callable[[Request], Awaitable[None]]
+Handle = Callable[[HttpRequest], Awaitable[None]]
 Refuse = Callable[[int, str], bytes]
 """The JSON body of an error, for what is not even a request."""
 
@@ -96,7 +96,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: Server) -> None:
         self.server = server
         self.loop = asyncio.get_running_loop()
-        self.request: Request | None = None
+        self.request: HttpRequest | None = None
         self.task: asyncio.Task[None] | None = None
         self.state = "idle"
         self.since = 0.0
@@ -211,12 +211,12 @@ class Connection(asyncio.Protocol):
         if not end or self.transport.is_closing():
             return False
         head, self._rest = self._rest[:end], self._rest[end:]
-        self.request = Request(self, parse_request(head))
+        self.request = HttpRequest(self, parse_request(head))
         self.state = "answer" if self.request.received else "body"
         self.task = self.loop.create_task(self._answer(self.request))
         return True
 
-    async def _answer(self, request: Request) -> None:
+    async def _answer(self, request: HttpRequest) -> None:
         try:
             await self.server.handle(request)
             if self.full:
@@ -234,7 +234,7 @@ class Connection(asyncio.Protocol):
                     request.reply(500, [("Content-Type", "application/json")], body, close=True)
         self._next(request)
 
-    def _next(self, request: Request) -> None:
+    def _next(self, request: HttpRequest) -> None:
         """The answer is out: be ready for another request, or close."""
         self.task = None
         if self._lost:

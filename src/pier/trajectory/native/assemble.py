@@ -26,8 +26,8 @@ from pier.trajectory.model import (
     ObservationResult,
     Source,
     Step,
+    StepToolCall,
     SubagentTrajectoryRef,
-    ToolCall,
 )
 from pier.tree import Tree, TreeError, open_regular
 
@@ -39,17 +39,17 @@ _DEEPEST = 32
 
 
 @dataclass(slots=True)
-class Session:
+class SessionLog:
     """One session of an agent. Facts other than its steps are filled in while it is read."""
 
     agent: str
     path: Path
-    reader: Callable[[Session, Assembler], Iterator[None]]
+    reader: Callable[[SessionLog, Assembler], Iterator[None]]
     id: str = ""
     version: str = "unknown"
     model: str | None = None
     cost_usd: float | None = None
-    children: list[Session] = field(default_factory=list)
+    children: list[SessionLog] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
 
     def steps(self, media: Path | None = None) -> Iterator[Step]:
@@ -62,13 +62,13 @@ class Session:
         self.extra["totals"] = assembler.totals
 
 
-def nested(found: list[tuple[Session, str | None]]) -> list[Session]:
+def nested(found: list[tuple[SessionLog, str | None]]) -> list[SessionLog]:
     """Of sessions with the id of who started each, those that none of the others started; the rest are their children.
     Several of one id are all kept, and so are those that name each other or lie too deep."""
-    known: dict[str | None, Session] = {}
+    known: dict[str | None, SessionLog] = {}
     for session, _ in found:
         known.setdefault(session.id, session)
-    above: dict[int, Session] = {}
+    above: dict[int, SessionLog] = {}
     tops = []
     for session, parent_id in found:
         parent = upper = None if parent_id is None else known.get(parent_id)
@@ -83,7 +83,7 @@ def nested(found: list[tuple[Session, str | None]]) -> list[Session]:
     return tops
 
 
-def _flatten(tops: list[Session]) -> None:
+def _flatten(tops: list[SessionLog]) -> None:
     """Flatten sessions that are nested too deeply: readers of a trajectory recurse into them."""
     todo = [(session, 1) for session in tops]
     while todo:
@@ -99,7 +99,7 @@ def _flatten(tops: list[Session]) -> None:
 
 
 @dataclass(slots=True)
-class Totals:
+class LogTotals:
     """Sums over all steps."""
 
     prompt: int = 0
@@ -143,7 +143,7 @@ class _Turn:
     model: str | None
     text: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
+    calls: list[StepToolCall] = field(default_factory=list)
     results: list[ObservationResult] = field(default_factory=list)
     metrics: Metrics | None = None
     extra: dict[str, Any] = field(default_factory=dict)
@@ -152,9 +152,9 @@ class _Turn:
 class Assembler:
     """Takes what a log says and gives whole steps."""
 
-    def __init__(self, session: Session, media: Path | None = None) -> None:
+    def __init__(self, session: SessionLog, media: Path | None = None) -> None:
         self.session = session
-        self.totals = Totals()
+        self.totals = LogTotals()
         self._media = media
         self._open: _Turn | None = None
         self._ready: deque[Step] = deque()
@@ -219,7 +219,7 @@ class Assembler:
         given = arguments if isinstance(arguments, dict) else {"input": arguments}
         unique = id_ if id_ not in self._seen else f"{id_}#{self.totals.steps + 1}"
         self._seen.add(unique)
-        self._open.calls.append(ToolCall(tool_call_id=unique, function_name=name, arguments=given))
+        self._open.calls.append(StepToolCall(tool_call_id=unique, function_name=name, arguments=given))
 
     def observe(self, call: str | None, content: Content, at: str | None = None, **extra: Any) -> None:
         """What a tool answered. One that comes after its step is a separate step that names the call."""

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, Session, records, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, records, simple
 from pier.tree import find_files
 
 NAME = "claude-code"
 
 
-def find(root: Path) -> list[Session]:
+def find(root: Path) -> list[SessionLog]:
     """The sessions below a directory (a configuration directory, a project or a trial's logs), or in one file."""
     paths = find_files(root, "*.jsonl")
     return [_session(path) for path in paths if path.parent.name != "subagents" and _is_log(path)]
@@ -29,14 +29,14 @@ def _is_log(path: Path) -> bool:
     return False
 
 
-def _session(path: Path) -> Session:
-    session = Session(NAME, path, read, id=path.stem)
+def _session(path: Path) -> SessionLog:
+    session = SessionLog(NAME, path, read, id=path.stem)
     for child in find_files(path.parent, "agent-*.jsonl", below=f"{path.stem}/subagents"):
-        session.children.append(Session(NAME, child, read, id=child.stem.removeprefix("agent-")))
+        session.children.append(SessionLog(NAME, child, read, id=child.stem.removeprefix("agent-")))
     return session
 
 
-def read(session: Session, assembler: Assembler) -> Iterator[None]:
+def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
     children = {child.id for child in session.children}
     for row in records(session.path):
         session.version = row.get("version") or session.version
@@ -52,7 +52,7 @@ def read(session: Session, assembler: Assembler) -> Iterator[None]:
         yield
 
 
-def _assistant(row: dict[str, Any], session: Session, assembler: Assembler) -> None:
+def _assistant(row: dict[str, Any], session: SessionLog, assembler: Assembler) -> None:
     message = row.get("message") or {}
     key = message.get("id") or row.get("uuid")
     if assembler.key != key:

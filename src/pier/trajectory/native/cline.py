@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, Session, iso, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, iso, simple
 from pier.trajectory.native.documents import members
 from pier.tree import find_files, open_regular
 
 NAME = "cline"
 
 
-def find(root: Path) -> list[Session]:
+def find(root: Path) -> list[SessionLog]:
     """The sessions below a directory, or in one file."""
     paths = find_files(root, "*.messages.json")
-    tops: dict[Path, Session] = {}
-    below: list[Session] = []
+    tops: dict[Path, SessionLog] = {}
+    below: list[SessionLog] = []
     for path in paths:
         id_ = path.name.removesuffix(".messages.json")
         if not _is_log(path):
             continue
-        session = Session(NAME, path, read, id=id_)
+        session = SessionLog(NAME, path, read, id=id_)
         if id_ == path.parent.name or root.is_file():
             tops[path.parent] = session
         else:
@@ -42,7 +42,7 @@ def _is_log(path: Path) -> bool:
     return path.name.endswith(".messages.json") and b'"sessionId"' in start and b'"origin"' in start
 
 
-def read(session: Session, assembler: Assembler) -> Iterator[None]:
+def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
     prompt = None
     for name, value in members(session.path, "messages"):
         if name == "messages" and isinstance(value, dict):
@@ -57,7 +57,7 @@ def read(session: Session, assembler: Assembler) -> Iterator[None]:
         session.extra["system_prompt"] = prompt
 
 
-def _message(message: dict[str, Any], session: Session, assembler: Assembler) -> None:
+def _message(message: dict[str, Any], session: SessionLog, assembler: Assembler) -> None:
     at, content = iso(message.get("ts")), message.get("content")
     blocks: list[dict[str, Any]] = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
     if message.get("role") == "assistant":
@@ -74,7 +74,7 @@ def _message(message: dict[str, Any], session: Session, assembler: Assembler) ->
 
 
 def _answer(
-    message: dict[str, Any], blocks: list[dict[str, Any]], at: str | None, session: Session, assembler: Assembler
+    message: dict[str, Any], blocks: list[dict[str, Any]], at: str | None, session: SessionLog, assembler: Assembler
 ) -> None:
     model = (message.get("modelInfo") or {}).get("id")
     session.model = session.model or model
@@ -102,7 +102,7 @@ def _answer(
         )
 
 
-def _result(block: dict[str, Any], at: str | None, session: Session, assembler: Assembler) -> None:
+def _result(block: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
     content = block.get("content")
     told = _content(content, assembler) if isinstance(content, str | list) else json.dumps(content)
     extra = {"is_error": True} if block.get("is_error") else {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, Session, nested, records, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, nested, records, simple
 from pier.tree import find_files
 
 NAME = "codex"
@@ -16,15 +16,15 @@ _CALLS = ("function_call", "custom_tool_call", "local_shell_call", "web_search_c
 _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 
 
-def find(root: Path) -> list[Session]:
+def find(root: Path) -> list[SessionLog]:
     """The sessions below a directory, or in one file. Those that another one started are its children."""
     paths = find_files(root, "rollout-*.jsonl")
-    found: list[tuple[Session, str | None]] = []
+    found: list[tuple[SessionLog, str | None]] = []
     for path in paths:
         first = next(records(path), {})
         if first.get("type") == "session_meta":
             meta = first.get("payload") or {}
-            found.append((Session(NAME, path, read, id=str(meta.get("id"))), _parent(meta)))
+            found.append((SessionLog(NAME, path, read, id=str(meta.get("id"))), _parent(meta)))
     return nested(found)
 
 
@@ -35,7 +35,7 @@ def _parent(meta: dict[str, Any]) -> str | None:
     return meta.get("parent_thread_id") or (inner or {}).get("parent_thread_id")
 
 
-def read(session: Session, assembler: Assembler) -> Iterator[None]:
+def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
     exits: dict[str, int] = {}
     for row in records(session.path):
         payload, at = row.get("payload") or {}, row.get("timestamp")
@@ -65,7 +65,9 @@ def _event(payload: dict[str, Any], assembler: Assembler, exits: dict[str, int])
         assembler.count(_metrics(usage))
 
 
-def _item(item: dict[str, Any], at: str | None, session: Session, assembler: Assembler, exits: dict[str, int]) -> None:
+def _item(
+    item: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler, exits: dict[str, int]
+) -> None:
     kind, role = item.get("type"), item.get("role")
     if kind == "message" and role != "assistant":
         content = _content(item.get("content"), assembler)
@@ -82,7 +84,7 @@ def _item(item: dict[str, Any], at: str | None, session: Session, assembler: Ass
         _answer(item, at, session, assembler)
 
 
-def _answer(item: dict[str, Any], at: str | None, session: Session, assembler: Assembler) -> None:
+def _answer(item: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
     """An item of an answer. The answer before it is over once its tokens were reported or a tool has answered."""
     if assembler.is_over:
         assembler.turn(None, at, session.model)
@@ -112,7 +114,7 @@ def _output(output: Any, assembler: Assembler) -> Content:
     return _content(output, assembler)
 
 
-def _child(output: Content, session: Session) -> str | None:
+def _child(output: Content, session: SessionLog) -> str | None:
     """The sub-agent that a call began, if its answer names one."""
     words = output if isinstance(output, str) and session.children else ""
     return next((child.id for child in session.children if child.id in words), None)

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from pier.errors import UsageError
 from pier.plugin import load
 from pier.trajectory.model import VERSION, Trajectory
-from pier.trajectory.native.assemble import Session, Totals
+from pier.trajectory.native.assemble import LogTotals, SessionLog
 from pier.tree import TreeError
 
 READERS = {
@@ -39,13 +39,13 @@ _BROKEN = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, 
 """What readers raise where a log is not as its agent writes it."""
 
 
-def find_sessions(root: Path, agent: str | None = None) -> list[Session]:
+def find_sessions(root: Path, agent: str | None = None) -> list[SessionLog]:
     """All sessions at `root`, of one agent or of any."""
     if agent is not None and agent not in READERS:
         raise UsageError(f"the logs of {agent!r} cannot be read; those of {', '.join(READERS)} can", code="trajectory")
     root = root.resolve()
     names = [agent] if agent else list(READERS)
-    found: list[Session] = []
+    found: list[SessionLog] = []
     for name in names:
         with _readable(name, root):
             found += load(READERS[name])(root)
@@ -54,7 +54,7 @@ def find_sessions(root: Path, agent: str | None = None) -> list[Session]:
     return found
 
 
-def convert(session: Session, target: Path) -> None:
+def convert(session: SessionLog, target: Path) -> None:
     """Write a session and its sub-agents as one trajectory file, all of it or not at all. Pictures go next to it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
@@ -79,7 +79,7 @@ def _readable(agent: str, place: Path) -> Iterator[None]:
         raise UsageError(f"{place}: not a session log of {agent} ({what})", code="trajectory") from error
 
 
-def trajectory_of(session: Session) -> Trajectory:
+def trajectory_of(session: SessionLog) -> Trajectory:
     """A session as one value; for sessions that fit into memory."""
     steps = list(session.steps())
     children = [trajectory_of(child) for child in session.children]
@@ -87,7 +87,7 @@ def trajectory_of(session: Session) -> Trajectory:
     return Trajectory.model_validate(body | ({"subagent_trajectories": children} if children else {}))
 
 
-def _write(session: Session, file: TextIO, media: Path) -> None:
+def _write(session: SessionLog, file: TextIO, media: Path) -> None:
     file.write('{\n"steps": [')
     for number, step in enumerate(session.steps(media)):
         file.write(",\n" if number else "\n")
@@ -101,7 +101,7 @@ def _write(session: Session, file: TextIO, media: Path) -> None:
     file.write("]\n}" if session.children else "\n}")
 
 
-def _head(session: Session) -> dict[str, Any]:
+def _head(session: SessionLog) -> dict[str, Any]:
     agent = {"name": session.agent, "version": session.version, "model_name": session.model}
     return {
         "schema_version": VERSION,
@@ -111,14 +111,14 @@ def _head(session: Session) -> dict[str, Any]:
     }
 
 
-def _tail(session: Session) -> dict[str, Any]:
+def _tail(session: SessionLog) -> dict[str, Any]:
     extra = {key: value for key, value in session.extra.items() if key != "totals" and value is not None}
-    totals: Totals = session.extra["totals"]
+    totals: LogTotals = session.extra["totals"]
     final = totals.final(session.cost_usd).model_dump(exclude_none=True)
     return {"final_metrics": final, **({"extra": extra} if extra else {})}
 
 
-def targets(sessions: list[Session], output: Path) -> Iterator[tuple[Session, Path]]:
+def targets(sessions: list[SessionLog], output: Path) -> Iterator[tuple[SessionLog, Path]]:
     """Where each session is written: the file that was named if there is one session, else a file for each below it.
     Ids come out of logs, so only what fits into a name is taken of them."""
     if len(sessions) == 1 and output.suffix == ".json":

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import Metrics
-from pier.trajectory.native.assemble import Assembler, Session, records
+from pier.trajectory.native.assemble import Assembler, SessionLog, records
 from pier.tree import find_files
 
 NAME = "copilot"
 
 
-def find(root: Path) -> list[Session]:
+def find(root: Path) -> list[SessionLog]:
     """The sessions below a directory, or in one file. Sub-agents are children that read the same file."""
     paths = find_files(root, "events.jsonl")
     found = []
@@ -22,14 +22,14 @@ def find(root: Path) -> list[Session]:
         head = next(records(path), {})
         if head.get("type") != "session.start":
             continue
-        session = Session(NAME, path, read, id=str((head.get("data") or {}).get("sessionId") or path.parent.name))
+        session = SessionLog(NAME, path, read, id=str((head.get("data") or {}).get("sessionId") or path.parent.name))
         agents = dict.fromkeys(row["agentId"] for row in records(path) if row.get("agentId"))
-        session.children = [Session(NAME, path, partial(read, agent=id_), id=str(id_)) for id_ in agents]
+        session.children = [SessionLog(NAME, path, partial(read, agent=id_), id=str(id_)) for id_ in agents]
         found.append(session)
     return found
 
 
-def read(session: Session, assembler: Assembler, agent: str | None = None) -> Iterator[None]:
+def read(session: SessionLog, assembler: Assembler, agent: str | None = None) -> Iterator[None]:
     used: dict[str, Any] = {}
     for row in records(session.path):
         data, at = row.get("data") or {}, row.get("timestamp")
@@ -61,7 +61,9 @@ def read(session: Session, assembler: Assembler, agent: str | None = None) -> It
         yield
 
 
-def _answer(data: dict[str, Any], at: str | None, used: dict[str, Any], session: Session, assembler: Assembler) -> None:
+def _answer(
+    data: dict[str, Any], at: str | None, used: dict[str, Any], session: SessionLog, assembler: Assembler
+) -> None:
     session.model = session.model or data.get("model")
     assembler.turn(data.get("messageId"), at, data.get("model"))
     assembler.text(str(data.get("content") or ""))
@@ -80,7 +82,7 @@ def _answer(data: dict[str, Any], at: str | None, used: dict[str, Any], session:
         )
 
 
-def _result(data: dict[str, Any], at: str | None, session: Session, assembler: Assembler) -> None:
+def _result(data: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
     told = data.get("result") or {}
     code = (data.get("shellExecution") or {}).get("exitCode")
     extra: dict[str, Any] = {} if code is None else {"exit_code": code}

@@ -7,25 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, Session, nested, records, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, nested, records, simple
 from pier.tree import find_files
 
 NAME = "gemini-cli"
 
 
-def find(root: Path) -> list[Session]:
+def find(root: Path) -> list[SessionLog]:
     """The sessions below a directory, or in one file; sub-agents are in a directory with their session's id."""
     paths = find_files(root, "*.jsonl")
-    found: list[tuple[Session, str | None]] = []
+    found: list[tuple[SessionLog, str | None]] = []
     for path in paths:
         head = next(records(path), {})
         if "sessionId" in head and "projectHash" in head:
-            session = Session(NAME, path, read, id=str(head["sessionId"]))
+            session = SessionLog(NAME, path, read, id=str(head["sessionId"]))
             found.append((session, path.parent.name if head.get("kind") == "subagent" else None))
     return nested(found)
 
 
-def read(session: Session, assembler: Assembler) -> Iterator[None]:
+def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
     waiting: dict[str, Any] | None = None
     for row in records(session.path):
         if "$set" in row:
@@ -62,7 +62,7 @@ def _other(row: dict[str, Any], assembler: Assembler) -> None:
         assembler.say(source, _content(said, assembler), at, **extra)
 
 
-def _answer(row: dict[str, Any], session: Session, assembler: Assembler) -> None:
+def _answer(row: dict[str, Any], session: SessionLog, assembler: Assembler) -> None:
     session.model = session.model or row.get("model")
     assembler.turn(row.get("id"), row.get("timestamp"), row.get("model"))
     assembler.text(str(_content(row.get("content"), assembler)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, Session, iso, nested, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, iso, nested, simple
 from pier.trajectory.native.database import opened
 from pier.tree import find_files
 
@@ -23,19 +23,19 @@ _COMPACTIONS = (
 )
 
 
-def find(root: Path) -> list[Session]:
+def find(root: Path) -> list[SessionLog]:
     """The sessions of every database below a directory, or of one; those that another one started are its children."""
     paths = find_files(root, "sessions.db")
-    tops: list[Session] = []
+    tops: list[SessionLog] = []
     for path in paths:
         try:
             with _open(path) as database:
                 rows = [dict(row) for row in database.execute(_SESSIONS)]
         except sqlite3.DatabaseError:
             continue
-        found: list[tuple[Session, str | None]] = []
+        found: list[tuple[SessionLog, str | None]] = []
         for row in rows:
-            session = Session(NAME, path, read, id=row["id"], cost_usd=row["accumulated_cost"])
+            session = SessionLog(NAME, path, read, id=row["id"], cost_usd=row["accumulated_cost"])
             session.extra["title"] = row["name"] or None
             found.append((session, row.get("parent_session_id")))
         tops += nested(found)
@@ -49,12 +49,12 @@ def _open(path: Path) -> Iterator[sqlite3.Connection]:
         yield database
 
 
-def _has_messages(session: Session) -> bool:
+def _has_messages(session: SessionLog) -> bool:
     with _open(session.path) as database:
         return database.execute(_MESSAGES, (session.id,)).fetchone() is not None
 
 
-def read(session: Session, assembler: Assembler) -> Iterator[None]:
+def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
     with _open(session.path) as database:
         waiting = database.execute(_COMPACTIONS, (session.id,)).fetchall()
         for row in database.execute(_MESSAGES, (session.id,)):
@@ -81,7 +81,7 @@ def _answer(
     at: str | None,
     parts: list[dict[str, Any]],
     facts: dict[str, Any],
-    session: Session,
+    session: SessionLog,
     assembler: Assembler,
 ) -> None:
     model = (facts.get("inference") or {}).get("requestedModel")
@@ -108,7 +108,7 @@ def _answer(
 
 
 def _question(
-    at: str | None, parts: list[dict[str, Any]], facts: dict[str, Any], session: Session, assembler: Assembler
+    at: str | None, parts: list[dict[str, Any]], facts: dict[str, Any], session: SessionLog, assembler: Assembler
 ) -> None:
     said: list[ContentPart] = []
     for part in parts:
@@ -121,7 +121,7 @@ def _question(
         assembler.say("user", simple(said), at, **injected)
 
 
-def _result(part: dict[str, Any], at: str | None, session: Session, assembler: Assembler) -> None:
+def _result(part: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
     told = part.get("toolResult") or {}
     value = told.get("value") or {}
     content: Content = simple([_part(piece, assembler) for piece in value.get("content") or ()])

@@ -8,25 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, Session, iso, records, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, iso, records, simple
 from pier.tree import find_files
 
 NAME = "kimi"
 
 
-def find(root: Path) -> list[Session]:
+def find(root: Path) -> list[SessionLog]:
     """The sessions below a directory, or the one of a file; other agents of a session are below its main one."""
     paths = find_files(root, "agents/*/wire.jsonl")
-    tops: dict[Path, Session] = {}
-    below: list[Session] = []
+    tops: dict[Path, SessionLog] = {}
+    below: list[SessionLog] = []
     for path in paths:
         if "protocol_version" not in next(records(path), {}):
             continue
         place = path.parent.parent.parent
         if path.parent.name == "main":
-            tops[place] = Session(NAME, path, read, id=place.name.removeprefix("session_"))
+            tops[place] = SessionLog(NAME, path, read, id=place.name.removeprefix("session_"))
         else:
-            below.append(Session(NAME, path, read, id=path.parent.name))
+            below.append(SessionLog(NAME, path, read, id=path.parent.name))
     orphans = []
     for session in below:
         parent = tops.get(session.path.parent.parent.parent)
@@ -34,7 +34,7 @@ def find(root: Path) -> list[Session]:
     return [*tops.values(), *orphans]
 
 
-def read(session: Session, assembler: Assembler) -> Iterator[None]:
+def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
     for row in records(session.path):
         at = iso(row.get("time"))
         match row.get("type"):
@@ -61,7 +61,7 @@ def _message(message: dict[str, Any], at: str | None, assembler: Assembler) -> N
     assembler.say("user", _content(message.get("content"), assembler), at, **extra)
 
 
-def _event(event: dict[str, Any], at: str | None, session: Session, assembler: Assembler) -> None:
+def _event(event: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
     match event.get("type"):
         case "step.begin":
             assembler.turn(event.get("uuid"), at, session.model)
@@ -83,7 +83,7 @@ def _event(event: dict[str, Any], at: str | None, session: Session, assembler: A
             assembler.note(stop_reason=event.get("finishReason"))
 
 
-def _result(event: dict[str, Any], at: str | None, session: Session, assembler: Assembler) -> None:
+def _result(event: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
     told = event.get("result") or {}
     output = told.get("output")
     content = _content(output, assembler) if isinstance(output, str | list) else json.dumps(output)

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, Session, iso, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, iso, simple
 from pier.trajectory.native.documents import members
 from pier.tree import find_files, open_regular
 
 NAME = "mini-swe-agent"
 
 
-def find(root: Path) -> list[Session]:
+def find(root: Path) -> list[SessionLog]:
     """The trajectory files below a directory, or the one that is given."""
     paths = find_files(root, "*traj*.json")
-    return [Session(NAME, path, read, id=path.stem) for path in paths if _is_log(path)]
+    return [SessionLog(NAME, path, read, id=path.stem) for path in paths if _is_log(path)]
 
 
 def _is_log(path: Path) -> bool:
@@ -29,7 +29,7 @@ def _is_log(path: Path) -> bool:
         return b'"trajectory_format"' in start + file.read()
 
 
-def read(session: Session, assembler: Assembler) -> Iterator[None]:
+def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
     for name, value in members(session.path, "messages"):
         if name == "messages" and isinstance(value, dict):
             _message(value, session, assembler)
@@ -40,7 +40,7 @@ def read(session: Session, assembler: Assembler) -> Iterator[None]:
         yield
 
 
-def _message(message: dict[str, Any], session: Session, assembler: Assembler) -> None:
+def _message(message: dict[str, Any], session: SessionLog, assembler: Assembler) -> None:
     extra, role = message.get("extra") or {}, message.get("role")
     seconds = extra.get("timestamp")
     at = iso(seconds * 1000) if isinstance(seconds, (int, float)) else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, Session, iso, nested, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, iso, nested, simple
 from pier.trajectory.native.database import opened
 from pier.tree import find_files
 
@@ -20,25 +20,25 @@ _MESSAGES = "SELECT id, time_created, data FROM message WHERE session_id = ? ORD
 _PARTS = "SELECT data FROM part WHERE message_id = ? ORDER BY id"
 
 
-def find(root: Path) -> list[Session]:
+def find(root: Path) -> list[SessionLog]:
     """The sessions of every database below a directory, or of one; those that another one started are its children."""
     paths = find_files(root, "opencode.db")
-    tops: list[Session] = []
+    tops: list[SessionLog] = []
     for path in paths:
         try:
             with opened(path, *_TABLES) as database:
                 rows = database.execute(_SESSIONS).fetchall()
         except sqlite3.DatabaseError:
             continue
-        found: list[tuple[Session, str | None]] = []
+        found: list[tuple[SessionLog, str | None]] = []
         for id_, parent, version, title in rows:
-            session = Session(NAME, path, read, id=id_, version=version or "unknown", extra={"title": title})
+            session = SessionLog(NAME, path, read, id=id_, version=version or "unknown", extra={"title": title})
             found.append((session, parent))
         tops += nested(found)
     return tops
 
 
-def read(session: Session, assembler: Assembler) -> Iterator[None]:
+def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
     with opened(session.path, *_TABLES) as database:
         for id_, created, data in database.execute(_MESSAGES, (session.id,)):
             message = json.loads(data)
@@ -68,7 +68,7 @@ def _answer(
     created: int,
     message: dict[str, Any],
     parts: Iterator[dict[str, Any]],
-    session: Session,
+    session: SessionLog,
     assembler: Assembler,
 ) -> None:
     session.model = session.model or message.get("modelID")

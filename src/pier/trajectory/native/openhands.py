@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, Session, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, simple
 from pier.tree import TreeError, find_files, open_regular
 
 NAME = "openhands"
@@ -16,7 +16,7 @@ _BESIDE = frozenset({"ConversationStateUpdateEvent", "TokenEvent", "LLMCompletio
 """Events about the state of the program, not about what was said or done."""
 
 
-def find(root: Path) -> list[Session]:
+def find(root: Path) -> list[SessionLog]:
     """The conversations below a directory, or the one that an event's file belongs to; sub-agents are below theirs."""
     if root.is_file():
         return [_session(root.parent.parent)] if root.parent.name == "events" and _is_log(root.parent.parent) else []
@@ -33,8 +33,8 @@ def _is_log(place: Path) -> bool:
     return next(_files(place), None) is not None
 
 
-def _session(place: Path) -> Session:
-    session = Session(NAME, place, read, id=place.name)
+def _session(place: Path) -> SessionLog:
+    session = SessionLog(NAME, place, read, id=place.name)
     for child in _places(place, "subagents"):
         if child.parent == place / "subagents" and _is_log(child):
             session.children.append(_session(child))
@@ -48,7 +48,7 @@ def _files(place: Path) -> Iterator[Path]:
     yield from sorted(found, key=lambda path: (int(path.name.split("-")[1]), path.name))
 
 
-def read(session: Session, assembler: Assembler) -> Iterator[None]:
+def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
     usage = _usage(session)
     for path in _files(session.path):
         row = _document(path)
@@ -82,7 +82,7 @@ def _document(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _usage(session: Session) -> dict[str, dict[str, Any]]:
+def _usage(session: SessionLog) -> dict[str, dict[str, Any]]:
     """The tokens of each model call by its id, and the state's totals of the conversation."""
     state = _document(session.path / "base_state.json")
     session.model = ((state.get("agent") or {}).get("llm") or {}).get("model")
@@ -96,7 +96,7 @@ def _usage(session: Session) -> dict[str, dict[str, Any]]:
     return known
 
 
-def _turn(row: dict[str, Any], session: Session, assembler: Assembler, usage: dict[str, dict[str, Any]]) -> None:
+def _turn(row: dict[str, Any], session: SessionLog, assembler: Assembler, usage: dict[str, dict[str, Any]]) -> None:
     """Open the step of a model call. One call may be several events: its tool calls come in an event each."""
     id_ = row.get("llm_response_id")
     if id_ is not None and assembler.key == id_:
@@ -114,7 +114,7 @@ def _turn(row: dict[str, Any], session: Session, assembler: Assembler, usage: di
         )
 
 
-def _action(row: dict[str, Any], session: Session, assembler: Assembler, usage: dict[str, dict[str, Any]]) -> None:
+def _action(row: dict[str, Any], session: SessionLog, assembler: Assembler, usage: dict[str, dict[str, Any]]) -> None:
     _turn(row, session, assembler, usage)
     _thoughts(row, assembler)
     assembler.text(str(_content(row.get("thought") or (), assembler)))
@@ -136,7 +136,7 @@ def _thoughts(row: dict[str, Any], assembler: Assembler) -> None:
     assembler.think(str(row.get("reasoning_content") or "") or "\n\n".join(blocks))
 
 
-def _message(row: dict[str, Any], session: Session, assembler: Assembler, usage: dict[str, dict[str, Any]]) -> None:
+def _message(row: dict[str, Any], session: SessionLog, assembler: Assembler, usage: dict[str, dict[str, Any]]) -> None:
     message = row.get("llm_message") or {}
     content = [*(message.get("content") or ()), *(row.get("extended_content") or ())]
     if row.get("source") == "agent":
@@ -149,7 +149,7 @@ def _message(row: dict[str, Any], session: Session, assembler: Assembler, usage:
         assembler.say("system", _content(content, assembler), row.get("timestamp"))
 
 
-def _result(row: dict[str, Any], session: Session, assembler: Assembler) -> None:
+def _result(row: dict[str, Any], session: SessionLog, assembler: Assembler) -> None:
     told = row.get("observation") or {}
     content = _content(told.get("content") or (), assembler)
     extra: dict[str, Any] = {"exit_code": told["exit_code"]} if told.get("exit_code") is not None else {}

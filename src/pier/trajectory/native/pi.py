@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, Session, records, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, records, simple
 from pier.tree import find_files
 
 NAME = "pi"
 
 
-def find(root: Path) -> list[Session]:
+def find(root: Path) -> list[SessionLog]:
     """The sessions below a directory, or in one file."""
     paths = find_files(root, "*.jsonl")
     found = []
     for path in paths:
         head = next(records(path), {})
         if head.get("type") == "session" and "cwd" in head and "id" in head:
-            found.append(Session(NAME, path, read, id=str(head["id"])))
+            found.append(SessionLog(NAME, path, read, id=str(head["id"])))
     return found
 
 
-def read(session: Session, assembler: Assembler) -> Iterator[None]:
+def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
     for row in records(session.path):
         at = row.get("timestamp")
         match row.get("type"):
@@ -41,7 +41,7 @@ def read(session: Session, assembler: Assembler) -> Iterator[None]:
         yield
 
 
-def _message(message: dict[str, Any], at: str | None, session: Session, assembler: Assembler) -> None:
+def _message(message: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
     role, content = message.get("role"), message.get("content")
     if role == "assistant":
         _answer(message, at, session, assembler)
@@ -56,7 +56,7 @@ def _message(message: dict[str, Any], at: str | None, session: Session, assemble
         assembler.say("user", _content(content, assembler), at, **extra)
 
 
-def _answer(message: dict[str, Any], at: str | None, session: Session, assembler: Assembler) -> None:
+def _answer(message: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
     session.model = session.model or message.get("model")
     assembler.turn(message.get("responseId"), at, message.get("model"))
     for part in message.get("content") or ():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, Session, records, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, records, simple
 from pier.tree import TreeError, find_files, open_regular
 
 NAME = "qwen-code"
@@ -16,19 +16,19 @@ _BESIDE = frozenset({"ui_telemetry", "attribution_snapshot", "file_history_snaps
 """Lines about what other lines say already, or about nothing that was said."""
 
 
-def find(root: Path) -> list[Session]:
+def find(root: Path) -> list[SessionLog]:
     """The sessions below a directory (a home, a project or a trial's logs), or in one file."""
     if root.is_file():
-        return [Session(NAME, root, read, id=root.stem)] if _is_log(root) else []
+        return [SessionLog(NAME, root, read, id=root.stem)] if _is_log(root) else []
     found = {
-        (path.parent.parent, path.stem): Session(NAME, path, read, id=path.stem)
+        (path.parent.parent, path.stem): SessionLog(NAME, path, read, id=path.stem)
         for path in find_files(root, "*.jsonl")
         if "subagents" not in path.relative_to(root).parts and _is_log(path)
     }
-    orphans: list[Session] = []
+    orphans: list[SessionLog] = []
     for path in find_files(root, "agent-*.jsonl"):
         if path.parent.parent.name == "subagents" and _is_log(path):
-            child = Session(NAME, path, read, id=path.stem, extra={"call": _call_of(path)})
+            child = SessionLog(NAME, path, read, id=path.stem, extra={"call": _call_of(path)})
             parent = found.get((path.parent.parent.parent, path.parent.name))
             (parent.children if parent else orphans).append(child)
     return [*found.values(), *orphans]
@@ -53,7 +53,7 @@ def _call_of(path: Path) -> str | None:
     return facts.get("toolUseId") if isinstance(facts, dict) else None
 
 
-def read(session: Session, assembler: Assembler) -> Iterator[None]:
+def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
     children = {child.extra.get("call"): child.id for child in session.children}
     before: Any = None
     for row in records(session.path):
@@ -78,7 +78,7 @@ def read(session: Session, assembler: Assembler) -> Iterator[None]:
 
 
 def _answer(
-    row: dict[str, Any], parts: list[dict[str, Any]], session: Session, assembler: Assembler, *, goes_on: bool
+    row: dict[str, Any], parts: list[dict[str, Any]], session: SessionLog, assembler: Assembler, *, goes_on: bool
 ) -> None:
     session.model = session.model or row.get("model")
     if not goes_on:

@@ -1,0 +1,370 @@
+"""One generation in flight: the agent on one side, a model on the other, with the recording and the budget.
+
+Whatever the model's side is, these promises are kept here: each call ends once, in the recording before the agent
+sees its last event; a failure reaches the agent in its own dialect; a stream that is quiet for long is kept alive.
+
+The agent's side of one call: its request as it came, and the answer on its way back.
+
+Errors and refusals always leave in the caller's dialect. An answer that has begun can only end in its own dialect's
+error event, since its status is gone already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+from urllib.parse import parse_qsl
+
+from multidict import CIMultiDict
+
+from pier.gateway.budget import Reservation
+from pier.gateway.http.message import RequestHead, parse_request
+from pier.gateway.http.request import HttpRequest
+from pier.gateway.providers import Target
+from pier.gateway.upstream import Upstreams
+from pier.record.redact import redacted, redacted_path
+from pier.record.writer import CallRecord, Outcome
+from pier.wire.body import Body, dump, parse
+from pier.wire.cost import cost_of
+from pier.wire.dialects import DIALECTS, BadRequest, Dialect, Route, StreamRenderer, recognise
+from pier.wire.faults import Fault, fault_of
+from pier.wire.translate import Memory
+from pier.wire.turn import Edit, ErrorKind, Request, Usage
+
+MAX_BODY = 64 * 1024 * 1024
+
+HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+_NOT_UPSTREAM = HOP_BY_HOP | {
+    *("host", "content-length", "content-encoding", "accept-encoding", "expect", "cookie"),
+    *("authorization", "x-api-key", "x-goog-api-key", "api-key"),
+    *("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"),
+    *("openai-organization", "openai-project", "x-goog-user-project"),
+    *("x-http-method-override", "x-http-method", "x-method-override", "cf-connecting-ip"),
+}
+"""Headers of the connection and of identity. With another account's name, or another method, an agent could make a
+provider refuse its calls as if the key were wrong."""
+_NOT_DOWNSTREAM = HOP_BY_HOP | {"content-length", "content-encoding", "set-cookie", "server", "date", "alt-svc"}
+
+
+@dataclass(frozen=True, slots=True)
+class CallOrigin:
+    """What the head of a request says, all but its length."""
+
+    route: Route
+    key: str
+    """The credential, wherever this client puts it."""
+    path: str
+    headers: Mapping[str, str]
+    """For the recording, without secrets; so is the path."""
+    forwarded: Mapping[str, str]
+    """For an upstream of the same dialect: all but those of the connection and of identity."""
+
+    @staticmethod
+    def of(head: RequestHead, path: str, query: str) -> CallOrigin:
+        asked = dict(parse_qsl(query))
+        route = recognise(head.method, path, asked, dict.fromkeys(map(str.lower, head.headers), ""))
+        kept = CIMultiDict((name, value) for name, value in head.headers.items() if name.lower() not in _NOT_UPSTREAM)
+        if route.dialect == "anthropic":
+            kept.setdefault("anthropic-version", "2023-06-01")
+        return CallOrigin(route, _key(head.headers, asked), redacted_path(head.target), redacted(head.headers), kept)
+
+
+def _key(headers: Mapping[str, str], query: Mapping[str, str]) -> str:
+    scheme, _, token = headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token:
+        return token.strip()
+    return headers.get("x-api-key") or headers.get("x-goog-api-key") or query.get("key", "")
+
+
+@lru_cache(512)
+def _known_origin(same: bytes, path: str, query: str) -> CallOrigin:
+    """An agent asks the same few things again and again."""
+    return CallOrigin.of(parse_request(same), path, query)
+
+
+class Caller:
+    """One request of an agent, and where its answer goes."""
+
+    def __init__(self, request: HttpRequest) -> None:
+        self.request = request
+        same, path, query = request.head.same, request.path, request.query_string
+        self.origin = CallOrigin.of(request.head, path, query) if same is None else _known_origin(same, path, query)
+        self.route: Route = self.origin.route
+        self.dialect: Dialect = DIALECTS[self.route.dialect]
+
+    @property
+    def started(self) -> bool:
+        """Whether an answer has begun."""
+        return self.request.started
+
+    @property
+    def key(self) -> str:
+        return self.origin.key
+
+    def facts(self) -> dict[str, Any]:
+        """What is recorded of the request, without secrets."""
+        length = self.request.headers.get("Content-Length")
+        headers = self.origin.headers
+        return {
+            "kind": self.route.kind,
+            "dialect": self.route.dialect,
+            "method": self.request.method,
+            "path": self.origin.path,
+            "headers": headers if length is None else {**headers, "content-length": length},
+        }
+
+    async def read(self) -> bytes:
+        """The body, at most `MAX_BODY` bytes of it after decompression; `TooLarge`, `BadMessage` or `BadCoding` if
+        there is none to be had."""
+        return await self.request.read(MAX_BODY)
+
+    async def reply(
+        self, status: int, body: bytes, headers: Mapping[str, str] | None = None, *, close: bool = False
+    ) -> None:
+        """A whole answer."""
+        kept = _kept(headers, ("Content-Type", "application/json"))
+        self.request.reply(status, kept, body, close=close)
+
+    async def reply_json(self, value: Mapping[str, Any], status: int = 200) -> None:
+        await self.reply(status, dump(value))
+
+    def error_bytes(self, status: int, message: str, kind: ErrorKind) -> bytes:
+        return dump(self.dialect.error_body(status, message, kind))
+
+    async def start(self, status: int, headers: Mapping[str, str] | None = None) -> None:
+        """Begin a streamed answer."""
+        self.request.start(status, _kept(headers, *_OF_STREAMS))
+
+    async def finish(self, data: bytes = b"") -> None:
+        await self.request.finish(data)
+
+
+_OF_STREAMS = (
+    ("Content-Type", "text/event-stream; charset=utf-8"),
+    ("Cache-Control", "no-cache"),
+    ("X-Accel-Buffering", "no"),
+)
+
+
+def _kept(headers: Mapping[str, str] | None, *defaults: tuple[str, str]) -> list[tuple[str, str]]:
+    """What an agent gets of a provider's headers, and what it gets when they lack it."""
+    kept = [(name, value) for name, value in (headers or {}).items() if name.lower() not in _NOT_DOWNSTREAM]
+    present = {name.lower() for name, _ in kept}
+    return kept + [(name, value) for name, value in defaults if name.lower() not in present]
+
+
+class CallerGone(Exception):
+    """The agent closed its connection."""
+
+
+class Exchange:
+    """What everyone who answers a generation works with."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        body: Body,
+        record: CallRecord,
+        turn: Reservation,
+        upstreams: Upstreams,
+        memory: Memory,
+        *,
+        keep_alive: float,
+    ) -> None:
+        self.caller = caller
+        self.body = body
+        self.record = record
+        self.turn = turn
+        self.upstreams = upstreams
+        self.memory = memory
+        self.stream = caller.route.stream if caller.route.stream is not None else bool(body.value.get("stream"))
+        self.target: Target | None = None
+        self.usage: Usage | None = None
+        self.ended = False
+        self.outcome: tuple[Outcome, int, Fault | None] | None = None
+        """How the call ended, with which status, and the blame."""
+        self.edited = False
+        """Whether `body` is no longer what the agent sent."""
+        self.sign_of_life: bytes | None = None
+        """What to send in a quiet stream; without it the dialect's own renderer says."""
+        self._keep_alive = keep_alive
+        self._request: Request | None = None
+        self._renderer: StreamRenderer | None = None
+        self._last_write = time.monotonic()
+        self._starting = asyncio.Lock()
+
+    @property
+    def request(self) -> Request:
+        """The call without its dialect; `BadRequest` if the body is not of the dialect."""
+        if self._request is None:
+            self._request = self.caller.dialect.parse_request(self.body.value, self.caller.route)
+        return self._request
+
+    @property
+    def renderer(self) -> StreamRenderer:
+        """Writes events for the agent, also about a body that only its own provider can read."""
+        if self._renderer is None:
+            try:
+                request = self.request
+            except BadRequest:
+                name = str(self.body.value.get("model") or self.caller.route.model)
+                request = Request(name, (), stream=True, dialect=self.caller.route.dialect)
+            self._renderer = self.caller.dialect.stream_renderer(request, self.caller.route)
+        return self._renderer
+
+    def edit(self, value: Mapping[str, Any], edits: list[Edit]) -> None:
+        """Go on with another body than the agent sent, for the reasons given."""
+        self.body = parse(dump(value))
+        self.edited = True
+        self.record.edited([asdict(edit) for edit in edits])
+
+    @property
+    def started(self) -> bool:
+        return self.caller.started
+
+    async def start(self, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        """Begin the streamed answer, unless a sign of life began it already."""
+        async with self._starting:
+            if not self.started:
+                await self._guarded(self.caller.start(status, headers or {"Content-Type": self.renderer.content_type}))
+
+    async def write(self, data: bytes) -> None:
+        if data:
+            self._last_write = now = time.monotonic()
+            self.record.recorder.pass_on(now)
+            try:
+                await self.caller.request.write(data)
+            except ConnectionError:
+                raise CallerGone from None
+
+    async def finish(self, data: bytes = b"") -> None:
+        """The end of a streamed answer, with the last of it."""
+        return await self._guarded(self.caller.finish(data))
+
+    async def end(
+        self, outcome: Outcome, status: int = 200, error: str | None = None, fault: Fault | None = None
+    ) -> None:
+        """The call is over; comes back when that is recorded. Only the first end counts. An agent that leaves while a
+        fault holds its call up leaves because of that."""
+        if self.ended:
+            return
+        self.ended = True
+        if outcome == "error":
+            fault = fault or fault_of(status, error or "")
+        elif outcome == "cancelled":
+            fault = self.record.fault
+        self.outcome = outcome, status, fault
+        provider, model = (self.target.provider.name, self.target.model) if self.target else ("", None)
+        if self.turn.spent:
+            self.turn.add(self.usage, cost_of(self.usage, model, provider))
+        self.record.end(outcome, status, error=error, usage=self.usage, fault=fault)
+        await self.record.recorder.commit()
+
+    async def fail(
+        self,
+        status: int,
+        message: str,
+        kind: ErrorKind,
+        body: bytes | None = None,
+        outcome: Outcome = "error",
+        fault: Fault | None = None,
+    ) -> None:
+        """Report a failure to the agent, in whatever way is still possible. Without `fault`, the status says whose it
+        is."""
+        if self.started:
+            data = self.renderer.error(status, message, kind)
+            self.record.chunk("added", data)
+            await self.end(outcome, status, message, fault)
+            await self.write(data)
+            return await self.finish()
+        data = body or self.caller.error_bytes(status, message, kind)
+        self.record.status("delivered", status, {"content-type": "application/json"}, False)
+        self.record.chunk("delivered", data)
+        await self.end(outcome, status, message, fault)
+        return await self.caller.reply(status, data)
+
+    async def reply(self, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """A whole answer that is in the recording already."""
+        await self.end("ok")
+        return await self.caller.reply(200, body, headers)
+
+    def kept_alive(self) -> _Beat:
+        """While this runs, a streamed answer is never quiet for longer than the interval."""
+        return _Beat(self, self._keep_alive if self.stream else None)
+
+    async def show_life(self) -> None:
+        """Send a sign of life, unless the call is over and only its last bytes are under way."""
+        if self.ended:
+            return
+        await self.start()
+        await self.write(self.sign_of_life or self.renderer.keep_alive())
+
+    @staticmethod
+    async def _guarded(writing: Any) -> Any:
+        try:
+            return await writing
+        except ConnectionError:
+            raise CallerGone from None
+
+
+class _Beat:
+    """A timer that costs nothing until a stream is really quiet; without an interval it does nothing. A sign of life
+    that cannot be given, for another reason than that the agent left, is a failure of the whole call."""
+
+    def __init__(self, exchange: Exchange, interval: float | None) -> None:
+        self._exchange = exchange
+        self._interval = interval
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._failure: BaseException | None = None
+
+    async def __aenter__(self) -> None:
+        if self._interval is not None:
+            self._loop = asyncio.get_running_loop()
+            self._call = asyncio.current_task()
+            self._tick()
+
+    def _tick(self) -> None:
+        assert self._interval is not None
+        quiet = time.monotonic() - self._exchange._last_write
+        if quiet >= self._interval:
+            quiet = 0.0
+            if self._task is None or self._task.done():
+                self._task = self._loop.create_task(self._exchange.show_life())
+                self._task.add_done_callback(self._shown)
+        self._timer = self._loop.call_later(self._interval - quiet, self._tick)
+
+    def _shown(self, task: asyncio.Task[None]) -> None:
+        failure = None if task.cancelled() else task.exception()
+        if failure is None:
+            return
+        if self._timer:
+            self._timer.cancel()
+        if self._call and not isinstance(failure, CallerGone):
+            self._failure = failure
+            self._call.cancel()
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._timer:
+            self._timer.cancel()
+        if self._task and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        if self._failure and self._call and not self._call.uncancel():
+            raise self._failure from None

@@ -1,0 +1,48 @@
+"""The meter that all sessions of a job share, with a clock that goes on where an earlier run of the job left it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pier.gateway.budget import Budget, Meter
+from pier.job.ledger import Used
+from pier.wire.turn import Usage
+
+
+class JobMeter(Meter):
+    """A meter that begins with what was used before, and calls `changed` for each turn that is spent and for what it
+    took. `wall_time` runs from the first call of each run, on top of what earlier runs took."""
+
+    def __init__(self, budget: Budget, used: Used, changed: Callable[[], None]) -> None:
+        super().__init__(budget, owner="job")
+        self._changed = changed
+        self.turns, self.input_tokens, self.output_tokens, self.cost_usd = (
+            used.turns,
+            used.read,
+            used.written,
+            used.cost,
+        )
+        self._before = used.seconds
+
+    def settle(self, *, spent: bool) -> None:
+        super().settle(spent=spent)
+        if spent:
+            self._changed()
+
+    def add(self, usage: Usage | None, cost: float | None) -> None:
+        super().add(usage, cost)
+        self._changed()
+
+    @property
+    def seconds_left(self) -> float | None:
+        left = super().seconds_left
+        return None if left is None else left - self._before
+
+    @property
+    def used(self) -> Used:
+        """What was used so far; time is counted only if it is limited."""
+        seconds = self._before
+        if self.budget.wall_time is not None and self._started is not None:
+            seconds += round(time.monotonic() - self._started, 1)
+        return Used(self.turns, self.input_tokens, self.output_tokens, self.cost_usd, seconds)

@@ -1,0 +1,1 @@
+"""Recordings of model calls: the writer, the reader, and redaction."""

@@ -1,0 +1,339 @@
+"""Reads a recording: the calls of a session with their full bodies, as they were on the wire.
+
+The file is JSON lines, appended to while the session runs; `docs/reference/recordings.md` has the format. A torn last
+line is a call still open, never an error; one that lacks only its newline counts, as it does once the file goes on. A
+call without its end was interrupted. `Reader.poll` gives what is new since the last time, so a running session can be
+followed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pier import files
+from pier.errors import UsageError
+from pier.tree import Tree, find_files, open_regular
+from pier.wire.turn import Usage
+
+FILE_NAMES = ("calls.jsonl", "recording.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Bytes as they arrived, and when."""
+
+    at: float
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One server-sent event; `at` is when its last byte arrived."""
+
+    at: float
+    name: str | None
+    data: str
+
+
+@dataclass(slots=True)
+class RecordedAnswer:
+    """What came back: from an upstream, or to the agent. A body that was not streamed is one chunk."""
+
+    at: float
+    status: int
+    headers: Mapping[str, str]
+    streamed: bool
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(chunk.data for chunk in self.chunks)
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    def events(self) -> list[Event]:
+        """The events of a stream in order; an unfinished last one is left out."""
+        return list(_events(self.chunks))
+
+
+@dataclass
+class RecordedAttempt:
+    """One request to an upstream. `body` is what was sent there."""
+
+    at: float
+    facts: Mapping[str, Any]
+    pieces: tuple[bytes, ...]
+    answer: RecordedAnswer | None = None
+    error: str | None = None
+    wait: float | None = None
+    fault: str | None = None
+
+    @property
+    def provider(self) -> str:
+        return self.facts["provider"]
+
+    @property
+    def dialect(self) -> str:
+        return self.facts["dialect"]
+
+    @property
+    def model(self) -> str | None:
+        return self.facts.get("model")
+
+    @property
+    def url(self) -> str:
+        return self.facts["url"]
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.pieces)
+
+
+@dataclass
+class Call:
+    """One request of the agent and all that came of it. `outcome` is `interrupted` when the file has no end for it."""
+
+    number: int
+    at: float
+    facts: Mapping[str, Any]
+    pieces: tuple[bytes, ...]
+    attempts: list[RecordedAttempt] = field(default_factory=list)
+    edits: list[Mapping[str, Any]] = field(default_factory=list)
+    notes: list[Mapping[str, Any]] = field(default_factory=list)
+    delivered: RecordedAnswer | None = None
+    added: list[Chunk] = field(default_factory=list)
+    """What the gateway itself sent after an upstream's answer broke off."""
+    outcome: str = "interrupted"
+    error: str | None = None
+    status: int | None = None
+    usage: Usage | None = None
+    fault: str | None = None
+    """The blame if there is no whole answer, as `pier.wire.faults` has it."""
+    ended: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """`generate`, `count_tokens`, `models`, `model`, `probe` or `unknown`."""
+        return self.facts["kind"]
+
+    @property
+    def dialect(self) -> str:
+        return self.facts["dialect"]
+
+    @property
+    def model(self) -> str | None:
+        """The model that the agent named."""
+        return self.facts.get("model")
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.facts.get("stream"))
+
+    @property
+    def path(self) -> str:
+        return self.facts["path"]
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self.facts["headers"]
+
+    @property
+    def body(self) -> bytes:
+        """The request's body as the agent sent it."""
+        return b"".join(self.pieces)
+
+    @cached_property
+    def request(self) -> Mapping[str, Any]:
+        """The request's body, parsed; empty when it is not a JSON object."""
+        try:
+            value = json.loads(self.body)
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    @property
+    def answer(self) -> RecordedAnswer | None:
+        """What the agent received, in its own dialect."""
+        found = self.delivered or (self.attempts[-1].answer if self.attempts else None)
+        if found and self.added:
+            return replace(found, chunks=[*found.chunks, *self.added])
+        return found
+
+    @property
+    def upstream(self) -> RecordedAttempt | None:
+        """The attempt that was answered; None for a policy, a script or a refusal."""
+        return self.attempts[-1] if self.attempts else None
+
+
+@dataclass(slots=True)
+class Recording:
+    """A recording as far as it goes. `sessions` has one entry per time that the file was opened for writing."""
+
+    path: Path
+    sessions: list[Mapping[str, Any]] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    closed: str | None = None
+
+    def generations(self) -> list[Call]:
+        """The calls that asked a model for a turn."""
+        return [call for call in self.calls if call.kind == "generate"]
+
+
+class Reader:
+    """Follows one recording."""
+
+    def __init__(self, path: Path) -> None:
+        self.recording = Recording(path)
+        self._offset = 0
+        self._blobs: dict[int, bytes] = {}
+        self._lists: dict[int, list[int]] = {}
+        self._open: dict[int, Call] = {}
+
+    def poll(self) -> list[Call]:
+        """Read what was added; the calls that ended since the last time, in the order of their ends."""
+        ended: list[Call] = []
+        with open_regular(self.recording.path) as stream:
+            stream.seek(self._offset)
+            for line in stream:
+                if not files.is_whole(line):
+                    break
+                self._offset += len(line)
+                if call := self._read(line):
+                    ended.append(call)
+        return ended
+
+    def _read(self, line: bytes) -> Call | None:
+        if line.startswith(b'{"t":"blob"') and (start := line.find(b'"json":', 0, 64)) > 0:
+            try:
+                self._blobs[json.loads(line[:start].rstrip(b",") + b"}")["n"]] = line.rstrip(b"\n")[start + 7 : -1]
+            except ValueError:
+                pass
+            return None
+        try:
+            value = json.loads(line)
+        except ValueError:
+            return None
+        return self._take(value) if isinstance(value, dict) else None
+
+    def _take(self, value: dict[str, Any]) -> Call | None:
+        kind = value.pop("t", None)
+        if kind == "session":
+            self._blobs, self._lists, self._open = {}, {0: []}, {}
+            self.recording.sessions.append(value)
+            self.recording.closed = None
+        elif kind == "blob":
+            self._blobs[value["n"]] = value["text"].encode()
+        elif kind == "list":
+            base, length = value["from"]
+            self._lists[value["n"]] = self._lists[base][:length] + value["add"]
+        elif kind == "close":
+            self.recording.closed = value["reason"]
+        elif kind == "call":
+            pieces = self._pieces(value.pop("body"))
+            call = Call(len(self.recording.calls) + 1, value.pop("at"), value, pieces)
+            self._open[value.pop("c")] = call
+            self.recording.calls.append(call)
+        elif call := self._open.get(value.pop("c", 0)):
+            return self._grow(call, kind, value)
+        return None
+
+    def _grow(self, call: Call, kind: str | None, value: dict[str, Any]) -> Call | None:
+        at = value.pop("at")
+        match kind:
+            case "attempt":
+                pieces = value.pop("body")
+                call.attempts.append(
+                    RecordedAttempt(at, value, call.pieces if pieces is None else self._pieces(pieces))
+                )
+            case "failed" if call.attempts:
+                last = call.attempts[-1]
+                last.error, last.wait, last.fault = value["error"], value["wait"], value.get("fault")
+            case "status":
+                side = value.pop("side")
+                answer = RecordedAnswer(at, **value)
+                if side == "upstream" and call.attempts:
+                    call.attempts[-1].answer = answer
+                else:
+                    call.delivered = answer
+            case "chunk" if value["side"] == "added":
+                call.added.append(Chunk(at, value["text"].encode(errors="surrogateescape")))
+            case "chunk":
+                upstream = value["side"] == "upstream" and call.attempts
+                answer = call.attempts[-1].answer if upstream else call.delivered
+                if answer and value.get("same"):
+                    given = call.attempts[-1].answer if call.attempts else None
+                    answer.chunks.append(Chunk(at, given.chunks[-1].data if given and given.chunks else b""))
+                elif answer:
+                    answer.chunks.append(Chunk(at, value["text"].encode(errors="surrogateescape")))
+            case "edits":
+                call.edits.extend(value["edits"])
+            case "note":
+                call.notes.append(value)
+            case "end":
+                call.outcome, call.status, call.error = value["outcome"], value["status"], value["error"]
+                call.usage = Usage(**value["usage"]) if value["usage"] else None
+                call.fault = value.get("fault")
+                call.ended = at
+                return call
+        return None
+
+    def _pieces(self, pieces: list[Any]) -> tuple[bytes, ...]:
+        found: list[bytes] = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                found.append(piece.encode(errors="surrogateescape"))
+            elif "blob" in piece:
+                found.append(self._blobs[piece["blob"]])
+            else:
+                number, length = piece["list"]
+                separator = piece["sep"].encode()
+                for index, blob in enumerate(self._lists[number][:length]):
+                    found += [separator, self._blobs[blob]] if index else [self._blobs[blob]]
+        return tuple(found)
+
+
+def find(path: Path) -> Path:
+    """The recording at `path`: the file itself, or the one in a trial's directory."""
+    if path.is_file():
+        return path
+    with Tree(path.resolve()) as tree:
+        for name in (f"{folder}{name}" for folder in ("", "agent/") for name in FILE_NAMES):
+            if (found := tree.find(name)) is not None and found.kind == "file":
+                return path / name
+    deeper = sorted(found for name in FILE_NAMES for found in find_files(path, name))
+    if len(deeper) == 1:
+        return deeper[0]
+    if deeper:
+        raise UsageError(f"there are {len(deeper)} recordings below {path}", hint=f"choose one, e.g. {deeper[0]}")
+    raise UsageError(f"there is no recording at {path}", hint="give a recording, or a trial directory that has one")
+
+
+def read(path: Path) -> Recording:
+    """The whole recording at `path`, a file or a trial's directory."""
+    reader = Reader(find(path))
+    reader.poll()
+    return reader.recording
+
+
+def _events(chunks: list[Chunk]) -> Iterator[Event]:
+    lines: list[str] = []
+    rest = b""
+    for chunk in chunks:
+        rest += chunk.data
+        *whole, rest = rest.replace(b"\r\n", b"\n").split(b"\n")
+        for raw in whole:
+            if raw:
+                lines.append(raw.decode(errors="replace"))
+                continue
+            fields = [line.partition(":") for line in lines if not line.startswith(":")]
+            data = [value.removeprefix(" ") for name, _, value in fields if name == "data"]
+            names = [value.removeprefix(" ") for name, _, value in fields if name == "event"]
+            if data:
+                yield Event(chunk.at, names[-1] if names else None, "\n".join(data))
+            lines = []

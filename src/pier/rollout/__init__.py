@@ -1,0 +1,1 @@
+"""Rollouts: training samples from recordings, and the formats that trainers load."""

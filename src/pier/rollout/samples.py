@@ -1,0 +1,451 @@
+"""Training samples from a recording: exact tokens, what was sampled, how likely it was.
+
+A sample is one branch of the tree of calls. A later call is put onto an earlier one only where its prompt's token ids
+begin with the earlier prompt and completion, id by id; where a chat template or a client wrote the history anew, a new
+sample begins. Nothing is ever tokenised here: a call whose server gave no ids makes a sample without tokens, which says
+so. Promises, which `broken_promises` checks:
+
+- `input_ids` is the prompt of the last call and its completion; mask, log-probs and ids have one length.
+- The mask is 1 on sampled tokens only, each sampled token in at most one sample; of calls that were asked twice, at
+  most one answer is trained.
+- Where a sample has log-probs, every token with mask 1 has one.
+
+Where samples come from: the recordings below a job or a trial, and the trial's result for each.
+
+Results are read as plain JSON, so those that Harbor wrote will do. A trial without a verdict has no reward, which is
+not a reward of 0; why it ended says where the fault lies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pier.errors import UsageError
+from pier.record.reader import FILE_NAMES, Recording, read
+from pier.trajectory.derive import read_call
+from pier.trajectory.lineage import Kind, Lineage, Node, Thread
+from pier.tree import find_files
+from pier.wire.dialects import DIALECTS
+from pier.wire.turn import Message, Request, Turn
+
+Split = Literal["retokenised", "compaction", "history_changed", "fork", "no_tokens"]
+"""Why a sample does not go on with the one before: its prompt's ids differ from what was sampled; its history was
+replaced by a summary, or changed otherwise; another branch has that part; only one of the two has tokens."""
+KINDS: tuple[Kind, ...] = ("main", "sub_agent", "side", "foreign")
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """The tokens of a call, id by id. `logprobs` has one for each sampled token, else there are none: a tool parser may
+    hold some of them back."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+
+    @classmethod
+    def of(cls, turn: Turn | None) -> Exact | None:
+        """None unless both prompt and completion are known."""
+        tokens = turn.tokens if turn else None
+        if tokens is None or tokens.prompt_ids is None or tokens.completion_ids is None:
+            return None
+        whole = tokens.logprobs is not None and len(tokens.logprobs) == len(tokens.completion_ids)
+        return cls(tokens.prompt_ids, tokens.completion_ids, tokens.logprobs if whole else None)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.prompt + self.completion
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The tokens that one call sampled, as places in `input_ids`."""
+
+    call: int
+    start: int
+    end: int
+    trained: bool
+    temperature: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One branch. Without exact tokens `input_ids`, `loss_mask` and `logprobs` are None and only the messages tell."""
+
+    number: int
+    kind: Kind
+    thread: int
+    calls: tuple[int, ...]
+    input_ids: tuple[int, ...] | None
+    loss_mask: tuple[int, ...] | None
+    logprobs: tuple[float | None, ...] | None
+    """One for each id; None where the mask is 0."""
+    spans: tuple[Span, ...]
+    request: Request
+    """Of the last call."""
+    turns: tuple[Turn, ...]
+    """The answers of all calls, in order."""
+    owns: tuple[bool, ...]
+    """Whether each of them is this sample's to train, or was another branch's already."""
+    model: str
+    dialect: str
+    split: Split | None = None
+    continues: int | None = None
+    """The sample that this one goes on from, or branches off."""
+    spawned_by: int | None = None
+    """The call that began this sub-agent."""
+    weights: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        return self.input_ids is not None
+
+    @property
+    def prompt_length(self) -> int:
+        """The number of ids before the first trainable one."""
+        return self.spans[0].start if self.spans else len(self.input_ids or ())
+
+    @property
+    def trained(self) -> int:
+        return sum(self.loss_mask or ())
+
+    @property
+    def stop(self) -> str:
+        return self.turns[-1].stop
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The whole conversation with its last answer, as Chat Completions writes it."""
+        return _chat(self)["messages"]
+
+    def tools(self) -> list[dict[str, Any]]:
+        return _chat(self).get("tools") or []
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of a recording's generations."""
+
+    generations: int = 0
+    unanswered: int = 0
+    retries: int = 0
+    without_tokens: int = 0
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    other_kinds: dict[str, int] = field(default_factory=dict)
+    splits: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def delivered_fraction(self) -> float | None:
+        """The share of sampled tokens that some sample trains."""
+        return self.trained_tokens / self.sampled_tokens if self.sampled_tokens else None
+
+    def add(self, other: Counts) -> None:
+        for name in ("generations", "unanswered", "retries", "without_tokens", "sampled_tokens", "trained_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for mine, theirs in ((self.other_kinds, other.other_kinds), (self.splits, other.splits)):
+            for key, number in theirs.items():
+                mine[key] = mine.get(key, 0) + number
+
+
+def samples_of(recording: Path | Recording, kinds: Collection[str] = KINDS) -> tuple[list[Sample], Counts]:
+    """The samples of a recording (a file, a trial's directory, or read already) and what became of its calls."""
+    found = read(recording) if isinstance(recording, Path) else recording
+    lineage = Lineage()
+    for call in found.generations():
+        if known := read_call(call):
+            lineage.add(known.node)
+    return from_threads(lineage.threads(), kinds)
+
+
+def from_threads(threads: list[Thread], kinds: Collection[str] = KINDS) -> tuple[list[Sample], Counts]:
+    """The same for calls that are sorted out already."""
+    counts = Counts()
+    samples: list[Sample] = []
+    for place, thread in enumerate(threads):
+        for node in thread.nodes:
+            _count(node, kinds, counts)
+        work = [node for node in thread.nodes if node.kind != "retry" and node.turn is not None]
+        # Summaries and titles stand among the calls of the thread that they are about.
+        for kind in KINDS:
+            nodes = [node for node in work if _kind(node) == kind and kind in kinds]
+            samples += _branches(nodes, kind, place, start=len(samples))
+    counts.trained_tokens = sum(sample.trained for sample in samples)
+    for sample in samples:
+        if sample.split:
+            counts.splits[sample.split] = counts.splits.get(sample.split, 0) + 1
+    return samples, counts
+
+
+def broken_promises(samples: Iterable[Sample]) -> Iterator[str]:
+    """The invariants of this module that some samples break, as text."""
+    trained: set[int] = set()
+    for sample in samples:
+        name, ids = f"sample {sample.number}", sample.input_ids
+        for span in sample.spans:
+            if span.trained and span.call in trained:
+                yield f"{name}: the tokens of call {span.call} are trained twice"
+            if span.trained:
+                trained.add(span.call)
+        if ids is None:
+            continue
+        mask, last = sample.loss_mask or (), Exact.of(sample.turns[-1])
+        if len(mask) != len(ids) or (sample.logprobs is not None and len(sample.logprobs) != len(ids)):
+            yield f"{name}: ids, mask and log-probs differ in length"
+            continue
+        if last is None or ids != last.ids:
+            yield f"{name}: it is not the prompt and the completion of its last call"
+        sampled = {i for span in sample.spans if span.trained for i in range(span.start, span.end)}
+        if {i for i, bit in enumerate(mask) if bit} != sampled:
+            yield f"{name}: the mask is not 1 on exactly the sampled tokens that it trains"
+        if sample.logprobs is not None and any(sample.logprobs[i] is None for i in sampled):
+            yield f"{name}: a trained token has no log-prob"
+
+
+def _kind(node: Node) -> Kind:
+    return "main" if node.kind == "compaction" else node.kind
+
+
+def _count(node: Node, kinds: Collection[str], counts: Counts) -> None:
+    counts.generations += 1
+    if node.kind == "retry":
+        counts.retries += 1
+    elif node.turn is None:
+        counts.unanswered += 1
+    elif _kind(node) not in kinds:
+        counts.other_kinds[_kind(node)] = counts.other_kinds.get(_kind(node), 0) + 1
+    elif exact := Exact.of(node.turn):
+        counts.sampled_tokens += len(exact.completion)
+    else:
+        counts.without_tokens += 1
+
+
+def _branches(nodes: list[Node], kind: Kind, thread: int, start: int) -> list[Sample]:
+    """One sample for each call that no other one continues exactly."""
+    inside = {id(node): node for node in nodes}
+    before: dict[int, Node] = {}
+    splits: dict[int, tuple[Split, Node]] = {}
+    for node in nodes:
+        parent = inside.get(id(node.parent))
+        if parent is None:
+            continue
+        why = _why_apart(parent, node)
+        if why is None:
+            before[id(node)] = parent
+        else:
+            splits[id(node)] = (why, parent)
+    followed = {id(parent) for parent in before.values()}
+    samples: list[Sample] = []
+    trained: dict[int, int] = {}
+    for leaf in (node for node in nodes if id(node) not in followed):
+        path = [leaf]
+        while (parent := before.get(id(path[0]))) is not None:
+            path.insert(0, parent)
+        number = start + len(samples) + 1
+        shared = [trained[id(node)] for node in path if id(node) in trained]
+        why, origin = splits.get(id(path[0]), (None, None))
+        continues = trained.get(id(origin)) if origin else None
+        if shared:
+            why, continues = "fork", shared[-1]
+        samples.append(replace(_sample(path, kind, thread, number, trained), split=why, continues=continues))
+        for node in path:
+            trained.setdefault(id(node), number)
+    return samples
+
+
+def _why_apart(parent: Node, node: Node) -> Split | None:
+    """Why a call is not put onto the one it continues; None if it goes on exactly."""
+    if node.kind == "compaction":
+        return "compaction"
+    ours, theirs = Exact.of(parent.turn), Exact.of(node.turn)
+    if ours and theirs:
+        so_far = ours.ids
+        return None if theirs.prompt[: len(so_far)] == so_far else "retokenised"
+    if ours or theirs:
+        return "no_tokens"
+    return None if node.begins_like(parent) else "history_changed"
+
+
+def _sample(path: list[Node], kind: Kind, thread: int, number: int, trained: dict[int, int]) -> Sample:
+    last = path[-1]
+    assert last.turn is not None
+    turns = tuple(node.turn for node in path if node.turn is not None)
+    spawned = path[0].spawned_by
+    sample = Sample(
+        number=number,
+        kind=kind,
+        thread=thread,
+        calls=tuple(node.number for node in path),
+        input_ids=None,
+        loss_mask=None,
+        logprobs=None,
+        spans=(),
+        request=last.request,
+        turns=turns,
+        owns=tuple(id(node) not in trained for node in path),
+        model=last.turn.model or last.request.model,
+        dialect=last.request.dialect or "",
+        spawned_by=spawned[0].number if spawned else None,
+        weights=tuple(dict.fromkeys(turn.tokens.weights for turn in turns if turn.tokens and turn.tokens.weights)),
+        flags=_flags(path),
+    )
+    exact = [Exact.of(turn) for turn in turns]
+    return _with_tokens(sample, path, [each for each in exact if each]) if exact[-1] else sample
+
+
+def _with_tokens(sample: Sample, path: list[Node], exact: list[Exact]) -> Sample:
+    ids = exact[-1].ids
+    mask, likely = [0] * len(ids), list[float | None]([None] * len(ids))
+    any_likely = any(tokens.logprobs is not None for tokens in exact)
+    spans: list[Span] = []
+    for node, tokens, owned in zip(path, exact, sample.owns, strict=True):
+        start, end = len(tokens.prompt), len(tokens.ids)
+        counts = owned and (tokens.logprobs is not None or not any_likely) and end > start
+        if counts:
+            mask[start:end] = [1] * (end - start)
+            likely[start:end] = tokens.logprobs or likely[start:end]
+        spans.append(Span(node.number, start, end, counts, node.request.sampling.temperature))
+    missing = ("logprobs_missing",) if any(tokens.logprobs is None for tokens in exact) else ()
+    return replace(
+        sample,
+        input_ids=ids,
+        loss_mask=tuple(mask),
+        logprobs=tuple(likely) if any_likely else None,
+        spans=tuple(spans),
+        flags=(*sample.flags, *missing),
+    )
+
+
+def _flags(path: list[Node]) -> tuple[str, ...]:
+    flags = []
+    if any(node.turn and node.turn.stop in ("length", "context") for node in path):
+        flags.append("truncated")
+    if any(node.turn and node.turn.stop == "refusal" for node in path):
+        flags.append("refused_by_model")
+    if len({node.request.model for node in path}) > 1:
+        flags.append("several_models")
+    return tuple(flags)
+
+
+def _chat(sample: Sample) -> dict[str, Any]:
+    answer = Message("assistant", sample.turns[-1].parts)
+    request = replace(sample.request, messages=(*sample.request.messages, answer))
+    return DIALECTS["chat"].render_request(request)
+
+
+_NOT_THE_AGENTS = frozenset({"infra", "provider", "task", "user"})
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOrigin:
+    """One recording and the trial that it belongs to."""
+
+    recording: Path
+    rollout: str
+    group: str
+    task: str | None = None
+    task_digest: str | None = None
+    step: str | None = None
+    attempt: int | None = None
+    agent: str | None = None
+    agent_version: str | None = None
+    rewards: Mapping[str, float] | None = None
+    termination: str = "unknown"
+    """`completed`, `budget`, `timeout`, else the code of the trial's error; `unknown` without a result."""
+    fault: str | None = None
+    """Who is to blame if the run counts for nothing: infra, provider, task or user."""
+    notes: tuple[str, ...] = field(default=())
+    """Kinds of what the verifier found that could have steered it."""
+
+    @property
+    def reward(self) -> float | None:
+        """The reward named `reward`, or the only one."""
+        known = dict(self.rewards or {})
+        if "reward" in known or len(known) != 1:
+            return known.get("reward")
+        return next(iter(known.values()))
+
+
+def origins(place: Path) -> Iterator[SampleOrigin]:
+    """All recordings at `place`: a recording, the directory of a trial, of a job or of several jobs. Tries that no
+    longer count are left out."""
+    if place.is_file():
+        yield _origin(place, _trial_of(place))
+        return
+    place = place.resolve()
+    found = sorted(path for name in FILE_NAMES for path in find_files(place, name))
+    counting = [path for path in found if ".retries" not in path.relative_to(place).parts and _is_piers(path)]
+    if not counting:
+        raise UsageError(f"there is no recording below {place}", hint="give a job's or a trial's directory")
+    for path in counting:
+        yield _origin(path, _trial_of(path))
+
+
+def _is_piers(recording: Path) -> bool:
+    """Whether a recording of a trial lies where pier writes it, and not among the files that an agent left."""
+    trial = _trial_of(recording)
+    inside = recording.relative_to(trial).parts[:-1] if trial is not None else ("agent",)
+    return inside in ((), ("agent",)) or (len(inside) == 3 and (inside[0], inside[2]) == ("steps", "agent"))
+
+
+def _trial_of(recording: Path) -> Path | None:
+    """The directory of the trial that a recording belongs to; the outermost, since an agent may leave a result too."""
+    for folder in reversed(recording.parents):
+        is_job = (folder / "journal.jsonl").exists()
+        if not is_job and (folder / "result.json").is_file() and "trial_name" in _json(folder / "result.json"):
+            return folder
+    return None
+
+
+def _origin(recording: Path, trial: Path | None) -> SampleOrigin:
+    if trial is None:
+        name = recording.parent.name or recording.stem
+        return SampleOrigin(recording, name, name)
+    result = _json(trial / "result.json")
+    agent, known = result.get("agent_info") or {}, result.get("pier") or {}
+    model = ((result.get("config") or {}).get("agent") or {}).get("model_name")
+    inside = recording.relative_to(trial).parts
+    step = inside[1] if inside[0] == "steps" and len(inside) > 2 else None
+    told = next((each for each in result.get("step_results") or () if each.get("step_name") == step), result)
+    error = told.get("exception_info") or {}
+    return SampleOrigin(
+        recording=recording,
+        rollout=str(result.get("trial_name") or trial.name) + (f"/{step}" if step else ""),
+        group="::".join(str(part) for part in (result.get("task_name"), step, agent.get("name"), model) if part),
+        task=result.get("task_name"),
+        task_digest=known.get("task_digest") or result.get("task_checksum"),
+        step=step,
+        attempt=known.get("attempt"),
+        agent=agent.get("name"),
+        agent_version=agent.get("version"),
+        rewards=_rewards(told) or _rewards(result),
+        termination=_termination(told, error),
+        fault=error.get("blame") if error.get("blame") in _NOT_THE_AGENTS else None,
+        notes=tuple(note.get("kind", "") for note in (told.get("integrity") or {}).get("notes") or ()),
+    )
+
+
+def _rewards(told: Mapping[str, Any]) -> Mapping[str, float] | None:
+    return (told.get("verifier_result") or {}).get("rewards")
+
+
+def _termination(told: Mapping[str, Any], error: Mapping[str, Any]) -> str:
+    ended = ((told.get("agent_result") or {}).get("metadata") or {}).get("ended") or ""
+    if str(ended).startswith("budget"):
+        return "budget"
+    if not error:
+        return "completed"
+    code = error.get("code") or error.get("exception_type") or "error"
+    return "timeout" if code in ("agent_timeout", "AgentTimeoutError") else str(code)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

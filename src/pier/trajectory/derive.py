@@ -1,0 +1,587 @@
+"""A trajectory from the wire: ATIF for any agent, derived from the recording of its model calls alone.
+
+`Derivation` follows a recording and rewrites the trajectory file whenever calls have ended, so that a running trial can
+be watched; `write_trajectory` does it once, at the end. Totals cover everything that was spent, with a breakdown by
+kind of call; a cost is the provider's own figure, else from the price table with its version, else null.
+
+Turns the calls of one thread into the steps of a trajectory.
+
+One agent step per answer that was delivered whole. What the agent sent that was new since its last call becomes user
+and system steps, and results of tool calls become observations of the step that made the calls. Nothing is invented:
+a step without words has an empty message.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from pier.record.reader import Call, Reader, RecordedAnswer, find
+from pier.trajectory import model as atif
+from pier.trajectory import model as atif_file
+from pier.trajectory.lineage import Lineage, Node, Thread, settle
+from pier.trajectory.model import whole_characters
+from pier.trajectory.rules import IMAGES
+from pier.tree import Tree
+from pier.wire.contract import parse_arguments
+from pier.wire.cost import cost_of
+from pier.wire.dialects import DIALECTS, BadRequest, BadResponse, recognise
+from pier.wire.turn import (
+    Media,
+    Message,
+    Part,
+    Reasoning,
+    Refusal,
+    Request,
+    Text,
+    Tokens,
+    Tool,
+    ToolCall,
+    ToolResult,
+    Turn,
+    TurnBuilder,
+    joined,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """What one call used and cost, with where the figure comes from."""
+
+    cost_usd: float | None
+    source: str | None
+
+
+@dataclass
+class Steps:
+    """The steps of one thread as they grow, and the pictures that they name, by path."""
+
+    steps: list[atif.Step] = field(default_factory=list)
+    media: dict[str, bytes] = field(default_factory=dict)
+    _by_call: dict[str, tuple[atif.Step, str]] = field(default_factory=dict)
+    """By the id on the wire: the latest step with that call, and the call's id there."""
+
+    def take(self, node: Node, priced: Priced) -> None:
+        """Add what one call brought: first what the agent sent, then what the model said."""
+        if not self.steps and node.request.system:
+            texts = [Text(text) for text in node.request.system if text]
+            self._add("system", self._content(texts), node.at)
+        renamed = self._renamed_calls(node)
+        for message in node.new_messages:
+            self._take_message(message, node, renamed)
+        if node.turn is not None:
+            self._take_turn(node, node.turn, priced)
+
+    def overhear(self, node: Node) -> None:
+        """Take only the tool results from a side call: a summary may be asked for right after a tool ran."""
+        renamed = self._renamed_calls(node)
+        for message in node.new_messages:
+            for part in message.parts:
+                if isinstance(part, ToolResult) and renamed.get(part.call_id, part.call_id) in self._by_call:
+                    self._observe(part, renamed.get(part.call_id, part.call_id))
+
+    def _renamed_calls(self, node: Node) -> dict[str, str]:
+        """The ids that the agent gave to the calls of the last answer; Gemini's have none on the wire."""
+        if node.parent is None or node.parent.turn is None:
+            return {}
+        place = len(node.parent.keys)
+        if place >= len(node.request.messages):
+            return {}
+        theirs = [part.id for part in node.request.messages[place].parts if isinstance(part, ToolCall)]
+        return dict(zip(theirs, (call.id for call in node.parent.turn.calls), strict=False))
+
+    def _take_message(self, message: Message, node: Node, renamed: dict[str, str]) -> None:
+        if message.role == "assistant":
+            self._copied(message, node)
+            return
+        others: list[Part] = []
+        for part in message.parts:
+            if isinstance(part, ToolResult):
+                self._observe(part, renamed.get(part.call_id, part.call_id))
+            else:
+                others.append(part)
+        if others:
+            step = self._add(message.role, self._content(others), node.at)
+            if node.kind == "compaction":
+                step.extra = {"compaction": True}
+
+    def _copied(self, message: Message, node: Node) -> None:
+        """An answer in a history that no call of this recording gave."""
+        texts = [part for part in message.parts if isinstance(part, Text | Refusal)]
+        step = self._add("agent", whole_characters("".join(part.text for part in texts)), node.at)
+        step.is_copied_context, step.llm_call_count = True, 0
+        self._call_tools(step, [part for part in message.parts if isinstance(part, ToolCall)])
+
+    def _observe(self, result: ToolResult, call_id: str) -> None:
+        extra: dict[str, Any] = {"is_error": True} if result.is_error else {}
+        step, source = self._by_call.get(call_id, (None, None))
+        if step is None:
+            agents = [step for step in self.steps if step.source == "agent"]
+            if not agents:
+                return
+            step, source, extra = agents[-1], None, {**extra, "call_id": call_id}
+        step.observation = step.observation or atif.Observation(results=[])
+        if source is not None and any(item.source_call_id == source for item in step.observation.results):
+            return
+        observed = atif.ObservationResult(
+            source_call_id=source, content=self._content(result.parts), extra=extra or None
+        )
+        step.observation.results.append(observed)
+
+    def refer(self, call_id: str, trajectory_id: str) -> None:
+        """Note at the result of a call that it was the work of a sub-agent."""
+        if call_id not in self._by_call:
+            return
+        step, call_id = self._by_call[call_id]
+        step.observation = step.observation or atif.Observation(results=[])
+        result = next((item for item in step.observation.results if item.source_call_id == call_id), None)
+        if result is None:
+            result = atif.ObservationResult(source_call_id=call_id)
+            step.observation.results.append(result)
+        ref = atif.SubagentTrajectoryRef(trajectory_id=trajectory_id)
+        result.subagent_trajectory_ref = [*(result.subagent_trajectory_ref or ()), ref]
+
+    def _take_turn(self, node: Node, turn: Turn, priced: Priced) -> None:
+        said = [part for part in turn.parts if isinstance(part, Text | Refusal)]
+        step = self._add("agent", whole_characters("".join(part.text for part in said)), node.ended or node.at)
+        step.model_name = turn.model or node.request.model
+        step.llm_call_count = 1
+        thoughts = [part.text for part in turn.parts if isinstance(part, Reasoning) and part.text]
+        step.reasoning_content = whole_characters("\n\n".join(thoughts)) or None
+        step.reasoning_effort = node.request.sampling.effort
+        step.metrics = _metrics(turn, priced)
+        step.extra = {"call": node.number, "stop_reason": turn.native_stop or turn.stop}
+        self._call_tools(step, turn.calls)
+
+    def _call_tools(self, step: atif.Step, calls: Iterable[ToolCall]) -> None:
+        listed: list[atif.StepToolCall] = []
+        for wire in calls:
+            call = _tool_call(wire)
+            if wire.id in self._by_call:
+                # A server that numbers its calls anew in each answer; ids must be distinct all the same.
+                call.extra = {**(call.extra or {}), "wire_id": wire.id}
+                call.tool_call_id = f"{wire.id}.{step.step_id}.{len(listed)}"
+            self._by_call[wire.id] = (step, call.tool_call_id)
+            listed.append(call)
+        step.tool_calls = listed or None
+
+    def _add(self, source: Any, message: atif.Content | None, at: float) -> atif.Step:
+        last = self.steps[-1].timestamp if self.steps else None
+        stamp = iso(at)
+        step = atif.Step(
+            step_id=len(self.steps) + 1,
+            timestamp=max(stamp, last) if last else stamp,
+            source=source,
+            message=message if message is not None else "",
+        )
+        self.steps.append(step)
+        return step
+
+    def _content(self, parts: Iterable[Part]) -> atif.Content:
+        """Text as a string; a list where there are several parts or pictures."""
+        listed = [part for part in parts if isinstance(part, Text | Refusal) or _shown(part)]
+        if len(listed) == 1 and isinstance(listed[0], Text | Refusal):
+            return whole_characters(listed[0].text)
+        content: list[atif.ContentPart] = []
+        for part in listed:
+            if isinstance(part, Media):
+                content.append(self._picture(part))
+            elif isinstance(part, Text | Refusal):
+                content.append(atif.ContentPart(type="text", text=whole_characters(part.text)))
+        return content or ""
+
+    def _picture(self, media: Media) -> atif.ContentPart:
+        kind = media.media_type or "image/png"
+        path = media.url or ""
+        if media.data is not None:
+            data = b64decode(media.data, validate=False)
+            path = f"images/{blake2b(data, digest_size=12).hexdigest()}.{kind.partition('/')[2]}"
+            self.media[path] = data
+        return atif.ContentPart(type="image", source=atif.MediaSource(media_type=kind, path=path))
+
+
+def _shown(part: Part) -> bool:
+    if not isinstance(part, Media) or (part.data is None and part.url is None):
+        return False
+    return (part.media_type or "image/png") in IMAGES
+
+
+def _tool_call(call: ToolCall) -> atif.StepToolCall:
+    arguments = parse_arguments(call.arguments)
+    extra: dict[str, Any] = {}
+    if call.custom or (set(arguments) == {"input"} and not call.arguments.lstrip().startswith("{")):
+        extra["raw_arguments"] = call.arguments
+    if call.custom:
+        arguments = {"input": call.arguments}
+    if call.namespace:
+        extra["namespace"] = call.namespace
+    return atif.StepToolCall(tool_call_id=call.id, function_name=call.name, arguments=arguments, extra=extra or None)
+
+
+def _metrics(turn: Turn, priced: Priced) -> atif.Metrics | None:
+    usage, tokens = turn.usage, turn.tokens
+    extra = {
+        "cache_write_tokens": usage.cache_write_tokens,
+        "reasoning_tokens": usage.reasoning_tokens,
+        "cost_source": priced.source,
+    }
+    known = {name: value for name, value in extra.items() if value is not None}
+    metrics = atif.Metrics(
+        prompt_tokens=usage.input_tokens,
+        completion_tokens=usage.output_tokens,
+        cached_tokens=usage.cached_tokens,
+        cost_usd=priced.cost_usd,
+        prompt_token_ids=list(tokens.prompt_ids) if tokens and tokens.prompt_ids is not None else None,
+        completion_token_ids=list(tokens.completion_ids) if tokens and tokens.completion_ids is not None else None,
+        logprobs=list(tokens.logprobs) if tokens and tokens.logprobs is not None else None,
+        extra=known or None,
+    )
+    return metrics if metrics.model_dump(exclude_none=True) else None
+
+
+def tool_definitions(tools: Iterable[Tool]) -> list[dict[str, Any]] | None:
+    """Tools in the words of OpenAI's functions, which is how ATIF lists them."""
+    listed: list[dict[str, Any]] = []
+    for tool in tools:
+        function = {"name": tool.name, "description": tool.description, "parameters": tool.schema}
+        listed.append({"type": "function", "function": {key: value for key, value in function.items() if value}})
+    return listed or None
+
+
+def iso(at: float) -> str:
+    """A moment in UTC, to the millisecond."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+_TOKEN_LISTS = ("prompt_ids", "completion_ids", "logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """The agent's part of a trajectory's header."""
+
+    agent_name: str
+    agent_version: str | None = None
+    model_name: str | None = None
+    session_id: str | None = None
+
+
+@dataclass(slots=True)
+class Totals:
+    """What some calls used. `cost_usd` is None as soon as one of them has no known cost."""
+
+    calls: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    cost_usd: float | None = None
+    unpriced: int = 0
+
+    def add(self, turn: Turn, priced: Priced) -> None:
+        usage = turn.usage
+        self.calls += 1
+        self.prompt_tokens = _sum(self.prompt_tokens, usage.input_tokens)
+        self.completion_tokens = _sum(self.completion_tokens, usage.output_tokens)
+        self.cached_tokens = _sum(self.cached_tokens, usage.cached_tokens)
+        self.unpriced += priced.cost_usd is None
+        known = _sum(self.cost_usd, priced.cost_usd)
+        self.cost_usd = None if self.unpriced else known
+
+    def merge(self, other: Totals) -> None:
+        self.calls += other.calls
+        self.prompt_tokens = _sum(self.prompt_tokens, other.prompt_tokens)
+        self.completion_tokens = _sum(self.completion_tokens, other.completion_tokens)
+        self.cached_tokens = _sum(self.cached_tokens, other.cached_tokens)
+        self.unpriced += other.unpriced
+        self.cost_usd = None if self.unpriced else _sum(self.cost_usd, other.cost_usd)
+
+
+def _sum(one: Any, other: Any) -> Any:
+    return other if one is None else one if other is None else one + other
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectorySummary:
+    """What a derivation found. `path` is None when there was nothing to write."""
+
+    path: Path | None
+    steps: int = 0
+    agent_steps: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    cost_usd: float | None = None
+    cost_source: str | None = None
+    peak_context_tokens: int | None = None
+    summarization_count: int = 0
+    calls: dict[str, int] = field(default_factory=dict)
+    """Generations by kind: main, compaction, sub_agent, side, foreign, retry."""
+
+
+@dataclass(slots=True)
+class ReadCall:
+    """One call, read once."""
+
+    node: Node
+    priced: Priced
+
+
+class Derivation:
+    """Follows one recording. Each call is read once; who is who is sorted out anew each time."""
+
+    def __init__(self, recording: Path, target: Path, about: About) -> None:
+        self._reader = Reader(find(recording))
+        self._target = target
+        self._about = about
+        self._read: dict[int, ReadCall] = {}
+        self._recent: list[Node] = []
+        self.trajectory: atif.Trajectory | None = None
+
+    def update(self, *, durable: bool = True) -> TrajectorySummary:
+        """Take in what was recorded since the last time and write the file, if there is anything to say; with
+        `durable`, wait until it is on disk."""
+        for call in self._reader.poll():
+            if call.kind == "generate" and (read := read_call(call)):
+                settle(read.node, self._recent)
+                self._recent = [*self._recent[-7:], read.node]
+                self._read[call.number] = read
+        lineage = Lineage()
+        for number in sorted(self._read):
+            lineage.add(self._read[number].node)
+        threads = lineage.threads()
+        if not threads:
+            return TrajectorySummary(None)
+        self.trajectory, media = _Builder(self._read, threads, self._about).build()
+        if not self.trajectory.steps:
+            return TrajectorySummary(None, calls=_kinds(lineage))
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        with Tree(self._target.parent) as tree:
+            for path, data in media.items():
+                if tree.find(path) is None:
+                    tree.write(path, data, 0o600)
+        atif_file.write(self._target, self.trajectory, durable=durable)
+        return _summary(self._target, self.trajectory, _kinds(lineage))
+
+
+def write_trajectory(
+    recording: Path,
+    target: Path,
+    *,
+    agent_name: str,
+    agent_version: str | None = None,
+    model_name: str | None = None,
+    session_id: str | None = None,
+    durable: bool = True,
+) -> TrajectorySummary:
+    """Write to `target` the trajectory of the recording at `recording`, a file or a trial's directory."""
+    about = About(agent_name, agent_version, model_name, session_id)
+    return Derivation(recording, target, about).update(durable=durable)
+
+
+def read_call(call: Call) -> ReadCall | None:
+    """A generation as a node of the lineage, with its price; None if its request cannot be read."""
+    parsed = _request_of(call)
+    if parsed is None:
+        return None
+    turn = turn_of(call, parsed)
+    # The parsed body is as big as the whole history; what is needed of it is in the node.
+    call.__dict__.pop("request", None)
+    headers = {name.lower(): value for name, value in call.headers.items()}
+    node = Node(call.number, parsed, turn, call.at, _end_of(call), headers)
+    return ReadCall(node, _price(call, turn))
+
+
+def _request_of(call: Call) -> Request | None:
+    parts = urlsplit(call.path)
+    route = recognise("POST", parts.path, dict(parse_qsl(parts.query)), {})
+    try:
+        return DIALECTS[call.dialect].parse_request(call.request, route)
+    except BadRequest:
+        return None
+
+
+def turn_of(call: Call, request: Request) -> Turn | None:
+    """The answer that the agent received whole, with the usage and tokens that the upstream gave; None without one."""
+    turn = _parse_answer(call.answer, call.dialect)
+    if turn is None:
+        return None
+    served = call.upstream.model if call.upstream else None
+    source = None
+    if call.upstream and call.delivered:
+        source = _parse_answer(call.upstream.answer, call.upstream.dialect)
+    usage = call.usage or (source or turn).usage
+    tokens = (source.tokens if source else None) or turn.tokens or _noted_tokens(call)
+    if any(note.get("redacted") for note in call.notes):
+        tokens = None  # a secret was removed, and its tokens with it
+    native = source.native_stop if source else turn.native_stop
+    named = (source.model if source else turn.model if call.upstream else None) or served or request.model
+    return replace(turn, usage=usage, tokens=tokens, model=named, native_stop=native)
+
+
+def _parse_answer(answer: RecordedAnswer | None, dialect: str) -> Turn | None:
+    if answer is None or answer.status >= 400:
+        return None
+    if not answer.streamed:
+        try:
+            return DIALECTS[dialect].parse_response(answer.json())
+        except (ValueError, BadResponse):
+            return None
+    parser = DIALECTS[dialect].stream_parser()
+    builder = TurnBuilder().extend(parser.feed(answer.body)).extend(parser.close())
+    return builder.turn() if builder.ended else None
+
+
+def _noted_tokens(call: Call) -> Tokens | None:
+    """The tokens that a policy reported, which may have come in pieces."""
+    pieces: list[Tokens] = []
+    for note in call.notes:
+        if isinstance(told := note.get("tokens"), dict):
+            lists = [tuple(told[name]) if told.get(name) is not None else None for name in _TOKEN_LISTS]
+            pieces.append(Tokens(*lists, weights=told.get("weights")))
+    return joined(pieces)
+
+
+def _end_of(call: Call) -> float | None:
+    if call.ended is not None:
+        return call.ended
+    return call.answer.chunks[-1].at if call.answer and call.answer.chunks else None
+
+
+def _price(call: Call, turn: Turn | None) -> Priced:
+    if turn is None or call.upstream is None:
+        return Priced(None, None)
+    if turn.usage.cost_usd is not None:
+        return Priced(turn.usage.cost_usd, "provider")
+    cost = cost_of(turn.usage, call.upstream.model, call.upstream.provider)
+    return Priced(cost, None if cost is None else f"genai-prices {version('genai-prices')}")
+
+
+class _Builder:
+    """Makes one trajectory of sorted threads: the main one, with sub-agents embedded where they were begun."""
+
+    def __init__(self, read: dict[int, ReadCall], threads: list[Thread], about: About) -> None:
+        self._read = read
+        self._threads = threads
+        self._about = about
+        self._media: dict[str, bytes] = {}
+        self._subs = [thread for thread in threads if thread.kind == "sub_agent"]
+
+    def build(self) -> tuple[atif.Trajectory, dict[str, bytes]]:
+        main = self._threads[0]
+        session = self._about.session_id
+        trajectory = self._trajectory(main, session, session, self._subs_of(main, top=True))
+        breakdown: dict[str, Totals] = {}
+        for thread in self._threads:
+            for node in thread.nodes:
+                if node.turn is not None:
+                    kind = "main" if node.kind == "compaction" else node.kind
+                    breakdown.setdefault(kind, Totals()).add(node.turn, self._read[node.number].priced)
+        trajectory.final_metrics = self._final(trajectory, main, breakdown)
+        return trajectory, self._media
+
+    def _subs_of(self, thread: Thread, *, top: bool) -> list[Thread]:
+        inside = {id(node) for node in thread.nodes}
+        found = [sub for sub in self._subs if sub.root.spawned_by and id(sub.root.spawned_by[0]) in inside]
+        return found + [sub for sub in self._subs if top and sub.root.spawned_by is None]
+
+    def _trajectory(self, thread: Thread, session: str | None, name: str | None, subs: list[Thread]) -> atif.Trajectory:
+        steps = Steps()
+        for node in thread.nodes:
+            if node.kind == "side":
+                steps.overhear(node)
+            elif node.kind != "retry":
+                steps.take(node, self._read[node.number].priced)
+        self._media.update(steps.media)
+        embedded = [self._embedded(sub, session, name, number, steps) for number, sub in enumerate(subs, 1)]
+        first = thread.root.request
+        return atif.Trajectory(
+            session_id=session,
+            trajectory_id=name,
+            agent=atif.TrajectoryAgent(
+                name=self._about.agent_name,
+                version=self._about.agent_version or "unknown",
+                model_name=self._about.model_name or first.model,
+                tool_definitions=tool_definitions(first.tools),
+            ),
+            steps=steps.steps,
+            subagent_trajectories=embedded or None,
+        )
+
+    def _embedded(
+        self, sub: Thread, session: str | None, name: str | None, number: int, steps: Steps
+    ) -> atif.Trajectory:
+        label = f"{name or 'trajectory'}-sub-{number}"
+        inner = self._trajectory(sub, session, label, self._subs_of(sub, top=False))
+        totals = Totals()
+        for node in sub.nodes:
+            if node.turn is not None and node.kind != "retry":
+                totals.add(node.turn, self._read[node.number].priced)
+        inner.final_metrics = self._final(inner, sub, {"main": totals})
+        if sub.root.spawned_by is not None:
+            steps.refer(sub.root.spawned_by[1], label)
+        return inner
+
+    def _final(self, trajectory: atif.Trajectory, thread: Thread, breakdown: dict[str, Totals]) -> atif.FinalMetrics:
+        total = Totals()
+        for part in breakdown.values():
+            total.merge(part)
+        nodes = [node for node in thread.nodes if node.kind != "retry"]
+        compactions = sum(node.kind == "compaction" for node in nodes)
+        prompts = [step.metrics.prompt_tokens for step in trajectory.agent_steps if step.metrics]
+        peak = max((count for count in prompts if count is not None), default=None)
+        extra: dict[str, Any] = {"summarization_count": compactions}
+        if compactions:
+            extra["compacted"] = True
+        if peak is not None:
+            extra["peak_context_tokens"] = peak
+        if total.cost_usd is not None:
+            extra["cost_source"] = self._cost_source()
+        extra["breakdown"] = {kind: _plain(part) for kind, part in breakdown.items()}
+        return atif.FinalMetrics(
+            total_prompt_tokens=total.prompt_tokens,
+            total_completion_tokens=total.completion_tokens,
+            total_cached_tokens=total.cached_tokens,
+            total_cost_usd=total.cost_usd,
+            total_steps=len(trajectory.steps),
+            extra=extra,
+        )
+
+    def _cost_source(self) -> str:
+        sources = {read.priced.source for read in self._read.values() if read.priced.source}
+        return ", ".join(sorted(sources))
+
+
+def _plain(totals: Totals) -> dict[str, Any]:
+    return {key: value for key, value in asdict(totals).items() if value is not None and key != "unpriced"}
+
+
+def _kinds(lineage: Lineage) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for node in lineage.nodes:
+        counts[node.kind] = counts.get(node.kind, 0) + 1
+    return counts
+
+
+def _summary(path: Path, trajectory: atif.Trajectory, kinds: dict[str, int]) -> TrajectorySummary:
+    final = trajectory.final_metrics or atif.FinalMetrics()
+    extra = final.extra or {}
+    return TrajectorySummary(
+        path=path,
+        steps=len(trajectory.steps),
+        agent_steps=sum(not step.is_copied_context for step in trajectory.agent_steps),
+        prompt_tokens=final.total_prompt_tokens,
+        completion_tokens=final.total_completion_tokens,
+        cached_tokens=final.total_cached_tokens,
+        cost_usd=final.total_cost_usd,
+        cost_source=extra.get("cost_source"),
+        peak_context_tokens=extra.get("peak_context_tokens"),
+        summarization_count=extra.get("summarization_count", 0),
+        calls=kinds,
+    )

@@ -1,0 +1,379 @@
+"""Tells a session's model calls apart: a tree over message prefixes, and what each call was for.
+
+A call whose messages begin with those of an earlier call and its answer continues that call; calls linked so are a
+thread. Tool calls and their results are known again by their ids, whatever the agent made of their words; other
+messages, and calls that were given other ids, by what they say. What a thread is for follows from who began it:
+
+- `main`: the agent's own work; there is one.
+- `compaction`: the first call after the history was replaced by a summary; what follows it is main again.
+- `sub_agent`: work begun by a tool call of another thread.
+- `side`: titles, summaries, routers, quota probes: no tools, nothing follows from the answer.
+- `foreign`: calls by some other program that was given the agent's key.
+- `retry`: a call that came to nothing, since the agent asked the same again.
+
+One call of a session, and the keys by which the next one knows its messages again.
+
+A history comes back from the agent in its own words: white space, reminders, the arguments of tool calls and cleared
+results differ from what was sent before. A message has a key of what it says without what clients change, and, if it
+holds tool calls or their results, a key of their ids alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Literal
+
+from pier.wire.contract import parse_arguments
+from pier.wire.turn import Message, Opaque, Request, Text, ToolCall, ToolResult, Turn
+
+Kind = Literal["main", "compaction", "sub_agent", "side", "foreign", "retry"]
+
+_REMINDER = re.compile(r"<system-reminder>.*?</system-reminder>", re.DOTALL)
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One generation. `turn` is None when no whole answer was delivered."""
+
+    number: int
+    request: Request
+    turn: Turn | None
+    at: float
+    ended: float | None
+    headers: dict[str, str] = field(default_factory=dict)
+    kind: Kind = "main"
+    parent: Node | None = None
+    """The call that this one continues."""
+    spawned_by: tuple[Node, str] | None = None
+    """The call, and the id of its tool call, that began this thread's work."""
+    keys: tuple[bytes, ...] = ()
+    chain: tuple[bytes, ...] = ()
+    """`chain[i]` stands for the first i messages."""
+    id_chain: tuple[bytes, ...] = ()
+    """The same, with tool calls and results by their ids only."""
+
+    @property
+    def new_messages(self) -> tuple[Message, ...]:
+        """What the call adds to what its parent and the parent's answer said."""
+        if self.parent is None:
+            return self.request.messages
+        if self.begins_like(self.parent):
+            return self.request.messages[len(self.parent.keys) + 1 :]
+        known = set(self.parent.keys)
+        return tuple(
+            message
+            for message, key in zip(self.request.messages, self.keys, strict=True)
+            if key not in known and message.role != "assistant"
+        )
+
+    def begins_like(self, parent: Node) -> bool:
+        """Whether this call's history is another one's, and an answer to it."""
+        place = len(parent.keys)
+        if len(self.keys) <= place:
+            return False
+        return self.chain[place] == parent.chain[-1] or self.id_chain[place] == parent.id_chain[-1]
+
+
+def settle(node: Node, recent: Sequence[Node]) -> None:
+    """Work out the keys of a call, and share what it says again with a call shortly before it.
+
+    Histories grow by a little with each call, so a session takes memory and time for what is new, not for its square.
+    """
+    messages = node.request.messages
+    like = next((other for other in reversed(recent) if other.request.messages[:1] == messages[:1]), None)
+    if like is None:
+        node.keys = tuple(key_of(message) for message in messages)
+    else:
+        old, old_keys = like.request.messages, like.keys
+        known = [index < len(old) and old[index] == message for index, message in enumerate(messages)]
+        node.keys = tuple(old_keys[i] if same else key_of(messages[i]) for i, same in enumerate(known))
+        node.request = replace(
+            node.request,
+            messages=tuple(old[i] if same else messages[i] for i, same in enumerate(known)),
+            system=like.request.system if like.request.system == node.request.system else node.request.system,
+            tools=like.request.tools if like.request.tools == node.request.tools else node.request.tools,
+        )
+    start = blake2b(system_words(node).encode(errors="replace"), digest_size=16).digest()
+    node.chain = _chain(start, node.keys)
+    node.id_chain = _chain(start, [id_key_of(m) or key for m, key in zip(messages, node.keys, strict=True)])
+
+
+def system_words(node: Node) -> str:
+    """The start of the system prompt, without what changes from call to call."""
+    texts = [text for text in node.request.system if not text.startswith("x-anthropic-billing-header:")]
+    return re.sub(r"\d+", "0", "\n".join(texts))[:400]
+
+
+def texts_of(message: Message) -> list[str]:
+    return [part.text for part in message.parts if isinstance(part, Text)]
+
+
+def _chain(start: bytes, keys: Iterable[bytes]) -> tuple[bytes, ...]:
+    links = [start]
+    for key in keys:
+        links.append(link(links[-1], key))
+    return tuple(links)
+
+
+def link(chain: bytes, key: bytes) -> bytes:
+    return blake2b(chain + key, digest_size=16).digest()
+
+
+def id_key_of(message: Message) -> bytes:
+    """The tool calls of a message, or the results in it, by their ids; nothing if it has neither."""
+    ids = [part.id for part in message.parts if isinstance(part, ToolCall)]
+    ids += [part.call_id for part in message.parts if isinstance(part, ToolResult)]
+    return blake2b(json.dumps([message.role, ids]).encode(), digest_size=16).digest() if any(ids) else b""
+
+
+def key_of(message: Message) -> bytes:
+    """What a message says, without what clients change on the way: ids, reminders, white space, reasoning."""
+    calls = [(part.name, parse_arguments(part.arguments)) for part in message.parts if isinstance(part, ToolCall)]
+    text = "" if calls else " ".join(_REMINDER.sub("", " ".join(texts_of(message))).split())
+    results = [
+        " ".join("".join(piece.text for piece in part.parts if isinstance(piece, Text)).split())
+        for part in message.parts
+        if isinstance(part, ToolResult)
+    ]
+    special = [dict(part.value) for part in message.parts if isinstance(part, Opaque)]
+    said = json.dumps([message.role, text, calls, results, special], sort_keys=True, default=str)
+    return blake2b(said.encode(errors="replace"), digest_size=16).digest()
+
+
+BESIDE = re.compile(r"\btitle|summar[iy]|\bquota\b|topic|short name|branch name|condense|compact", re.IGNORECASE)
+_RECENT = 8
+"""How many calls back a shared history is looked for."""
+_ENOUGH = 40
+"""A match of this many characters is significant; fewer will do if they come from a call for a summary."""
+
+
+@dataclass(eq=False, slots=True)
+class Thread:
+    """Calls that continue one another, oldest first."""
+
+    nodes: list[Node]
+    kind: Kind = "main"
+
+    @property
+    def root(self) -> Node:
+        """The call that began it; not one that was asked again."""
+        return next((node for node in self.nodes if node.kind != "retry"), self.nodes[0])
+
+    @property
+    def offers_tools(self) -> bool:
+        return any(node.request.tools for node in self.nodes)
+
+
+class Lineage:
+    """The tree of one session's calls. Add nodes in the order of their requests, then `threads` sorts them out."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._answers: dict[bytes, Node] = {}
+        self._requests: dict[bytes, Node] = {}
+
+    def add(self, node: Node) -> None:
+        if not node.chain:
+            settle(node, self.nodes[-_RECENT:])
+        self.nodes.append(node)
+        node.parent = self._find_parent(node)
+        self._requests[node.chain[-1]] = self._requests[node.id_chain[-1]] = node
+        if node.turn is not None:
+            answer = Message("assistant", node.turn.parts)
+            self._answers[link(node.chain[-1], key_of(answer))] = node
+            self._answers[link(node.id_chain[-1], id_key_of(answer) or key_of(answer))] = node
+
+    def _find_parent(self, node: Node) -> Node | None:
+        """The call that the longest part of a history comes from."""
+        for length in range(len(node.keys), 0, -1):
+            if length < len(node.keys) and node.request.messages[length].role == "assistant":
+                # The agent may have changed what the model said; the place after the same question is then enough.
+                known = self._requests.get(node.chain[length]) or self._requests.get(node.id_chain[length])
+                if known is not None and known.turn is not None:
+                    return known
+            known = self._answers.get(node.chain[length]) or self._answers.get(node.id_chain[length])
+            if known is not None:
+                return known
+        return None
+
+    def threads(self) -> list[Thread]:
+        """All threads, each call in exactly one, with their kinds; the main one first if there is one."""
+        for node in self.nodes:
+            node.kind, node.spawned_by = "main", None
+        self._mark_retries()
+        threads = self._split()
+        main = _main_of(threads)
+        if main is None:
+            return threads
+        for thread in threads:
+            if thread is not main:
+                _classify(thread, main, threads)
+        self._mark_asides(threads)
+        self._join(main, threads)
+        for thread in threads:
+            for node in thread.nodes:
+                if node.kind == "main":
+                    node.kind = thread.kind
+        return [main, *(thread for thread in threads if thread is not main)]
+
+    def _mark_retries(self) -> None:
+        """Of calls that ask the same, the one that is continued counts, else the last one with an answer."""
+        continued = {id(node.parent) for node in self.nodes if node.parent is not None}
+        groups: dict[tuple[bytes, bool, str], list[Node]] = {}
+        for node in self.nodes:
+            groups.setdefault((node.chain[-1], bool(node.request.tools), node.request.model), []).append(node)
+        for group in groups.values():
+            if len(group) == 1:
+                continue
+            answered = [node for node in group if node.turn is not None]
+            kept = [node for node in answered if id(node) in continued] or answered[-1:] or group[-1:]
+            for node in group:
+                if node not in kept:
+                    node.kind = "retry"
+
+    def _split(self) -> list[Thread]:
+        by_node: dict[int, Thread] = {}
+        threads: list[Thread] = []
+        for node in self.nodes:
+            thread = by_node.get(id(node.parent)) if node.parent is not None else None
+            if thread is None:
+                thread = self._twin(node, by_node)
+            if thread is None:
+                thread = Thread([])
+                threads.append(thread)
+            thread.nodes.append(node)
+            by_node[id(node)] = thread
+        return threads
+
+    def _twin(self, node: Node, by_node: dict[int, Thread]) -> Thread | None:
+        """The thread of an earlier call that asked the same: a retried first call begins no second thread."""
+        for other in self.nodes:
+            if other is node:
+                return None
+            same = other.chain[-1] == node.chain[-1] and bool(other.request.tools) == bool(node.request.tools)
+            if same and other.request.model == node.request.model:
+                return by_node[id(other)]
+        return None
+
+    def _mark_asides(self, threads: list[Thread]) -> None:
+        """Calls amid work with tools whose answers nothing builds on, and that offer no tools or want a summary."""
+        continued = {id(node.parent) for node in self.nodes}
+        last = self.nodes[-1]
+        for thread in threads:
+            for node in thread.nodes if thread.offers_tools else ():
+                if node.kind != "main" or id(node) in continued:
+                    continue
+                if not node.request.tools or (node is not last and _wants_summary(node)):
+                    node.kind = "side"
+
+    @staticmethod
+    def _join(main: Thread, threads: list[Thread]) -> None:
+        """Threads that carry the main work on become part of it."""
+        for thread in [thread for thread in threads if thread is not main and thread.kind == "main"]:
+            work = [node for node in main.nodes if node.kind not in ("retry", "side")]
+            before = [node for node in work if node.number < thread.root.number]
+            thread.root.parent = before[-1] if before else None
+            main.nodes.extend(thread.nodes)
+            threads.remove(thread)
+        main.nodes.sort(key=lambda node: node.number)
+
+
+def _main_of(threads: list[Thread]) -> Thread | None:
+    """The first thread that offers tools; in a session without tools the longest one."""
+    with_tools = [thread for thread in threads if thread.offers_tools and not _is_sub_agent_by_header(thread.root)]
+    if with_tools:
+        return with_tools[0]
+    work = [thread for thread in threads if not _looks_beside(thread)] or threads
+    return max(work, key=lambda thread: len(thread.nodes), default=None)
+
+
+def _classify(thread: Thread, main: Thread, threads: list[Thread]) -> None:
+    root = thread.root
+    if not thread.offers_tools and main.offers_tools:
+        thread.kind = "foreign" if _is_stranger(root, main.root) else "side"
+        return
+    if not main.offers_tools and _looks_beside(thread):
+        thread.kind = "side"
+        return
+    earlier = [node for other in threads if other is not thread for node in other.nodes if node.number < root.number]
+    root.spawned_by = _spawner(root, earlier)
+    if root.spawned_by or _is_sub_agent_by_header(root):
+        thread.kind = "sub_agent"
+    elif _is_stranger(root, main.root):
+        thread.kind = "foreign"
+    elif before := _predecessor(root, [node for node in main.nodes if node.number < root.number], earlier):
+        root.kind, thread.kind = "compaction", "main"
+        if main.offers_tools and before.turn is not None and not before.turn.calls:
+            before.kind = "side"
+    elif _same_system(root, main.root) or set(root.keys[:1]) & set(main.root.keys[:1]):
+        thread.kind = "main"
+    else:
+        thread.kind = "sub_agent"
+
+
+def _wants_summary(node: Node) -> bool:
+    asked = node.request.messages[-1].text if node.request.messages else ""
+    return node.turn is not None and not node.turn.calls and BESIDE.search(asked) is not None
+
+
+def _looks_beside(thread: Thread) -> bool:
+    request = thread.root.request
+    if len([node for node in thread.nodes if node.kind != "retry"]) > 1:
+        return False
+    few = request.sampling.max_tokens is not None and request.sampling.max_tokens <= 32
+    words = "\n".join([*request.system, *(message.text[:500] for message in request.messages[-1:])])
+    return few or request.response_format is not None or BESIDE.search(words) is not None
+
+
+def _is_stranger(root: Node, main: Node) -> bool:
+    ours, theirs = main.headers.get("user-agent"), root.headers.get("user-agent")
+    return main.request.dialect != root.request.dialect or (
+        ours is not None and theirs is not None and _program(ours) != _program(theirs)
+    )
+
+
+def _program(agent: str) -> str:
+    return re.split(r"[/ (]", agent, maxsplit=1)[0].lower()
+
+
+def _is_sub_agent_by_header(node: Node) -> bool:
+    names = ("x-claude-code-agent-id", "x-openai-subagent", "x-codex-parent-thread-id", "x-parent-session-id")
+    return any(node.headers.get(name) for name in names)
+
+
+def _spawner(root: Node, earlier: Iterable[Node]) -> tuple[Node, str] | None:
+    """The tool call whose arguments hold the text that this thread was begun with."""
+    users = [message for message in root.request.messages if message.role == "user"]
+    prompts = [text.strip() for message in users for text in texts_of(message)]
+    prompts = [text for text in prompts if len(text) >= 12]
+    for node in sorted(earlier, key=lambda node: -node.number):
+        for call in node.turn.calls if node.turn else ():
+            given = [value.strip() for value in parse_arguments(call.arguments).values() if isinstance(value, str)]
+            if any(len(value) >= 12 and any(value in prompt for prompt in prompts) for value in given):
+                return node, call.id
+    return None
+
+
+def _predecessor(root: Node, main: list[Node], earlier: list[Node]) -> Node | None:
+    """The call where a thread takes up again: the one that wrote its summary, or the one whose last words it has."""
+    if not main or not _same_system(root, main[-1]):
+        return None
+    said = "\n".join(text for message in root.request.messages[:4] for text in texts_of(message))
+    for node in reversed(earlier):
+        text = node.turn.text.strip() if node.turn else ""
+        core = re.sub(r"</?\w+>", "", text).strip()
+        asked = node.request.messages[-1].text if node.request.messages else ""
+        enough = _ENOUGH if node.request.tools and not BESIDE.search(asked) else _ENOUGH // 5
+        if len(core) >= enough and (core[:200] in said or core[-200:] in said):
+            return node
+    tail = set(main[-1].keys[-4:])
+    goes_on = len(tail & set(root.keys)) >= 2 and root.keys[:1] != main[-1].keys[:1]
+    return main[-1] if goes_on else None
+
+
+def _same_system(one: Node, other: Node) -> bool:
+    return system_words(one) == system_words(other)

@@ -1,0 +1,700 @@
+"""Anthropic Messages.
+
+System prompts keep their block boundaries. Thinking that another provider gave is shown to the client under a marked
+signature, and is never sent to Anthropic as if it were its own.
+
+The parts of an Anthropic body: blocks, messages, tools and usage, both ways.
+
+Anthropic Messages as a stream: `message_start`, one block after the other, `message_delta`, `message_stop`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from pier.wire.contract import (
+    SSE,
+    BadRequest,
+    BadResponse,
+    EventParser,
+    Route,
+    compact,
+    error_text,
+    fresh_id,
+    kind_of_status,
+    need_dict,
+    need_list,
+    need_str,
+    parse_arguments,
+    sign,
+    sse,
+    take,
+    unsign,
+    whole,
+)
+from pier.wire.turn import (
+    Delta,
+    DialectName,
+    ErrorKind,
+    Media,
+    Message,
+    Opaque,
+    Part,
+    PartDelta,
+    PartEnd,
+    PartStart,
+    Ping,
+    Reasoning,
+    Refusal,
+    Request,
+    ResponseFormat,
+    Sampling,
+    StopReason,
+    StreamError,
+    Text,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+    Turn,
+    TurnEnd,
+    TurnStart,
+    Usage,
+)
+
+
+def parse_messages(raw: list[Any]) -> tuple[Message, ...]:
+    """Messages, with tool results in separate messages: that is how every other dialect has them."""
+    messages: list[Message] = []
+    for position, item in enumerate(raw):
+        message = need_dict(item, f"messages[{position}]")
+        role = message.get("role")
+        if role not in ("user", "assistant", "system"):
+            raise BadRequest(f"messages[{position}] has the unknown role {role!r}")
+        parts = parse_content(message.get("content"))
+        if role == "user":
+            messages.extend(Message("user", group) for group in _split(parts))
+        else:
+            messages.append(Message(role, tuple(parts)))
+    return tuple(messages)
+
+
+def _split(parts: list[Part]) -> list[tuple[Part, ...]]:
+    results = tuple(part for part in parts if isinstance(part, ToolResult))
+    others = tuple(part for part in parts if not isinstance(part, ToolResult))
+    return [group for group in (results, others) if group] or [()]
+
+
+def render_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    rendered: list[dict[str, Any]] = []
+    after_results = False
+    listed = list(messages)
+    for position, message in enumerate(listed):
+        last = position == len(listed) - 1
+        blocks = render_parts(message.parts, trim=last and message.role == "assistant")
+        if not blocks:
+            continue
+        if after_results and message.role == "user":
+            rendered[-1]["content"].extend(blocks)
+        else:
+            rendered.append({"role": message.role, "content": blocks})
+        after_results = message.role == "user" and isinstance(message.parts[0], ToolResult)
+    return rendered
+
+
+def parse_content(content: Any) -> list[Part]:
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [Text(content)] if content else []
+    return [parse_block(need_dict(block, "a content block")) for block in need_list(content, "content")]
+
+
+def parse_block(block: Mapping[str, Any]) -> Part:
+    match block.get("type"):
+        case "text":
+            return Text(block.get("text") or "")
+        case "thinking":
+            signature, origin = unsign(block.get("signature"), "anthropic")
+            return Reasoning(block.get("thinking") or "", signature, origin)
+        case "redacted_thinking":
+            signature, origin = unsign(block.get("data"), "anthropic")
+            return Reasoning("", signature, origin, redacted=True)
+        case "tool_use":
+            name = need_str(block.get("name"), "a tool_use's name")
+            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            return ToolCall(need_str(block.get("id"), "a tool_use's id"), name, arguments)
+        case "tool_result":
+            parts = tuple(
+                part for part in parse_content(block.get("content")) if isinstance(part, Text | Media | Opaque)
+            )
+            call_id = need_str(block.get("tool_use_id"), "a tool_result's tool_use_id")
+            return ToolResult(call_id, parts, bool(block.get("is_error")))
+        case "image" | "document":
+            return _parse_media(block)
+        case _:
+            return Opaque("anthropic", block)
+
+
+def _parse_media(block: Mapping[str, Any]) -> Part:
+    source = block.get("source")
+    if not isinstance(source, dict):
+        return Opaque("anthropic", block)
+    document = block["type"] == "document"
+    media_type = source.get("media_type") or ("application/pdf" if document else None)
+    name = block.get("title") if document else None
+    match source.get("type"):
+        case "base64":
+            return Media(media_type, source.get("data") or "", name=name)
+        case "url":
+            return Media(media_type, url=source.get("url"), name=name)
+        case "file":
+            return Media(media_type, file_id=source.get("file_id"), name=name)
+        case _:
+            return Opaque("anthropic", block)
+
+
+def render_parts(parts: Iterable[Part], *, trim: bool = False) -> list[dict[str, Any]]:
+    """Blocks of a request's message, without empty texts, which Anthropic refuses; `trim` ends a prefill cleanly."""
+    blocks = [block for part in parts if (block := render_part(part))]
+    if trim and blocks and blocks[-1]["type"] == "text":
+        blocks[-1]["text"] = blocks[-1]["text"].rstrip()
+        if not blocks[-1]["text"]:
+            blocks.pop()
+    return blocks
+
+
+def render_part(part: Part, *, answer: bool = False) -> dict[str, Any] | None:
+    """A block. In an `answer` all reasoning is shown; in history only what Anthropic itself signed."""
+    match part:
+        case Text(text=text) | Refusal(text=text):
+            return {"type": "text", "text": text} if text else None
+        case Reasoning():
+            if not answer and part.origin != "anthropic":
+                return None
+            if part.redacted:
+                return {"type": "redacted_thinking", "data": sign(part, "anthropic") or ""}
+            return {"type": "thinking", "thinking": part.text, "signature": sign(part, "anthropic") or ""}
+        case ToolCall():
+            return {
+                "type": "tool_use",
+                "id": part.id,
+                "name": part.name,
+                "input": parse_arguments(part.arguments),
+            }
+        case ToolResult():
+            content = [block for piece in part.parts if (block := render_part(piece))]
+            error = {"is_error": True} if part.is_error else {}
+            return {"type": "tool_result", "tool_use_id": part.call_id, "content": content, **error}
+        case Media():
+            return _render_media(part)
+        case Opaque(dialect="anthropic", value=value):
+            return dict(value)
+        case _:
+            return None
+
+
+def _render_media(media: Media) -> dict[str, Any]:
+    if media.data is not None:
+        source = {"type": "base64", "media_type": media.media_type or "image/png", "data": media.data}
+    elif media.file_id is not None:
+        source = {"type": "file", "file_id": media.file_id}
+    else:
+        source = {"type": "url", "url": media.url}
+    block: dict[str, Any] = {"type": "image" if media.is_image else "document", "source": source}
+    if media.name and not media.is_image:
+        block["title"] = media.name
+    return block
+
+
+def parse_tool(raw: Any) -> Tool:
+    tool = need_dict(raw, "a tool")
+    if isinstance(tool.get("input_schema"), dict) and tool.get("type") in (None, "custom"):
+        return Tool(
+            need_str(tool.get("name"), "a tool's name"),
+            tool.get("description"),
+            tool["input_schema"],
+            tool.get("strict"),
+        )
+    return Tool(str(tool.get("name") or tool.get("type")), kind="hosted", raw=tool)
+
+
+def render_tool(tool: Tool) -> dict[str, Any]:
+    if tool.kind == "hosted" and tool.raw is not None:
+        return dict(tool.raw)
+    schema = dict(tool.schema or {})
+    schema.setdefault("type", "object")
+    rendered = {
+        "name": tool.name,
+        "description": tool.description,
+        "input_schema": schema,
+        "strict": tool.strict,
+    }
+    return compact(rendered)
+
+
+def parse_choice(raw: Any) -> tuple[ToolChoice | None, bool | None]:
+    """The choice, and whether parallel calls are allowed; Anthropic says it the other way round."""
+    if not isinstance(raw, dict):
+        return None, None
+    disabled = raw.get("disable_parallel_tool_use")
+    mode = raw.get("type")
+    choice = ToolChoice(mode, raw.get("name")) if mode in ("auto", "any", "tool", "none") else None
+    return choice, None if disabled is None else not disabled
+
+
+def render_choice(choice: ToolChoice | None, parallel: bool | None, has_tools: bool) -> dict[str, Any] | None:
+    if not has_tools or (choice is None and parallel is not False):
+        return None
+    rendered: dict[str, Any] = {"type": choice.mode if choice else "auto"}
+    if choice and choice.mode == "tool":
+        rendered["name"] = choice.name
+    if parallel is not None and rendered["type"] != "none":
+        rendered["disable_parallel_tool_use"] = not parallel
+    return rendered
+
+
+def read_usage(raw: Mapping[str, Any] | None) -> Usage:
+    """Anthropic counts cache reads and writes separately from the input; here the input includes them."""
+    if not isinstance(raw, dict):
+        return Usage()
+    fresh, cached, written = (
+        whole(raw.get(key)) for key in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    )
+    total = None if fresh is None else fresh + (cached or 0) + (written or 0)
+    return Usage(
+        input_tokens=total,
+        output_tokens=whole(raw.get("output_tokens")),
+        cached_tokens=cached,
+        cache_write_tokens=written,
+    )
+
+
+def render_usage(usage: Usage) -> dict[str, Any]:
+    cached, written = usage.cached_tokens or 0, usage.cache_write_tokens or 0
+    return {
+        "input_tokens": max((usage.input_tokens or 0) - cached - written, 0),
+        "cache_creation_input_tokens": written,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage.output_tokens or 0,
+    }
+
+
+_STATUS: dict[ErrorKind, int] = {
+    "invalid_request": 400,
+    "authentication": 401,
+    "permission": 403,
+    "not_found": 404,
+    "too_large": 413,
+    "rate_limit": 429,
+    "overloaded": 529,
+}
+
+
+class AnthropicParser(EventParser):
+    def __init__(self, read_stop: Callable[[Any, bool], StopReason], kinds: Mapping[str, ErrorKind]) -> None:
+        super().__init__()
+        self._read_stop = read_stop
+        self._kinds = kinds
+        self._count = 0
+        self._block: dict[str, Any] | None = None
+        self._open: int | None = None
+        self._pieces: list[str] = []
+        self._signature: list[str] = []
+        self._has_calls = False
+        self._usage: dict[str, Any] = {}
+        self._stop: tuple[str | None, str | None] = (None, None)
+
+    def on_event(self, event: str | None, data: Mapping[str, Any]) -> Iterator[Delta]:
+        match data.get("type") or event:
+            case "message_start":
+                message = data["message"]
+                self._usage.update(message.get("usage") or {})
+                yield TurnStart(message.get("id"), message.get("model"), read_usage(self._usage))
+            case "content_block_start":
+                yield from self._start(dict(data["content_block"]))
+            case "content_block_delta":
+                yield from self._grow(data["delta"])
+            case "content_block_stop":
+                yield from self._shut()
+            case "message_delta":
+                delta = data.get("delta") or {}
+                self._stop = (delta.get("stop_reason"), delta.get("stop_sequence"))
+                self._usage.update(
+                    {key: value for key, value in (data.get("usage") or {}).items() if value is not None}
+                )
+            case "message_stop":
+                self.done = True
+                native, sequence = self._stop
+                stop = self._read_stop(native, self._has_calls)
+                yield TurnEnd(stop, read_usage(self._usage), native, sequence)
+            case "ping":
+                yield Ping()
+            case "error":
+                error = data.get("error") or {}
+                kind = self._kinds.get(error.get("type") or "", "server")
+                yield StreamError(error_text(dict(data)), kind, _STATUS.get(kind, 502))
+
+    def _start(self, block: dict[str, Any]) -> Iterator[Delta]:
+        yield from self._shut()
+        self._block, self._pieces, self._signature = block, [], []
+        part = parse_block(block)
+        if isinstance(part, Opaque):
+            return
+        if isinstance(part, ToolCall):
+            self._has_calls = True
+            if not block.get("input"):
+                part = ToolCall(part.id, part.name, "")
+        if isinstance(part, Reasoning) and not part.redacted:
+            part = Reasoning(part.text, origin="anthropic")
+        self._open = self._count
+        self._count += 1
+        yield PartStart(self._open, part)
+
+    def _grow(self, delta: Mapping[str, Any]) -> Iterator[Delta]:
+        if self._block is None:
+            raise ValueError("a delta outside of any block")
+        kind = delta.get("type")
+        text = delta.get({"text_delta": "text", "input_json_delta": "partial_json"}.get(str(kind), "thinking")) or ""
+        if kind == "signature_delta":
+            self._signature.append(delta.get("signature") or "")
+        elif self._open is None:
+            self._pieces.append(text)
+        elif text:
+            yield PartDelta(self._open, text)
+
+    def _shut(self) -> Iterator[Delta]:
+        block, self._block = self._block, None
+        if block is None:
+            return
+        if self._open is None:
+            # A block that only Anthropic knows comes whole, with the input that was streamed for it.
+            if self._pieces:
+                block = {**block, "input": json.loads("".join(self._pieces) or "{}")}
+            yield PartStart(self._count, Opaque("anthropic", block))
+            yield PartEnd(self._count)
+            self._count += 1
+            return
+        if signature := "".join(self._signature):
+            yield PartDelta(self._open, signature=signature)
+        yield PartEnd(self._open)
+        self._open = None
+
+
+class AnthropicRenderer:
+    content_type = SSE
+
+    def __init__(
+        self,
+        request: Request,
+        native: Mapping[StopReason, str],
+        error_body: Callable[[int, str, ErrorKind], dict[str, Any]],
+    ) -> None:
+        self._request = request
+        self._native = native
+        self._error_body = error_body
+        self._index = -1
+        self._part: Part | None = None
+        self._signature: str | None = None
+
+    def render(self, delta: Delta) -> bytes:
+        match delta:
+            case TurnStart():
+                return self._begin(delta)
+            case PartStart(part=part):
+                return self._start(part)
+            case PartDelta(text=text, signature=signature):
+                self._signature = signature or self._signature
+                return self._grow(text)
+            case PartEnd():
+                return self._shut()
+            case TurnEnd():
+                end = {"stop_reason": self._native[delta.stop], "stop_sequence": delta.stop_sequence}
+                data = {"type": "message_delta", "delta": end, "usage": render_usage(delta.usage)}
+                return _event(data) + _event({"type": "message_stop"})
+            case StreamError(message=message, kind=kind, status=status):
+                return self.error(status, message, kind)
+            case Ping():
+                return self.keep_alive()
+            case _:
+                return b""
+
+    def keep_alive(self) -> bytes:
+        return _event({"type": "ping"})
+
+    def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
+        return _event(self._error_body(status, message, kind))
+
+    def _begin(self, start: TurnStart) -> bytes:
+        message = {
+            "id": start.id or fresh_id("msg_"),
+            "type": "message",
+            "role": "assistant",
+            "model": self._request.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": render_usage(start.usage or read_usage(None)),
+        }
+        return _event({"type": "message_start", "message": message})
+
+    def _start(self, part: Part) -> bytes:
+        self._part, self._signature = part, None
+        match part:
+            case Text() | Refusal():
+                block: dict[str, Any] | None = {"type": "text", "text": ""}
+            case Reasoning(redacted=False):
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+                self._signature = part.signature
+            case ToolCall():
+                block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+            case _:
+                block = render_part(part, answer=True)
+        if block is None:
+            self._part = None
+            return b""
+        self._index += 1
+        data = _event({"type": "content_block_start", "index": self._index, "content_block": block})
+        match part:
+            case Text(text=text) | Refusal(text=text) | Reasoning(text=text, redacted=False) | ToolCall(arguments=text):
+                return data + self._grow(text)
+            case _:
+                return data
+
+    def _grow(self, text: str) -> bytes:
+        if not text:
+            return b""
+        match self._part:
+            case Text() | Refusal():
+                return self._delta({"type": "text_delta", "text": text})
+            case Reasoning():
+                return self._delta({"type": "thinking_delta", "thinking": text})
+            case ToolCall():
+                return self._delta({"type": "input_json_delta", "partial_json": text})
+            case _:
+                return b""
+
+    def _shut(self) -> bytes:
+        part, self._part = self._part, None
+        if part is None:
+            return b""
+        data = b""
+        if isinstance(part, Reasoning) and not part.redacted:
+            signed = Reasoning("", self._signature, part.origin)
+            data = self._delta({"type": "signature_delta", "signature": sign(signed, "anthropic") or ""})
+        return data + _event({"type": "content_block_stop", "index": self._index})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return sse(data, data["type"])
+
+
+DEFAULT_MAX_TOKENS = 16_384
+"""Anthropic wants a limit; this one is used where the client gave none."""
+
+STOPS: dict[str, StopReason] = {
+    "end_turn": "end",
+    "max_tokens": "length",
+    "stop_sequence": "stop_sequence",
+    "tool_use": "tool_use",
+    "pause_turn": "pause",
+    "refusal": "refusal",
+    "model_context_window_exceeded": "context",
+}
+NATIVE: dict[StopReason, str] = {**{stop: name for name, stop in STOPS.items()}, "other": "end_turn"}
+_ERROR_TYPES: dict[ErrorKind, str] = {
+    "invalid_request": "invalid_request_error",
+    "authentication": "authentication_error",
+    "permission": "permission_error",
+    "not_found": "not_found_error",
+    "too_large": "request_too_large",
+    "rate_limit": "rate_limit_error",
+    "server": "api_error",
+    "overloaded": "overloaded_error",
+    "timeout": "timeout_error",
+    "context_length": "invalid_request_error",
+    "budget": "invalid_request_error",
+}
+_KINDS: dict[str, ErrorKind] = {
+    name: kind for kind, name in _ERROR_TYPES.items() if kind not in ("context_length", "budget")
+}
+_FIELDS = (
+    *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "temperature", "top_p", "top_k"),
+    *("stop_sequences", "stream", "thinking", "output_config"),
+)
+
+
+class Anthropic:
+    name: DialectName = "anthropic"
+
+    def match(self, method: str, path: str, query: Mapping[str, str]) -> Route | None:
+        if method == "POST" and re.fullmatch(r"(/v1)?/messages", path):
+            return Route(self.name, "generate")
+        if method == "POST" and re.fullmatch(r"(/v1)?/messages/count_tokens", path):
+            return Route(self.name, "count_tokens")
+        if method == "GET" and path == "/v1/models":
+            return Route(self.name, "models")
+        if method == "GET" and (found := re.fullmatch(r"/v1/models/(.+)", path)):
+            return Route(self.name, "model", model=found[1])
+        if method == "HEAD" and path == "/api/hello":
+            return Route(self.name, "probe")
+        return None
+
+    def parse_request(self, body: Mapping[str, Any], route: Route | None = None) -> Request:
+        choice, parallel = parse_choice(body.get("tool_choice"))
+        output = body.get("output_config")
+        output = output if isinstance(output, dict) else {}
+        rest = take(output, "effort", "format")
+        return Request(
+            model=need_str(body.get("model"), "model"),
+            messages=parse_messages(need_list(body.get("messages"), "messages")),
+            system=_parse_system(body.get("system")),
+            tools=tuple(parse_tool(tool) for tool in body.get("tools") or ()),
+            tool_choice=choice,
+            parallel_tools=parallel,
+            sampling=_parse_sampling(body, output.get("effort")),
+            response_format=_parse_format(output.get("format")),
+            stream=bool(body.get("stream")),
+            dialect=self.name,
+            extra={**take(body, *_FIELDS), **({"output_config": rest} if rest else {})},
+        )
+
+    def render_request(self, request: Request) -> dict[str, Any]:
+        sampling = request.sampling
+        extra = dict(request.extra) if request.dialect == self.name else {}
+        output = {**extra.pop("output_config", {}), "effort": sampling.effort}
+        if request.response_format is not None:
+            output["format"] = {"type": "json_schema", "schema": request.response_format.schema}
+        body = {
+            "model": request.model,
+            "max_tokens": sampling.max_tokens or DEFAULT_MAX_TOKENS,
+            "system": [{"type": "text", "text": text} for text in request.system if text] or None,
+            "messages": render_messages(request.messages),
+            "tools": [render_tool(tool) for tool in request.tools] or None,
+            "tool_choice": render_choice(request.tool_choice, request.parallel_tools, bool(request.tools)),
+            "thinking": _render_thinking(sampling.thinking_budget),
+            "output_config": compact(output) or None,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_sequences": list(sampling.stop) or None,
+            "stream": request.stream or None,
+        }
+        return {**extra, **compact(body)}
+
+    def request_path(self, request: Request) -> str:
+        return "/v1/messages"
+
+    def parse_response(self, body: Mapping[str, Any]) -> Turn:
+        content = body.get("content")
+        if not isinstance(content, list):
+            raise BadResponse(f"the provider's answer has no content: {error_text(dict(body))[:200]}")
+        try:
+            parts = tuple(parse_block(need_dict(block, "a content block")) for block in content)
+        except BadRequest as error:
+            raise BadResponse(error.message) from error
+        native = body.get("stop_reason")
+        return Turn(
+            parts=parts,
+            stop=read_stop(native, any(isinstance(part, ToolCall) for part in parts)),
+            usage=read_usage(body.get("usage")),
+            id=body.get("id"),
+            model=body.get("model"),
+            native_stop=native,
+            stop_sequence=body.get("stop_sequence"),
+        )
+
+    def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
+        return {
+            "id": turn.id or fresh_id("msg_"),
+            "type": "message",
+            "role": "assistant",
+            "model": request.model,
+            "content": [block for part in turn.parts if (block := render_part(part, answer=True))],
+            "stop_reason": NATIVE[turn.stop],
+            "stop_sequence": turn.stop_sequence,
+            "usage": render_usage(turn.usage),
+        }
+
+    def stream_parser(self) -> AnthropicParser:
+        return AnthropicParser(read_stop, _KINDS)
+
+    def stream_renderer(self, request: Request, route: Route | None = None) -> AnthropicRenderer:
+        return AnthropicRenderer(request, NATIVE, self.error_body)
+
+    def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
+        return {"type": "error", "error": {"type": _ERROR_TYPES[kind], "message": message}, "request_id": None}
+
+    def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
+        message = error_text(body)
+        inner = body.get("error") if isinstance(body, dict) else None
+        type_ = inner.get("type") if isinstance(inner, dict) else None
+        if message.startswith("prompt is too long"):
+            return message, "context_length"
+        return message, _KINDS.get(type_ or "", kind_of_status(status))
+
+    def models_body(self, models: tuple[str, ...]) -> dict[str, Any]:
+        return {
+            "data": [self.model_body(model) for model in models],
+            "has_more": False,
+            "first_id": models[0] if models else None,
+            "last_id": models[-1] if models else None,
+        }
+
+    def model_body(self, model: str) -> dict[str, Any]:
+        return {"type": "model", "id": model, "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
+
+    def count_tokens_body(self, tokens: int) -> dict[str, Any]:
+        return {"input_tokens": tokens}
+
+
+def read_stop(native: Any, has_calls: bool) -> StopReason:
+    """The canonical stop; an answer with calls is `tool_use` even where a server says `end_turn`."""
+    stop = STOPS.get(native or "", "other")
+    return "tool_use" if has_calls and stop in ("end", "other") else stop
+
+
+def _parse_system(raw: Any) -> tuple[str, ...]:
+    if raw is None or raw == "":
+        return ()
+    if isinstance(raw, str):
+        return (raw,)
+    blocks = (need_dict(block, "a system block") for block in need_list(raw, "system"))
+    return tuple(block.get("text") or "" for block in blocks)
+
+
+def _parse_sampling(body: Mapping[str, Any], effort: str | None) -> Sampling:
+    thinking = body.get("thinking")
+    budget = None
+    if isinstance(thinking, dict):
+        kind = thinking.get("type")
+        budget = 0 if kind == "disabled" else -1 if kind == "adaptive" else thinking.get("budget_tokens")
+    return Sampling(
+        max_tokens=body.get("max_tokens"),
+        temperature=body.get("temperature"),
+        top_p=body.get("top_p"),
+        top_k=body.get("top_k"),
+        stop=tuple(body.get("stop_sequences") or ()),
+        effort=effort,
+        thinking_budget=budget,
+    )
+
+
+def _render_thinking(budget: int | None) -> dict[str, Any] | None:
+    if budget is None:
+        return None
+    if budget <= 0:
+        return {"type": "disabled" if budget == 0 else "adaptive"}
+    return {"type": "enabled", "budget_tokens": budget}
+
+
+def _parse_format(raw: Any) -> ResponseFormat | None:
+    if isinstance(raw, dict) and raw.get("type") == "json_schema":
+        return ResponseFormat(raw.get("schema"))
+    return None

@@ -1,0 +1,194 @@
+"""A request body as bytes with a map: parsed once, edited and stored by the span, never encoded again.
+
+A relayed body reaches the provider as the agent wrote it. Edits replace the bytes of one top-level field; the
+recording takes the elements of the big arrays (messages, tools) apart so that each is stored once. What an earlier
+body of the conversation had already is compared, not read again: a turn costs what is new in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from json.decoder import WHITESPACE, JSONDecoder, scanstring  # pyright: ignore[reportAttributeAccessIssue]
+from typing import Any
+
+from pier.wire.contract import BadRequest
+
+ARRAYS = frozenset({"messages", "input", "contents", "tools", "system"})
+"""The top-level arrays whose elements come again in the next call."""
+
+Span = tuple[int, int]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; `ValueError` if a key stands in it twice, since the gateway and a provider may each read another."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for index, (key, _) in enumerate(pairs) if any(key == other for other, _ in pairs[:index]))
+        raise ValueError(f"duplicate key {twice!r}")
+    return found
+
+
+_scan = JSONDecoder(object_pairs_hook=_unique).scan_once  # pyright: ignore[reportAttributeAccessIssue]
+_NAME = 256
+_AFTER = frozenset(",] \t\r\n")
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Array:
+    """The elements of a big array: their text from the first to the last, their values, and where each is in the text.
+    Values are shared by all bodies that have the array, so they are never changed."""
+
+    text: str
+    values: list[Any]
+    spans: tuple[Span, ...]
+    separator: str | None
+    """What stands between all elements; None if it is not always the same."""
+
+
+Earlier = MutableMapping[tuple[str, str], Array]
+"""Arrays of earlier bodies, by the field's name and how they begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A JSON object, its text, and where in the text its fields are and its big arrays begin."""
+
+    text: str
+    value: Mapping[str, Any]
+    fields: Mapping[str, Span] = field(default_factory=dict)
+    arrays: Mapping[str, tuple[Array, int]] = field(default_factory=dict)
+    grown: Mapping[str, tuple[Array, int]] = field(default_factory=dict)
+    """Of which earlier array, and how many of its elements, an array begins with."""
+    raw: bytes | None = None
+
+    def encode(self) -> bytes:
+        return self.text.encode() if self.raw is None else self.raw
+
+    def known(self) -> Earlier:
+        """Its arrays, for bodies to come."""
+        return {(name, array.text[:_NAME]): array for name, (array, _) in self.arrays.items()}
+
+    def with_fields(self, **changes: Any) -> Body:
+        """The same text but for these top-level fields; None removes nothing, it is written as null."""
+        text = self.text
+        present = sorted((self.fields[name], name) for name in changes if name in self.fields)
+        for (start, end), name in reversed(present):
+            text = text[:start] + dump(changes[name]).decode() + text[end:]
+        added = {name: value for name, value in changes.items() if name not in self.fields}
+        if added:
+            at = text.index("{") + 1
+            comma = "," if self.fields else ""
+            text = text[:at] + dump(added)[1:-1].decode() + comma + text[at:]
+        return parse(text.encode(), self.known())
+
+
+def dump(value: Any) -> bytes:
+    """JSON as bytes; also of text with half a character in it, which cut-off tool outputs have."""
+    try:
+        return json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return json.dumps(value).encode()
+
+
+def parse(raw: bytes, earlier: Earlier | None = None) -> Body:
+    """Read a JSON object; `BadRequest` if it is none."""
+    try:
+        return _parse(raw, earlier or {})
+    except (ValueError, StopIteration, IndexError, RecursionError) as error:
+        raise BadRequest(f"the body is not a JSON object: {error or type(error).__name__}") from None
+
+
+def _parse(raw: bytes, earlier: Earlier) -> Body:
+    text = raw.decode()
+    at = _skip(text, 0)
+    if text[at] != "{":
+        raise ValueError("it does not begin with {")
+    value: dict[str, Any] = {}
+    fields: dict[str, Span] = {}
+    arrays: dict[str, tuple[Array, int]] = {}
+    grown: dict[str, tuple[Array, int]] = {}
+    at = _skip(text, at + 1)
+    while text[at] != "}":
+        if fields:
+            at = _skip(text, _expect(text, at, ","))
+        if text[at] != '"':
+            raise ValueError(f"a name was expected at {at}")
+        name, at = scanstring(text, at + 1, True)
+        if name in fields:
+            raise ValueError(f"duplicate key {name!r}")
+        start = _skip(text, _expect(text, _skip(text, at), ":"))
+        if name in ARRAYS and text[start] == "[":
+            first = _skip(text, start + 1)
+            known, count = _common(text, first, earlier.get((name, text[first : first + _NAME])))
+            array, at = _parse_array(text, first, known, count)
+            arrays[name], value[name] = (array, first), list(array.values)
+            if known:
+                grown[name] = known, count
+        else:
+            value[name], at = _scan(text, start)
+        fields[name] = (start, at)
+        at = _skip(text, at)
+    if _skip(text, at + 1) != len(text):
+        raise ValueError(f"there is more after the object at {at + 1}")
+    return Body(text, value, fields, arrays, grown, raw)
+
+
+def _common(text: str, first: int, known: Array | None) -> tuple[Array | None, int]:
+    """How many elements of an earlier array the one at `first` begins with, and that array if there are any."""
+    if known is None or not known.spans:
+        return None, 0
+    if text.startswith(known.text, first):
+        same = len(known.spans)
+    else:
+        same, most = 0, len(known.spans)
+        while same < most:
+            middle = (same + most + 1) // 2
+            start, end = known.spans[same][0], known.spans[middle - 1][1]
+            if text.startswith(known.text[start:end], first + start):
+                same = middle
+            else:
+                most = middle - 1
+    while same and text[first + known.spans[same - 1][1] : first + known.spans[same - 1][1] + 1] not in _AFTER:
+        same -= 1
+    return (known, same) if same else (None, 0)
+
+
+def _parse_array(text: str, first: int, known: Array | None, count: int) -> tuple[Array, int]:
+    """The array whose first element is at `first`, and where it ends."""
+    values: list[Any] = []
+    spans: list[Span] = []
+    separators: set[str | None] = set()
+    at = first
+    if known:
+        values, spans = known.values[:count], list(known.spans[:count])
+        separators = {known.separator} if count > 1 else set()
+        at = _skip(text, first + spans[-1][1])
+        if text[at] == "]" and count == len(known.spans):
+            return known, at + 1
+    while text[at] != "]":
+        if spans:
+            at = _skip(text, _expect(text, at, ","))
+            separators.add(text[first + spans[-1][1] : at])
+        value, end = _scan(text, at)
+        values.append(value)
+        spans.append((at - first, end - first))
+        at = end if text[end] in ",]" else _skip(text, end)
+    whole = text[first : first + spans[-1][1]] if spans else ""
+    separator = "," if not separators else separators.pop() if len(separators) == 1 else None
+    return Array(whole, values, tuple(spans), separator), at + 1
+
+
+def _skip(text: str, at: int) -> int:
+    if text[at : at + 1] > " ":
+        return at
+    if text[at : at + 1] == " " and text[at + 1 : at + 2] > " ":
+        return at + 1
+    return WHITESPACE.match(text, at).end()
+
+
+def _expect(text: str, at: int, character: str) -> int:
+    if text[at] != character:
+        raise ValueError(f"{character!r} was expected at {at}")
+    return at + 1

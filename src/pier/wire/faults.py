@@ -1,0 +1,246 @@
+"""The blame of a failed model call, decided from the wire: one place for all dialects, whole and streamed.
+
+- `agent`: the request itself is wrong (invalid, too large, against the content policy), so another model call by the
+  same agent could succeed.
+- `rate_limit`: the provider asks for a pause. The gateway waits and tries again; the agent sees it only when that
+  takes too long.
+- `quota`: money or an allowance is used up, and no pause helps.
+- `provider`: everything else that kept an answer back: no access, an unknown model, an outage, a broken answer.
+- `gateway`: pier itself failed.
+
+An agent must not be able to produce a `provider` fault, since such a trial gets no reward. Error texts may quote the
+request, so they are compared at their beginning only. A 403 or 404 to a request that refers to something other than
+the configured model (a stored file, another model) is the agent's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal
+
+from pier.wire.turn import DialectName
+
+Fault = Literal["agent", "rate_limit", "quota", "provider", "gateway"]
+
+_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529})
+_NO_ACCESS = frozenset({401, 403, 404, 405, 407, 408, 410, 425})
+_STATUS_OF = {
+    **dict.fromkeys(("rate_limit_error", "rate_limit_exceeded", "resource_exhausted"), 429),
+    **dict.fromkeys(("overloaded_error", "overloaded", "engine_overloaded"), 529),
+    **dict.fromkeys(("unavailable", "service_unavailable"), 503),
+    **dict.fromkeys(("deadline_exceeded", "timeout_error"), 504),
+    **dict.fromkeys(("api_error", "server_error", "internal", "internal_error", "internal_server_error"), 500),
+    **dict.fromkeys(("authentication_error", "unauthenticated", "invalid_api_key"), 401),
+    **dict.fromkeys(("permission_error", "permission_denied"), 403),
+    **dict.fromkeys(("not_found_error", "not_found", "model_not_found"), 404),
+    **dict.fromkeys(("request_too_large",), 413),
+    **dict.fromkeys(("invalid_request_error", "invalid_argument", "invalid_prompt", "context_length_exceeded"), 400),
+    **dict.fromkeys(("content_policy_violation", "content_filter", "failed_precondition"), 400),
+}
+"""The status for an error inside an answer of status 200, by the error's type or code."""
+_QUOTA_WORDS = frozenset(
+    {
+        *("insufficient_quota", "billing_error", "billing_hard_limit_reached", "billing_not_active"),
+        *("exceeded_current_quota_error", "insufficient_balance", "insufficient_credits", "usage_limit_reached"),
+    }
+)
+_QUOTA_TEXT = re.compile(
+    r"your credit balance is too low|you have reached your specified (api|workspace) usage limits|insufficient balance",
+    re.IGNORECASE,
+)
+_ACCESS_WORDS = frozenset(
+    {"api_key_invalid", "model_not_found", "invalid_model", "unsupported_country_region_territory"}
+)
+_ACCESS_TEXT = re.compile(r"api key (not valid|expired)|user location is not supported|model not exist", re.IGNORECASE)
+_PER_DAY = re.compile(r"per_?day", re.IGNORECASE)
+_CHOICES = (
+    *("previous_response_id", "conversation", "prompt", "cachedContent", "cached_content", "container", "mcp_servers"),
+    *("models", "provider", "route", "preset"),
+)
+"""Top-level fields that refer to something stored at the provider, or that choose another model or host there."""
+_STORED = frozenset({"file_id", "fileUri", "file_uri", "vector_store_ids"})
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What an error answer means. `passing`: trying again may help; `asked`: the pause that the provider asks for."""
+
+    fault: Fault
+    status: int
+    passing: bool = False
+    asked: float | None = None
+
+
+def classify(
+    status: int, body: object, headers: Mapping[str, str] | None = None, request: bytes | None = None
+) -> Failure:
+    """What an error answer means: its status (200 for an error inside an answer), its decoded body, and the request
+    that was sent."""
+    error = error_in(body) or {}
+    words = {word.lower() for word in _words(error)}
+    text = error.get("message")
+    text = text.lstrip() if isinstance(text, str) else ""
+    status = status if status >= 400 else _status_inside(error, words)
+    asked = retry_after(headers or {}) or _retry_delay(error)
+    if status == 402 or words & _QUOTA_WORDS or (status == 400 and _QUOTA_TEXT.match(text)):
+        return Failure("quota", status)
+    if status == 429:
+        daily = any(_PER_DAY.search(word) for word in words)
+        return Failure("quota", status) if daily else Failure("rate_limit", status, True, asked)
+    if words & _ACCESS_WORDS or _ACCESS_TEXT.match(text):
+        return Failure("provider", status)
+    if status in (403, 404) and (_is_moderation(error) or _is_elsewhere(error, request)):
+        return Failure("agent", status)
+    if status >= 500 or status in _NO_ACCESS:
+        return Failure("provider", status, status in _PASSING, asked)
+    return Failure("agent", status)
+
+
+def fault_of(status: int, message: str = "") -> Fault:
+    """The blame of a failure of which only a status and a text are known."""
+    return classify(max(status, 400), {"error": {"message": message}}).fault
+
+
+def error_in(value: object) -> Mapping[str, Any] | None:
+    """The error that a decoded answer or event holds, in any dialect; None if it holds none."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, Mapping):
+        return None
+    if value.get("type") == "response.failed" or value.get("status") == "failed":
+        inner = value.get("response")
+        value = inner if isinstance(inner, Mapping) else value
+        error = value.get("error")
+        return error if isinstance(error, Mapping) else {"message": "the provider's answer failed"}
+    error = value.get("error")
+    if isinstance(error, Mapping):
+        return error
+    if isinstance(error, str) and error:
+        return {**value, "message": error}
+    return value if value.get("type") == "error" or value.get("object") == "error" else None
+
+
+def progress_of(dialect: DialectName, value: object) -> Literal["error", "prelude", "content"]:
+    """What an event at the beginning of a stream is. A prelude only announces an answer, so nothing is lost when the
+    request is sent again after it."""
+    if not isinstance(value, Mapping):
+        return "content"
+    if dialect in ("chat", "gemini"):
+        parts = value.get("choices" if dialect == "chat" else "candidates") or value.get("promptFeedback")
+        return "content" if parts else "error" if error_in(value) is not None else "prelude"
+    if value.get("type") in ("error", "response.failed"):
+        return "error"
+    return "prelude" if value.get("type") in _PRELUDES else "content"
+
+
+_PRELUDES = ("message_start", "ping", "response.created", "response.queued", "response.in_progress", "keepalive")
+
+
+def error_instead(dialect: DialectName, value: object) -> Mapping[str, Any] | None:
+    """The error that a whole answer of status 200 holds instead of a turn; None if it holds none."""
+    if isinstance(value, Mapping) and value.get("status") != "failed" and nothing_in(dialect, value) is None:
+        return None
+    return error_in(value)
+
+
+def nothing_in(dialect: DialectName, value: Mapping[str, Any]) -> str | None:
+    """What a whole answer lacks that every answer of its dialect has; None if it lacks nothing."""
+    match dialect:
+        case "chat":
+            return None if value.get("choices") else "choices"
+        case "responses":
+            return None if isinstance(value.get("output"), list) else "output"
+        case "anthropic":
+            return None if isinstance(value.get("content"), list) else "content"
+        case "gemini":
+            return None if value.get("candidates") or value.get("promptFeedback") else "candidates"
+
+
+def _words(error: Mapping[str, Any]) -> Iterator[str]:
+    """The names in an error that the provider chose: types, codes, reasons and quotas, never its text."""
+    for key in ("type", "code", "status"):
+        if isinstance(word := error.get(key), str):
+            yield word
+    for detail in _tables(error.get("details")):
+        if isinstance(reason := detail.get("reason"), str):
+            yield reason
+        for violation in _tables(detail.get("violations")):
+            if isinstance(name := violation.get("quotaId"), str):
+                yield name
+
+
+def _tables(value: object) -> Iterator[Mapping[str, Any]]:
+    return (each for each in value if isinstance(each, Mapping)) if isinstance(value, list) else iter(())
+
+
+def _status_inside(error: Mapping[str, Any], words: set[str]) -> int:
+    for key in ("code", "status_code", "status"):
+        code = error.get(key)
+        if isinstance(code, str) and code.isdigit():
+            code = int(code)
+        if isinstance(code, int) and 400 <= code < 600:
+            return code
+    return next((status for word, status in _STATUS_OF.items() if word in words), 502)
+
+
+def _retry_delay(error: Mapping[str, Any]) -> float | None:
+    """The pause in the details of Google's errors: `{"retryDelay": "23s"}`."""
+    for detail in _tables(error.get("details")):
+        delay = detail.get("retryDelay")
+        if isinstance(delay, str) and re.fullmatch(r"\d{1,6}(\.\d+)?s", delay):
+            return float(delay[:-1])
+    return None
+
+
+def _is_moderation(error: Mapping[str, Any]) -> bool:
+    metadata = error.get("metadata")
+    return isinstance(metadata, Mapping) and bool({"flagged_input", "reasons"} & set(metadata))
+
+
+def _is_elsewhere(error: Mapping[str, Any], request: bytes | None) -> bool:
+    """Whether a refusal may be about something that the request refers to besides its model."""
+    parameter = error.get("param")
+    if isinstance(parameter, str) and parameter and parameter != "model":
+        return True
+    if request is None:
+        return False
+    try:
+        body = json.loads(request)
+    except (ValueError, RecursionError):
+        return True
+    return any(body.get(name) for name in _CHOICES) or _refers_to_stored(body)
+
+
+def _refers_to_stored(value: object) -> bool:
+    """Whether a part or a tool refers to a file or item at the provider. Arguments of tool calls do not count."""
+    if isinstance(value, list):
+        return any(_refers_to_stored(inner) for inner in value)
+    if not isinstance(value, dict):
+        return False
+    if value.get("type") == "item_reference":
+        return True
+    return any(
+        (key in _STORED and isinstance(inner, str | list)) or _refers_to_stored(inner)
+        for key, inner in value.items()
+        if key != "args" and not (key == "input" and value.get("type") == "tool_use")
+    )
+
+
+def retry_after(headers: Mapping[str, str], now: float | None = None) -> float | None:
+    """The seconds that an answer asks to wait, as `Retry-After` or OpenAI's and Anthropic's `retry-after-ms`."""
+    try:
+        if milliseconds := headers.get("retry-after-ms"):
+            return max(0.0, float(milliseconds) / 1000)
+        text = headers.get("Retry-After")
+        if not text:
+            return None
+        if text.strip().replace(".", "", 1).isdigit():
+            return float(text)
+        return max(0.0, parsedate_to_datetime(text).timestamp() - (time.time() if now is None else now))
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,778 @@
+"""Google Gemini: `generateContent` and `streamGenerateContent`, as events or as one JSON array.
+
+The parts of a Gemini body: contents, tools, generation config and usage, both ways.
+
+Field names are taken in camelCase and in snake_case, and written in camelCase.
+
+Gemini as a stream: whole answers that each hold what is new; calls come in one piece.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from pier.wire.contract import (
+    SSE,
+    BadRequest,
+    BadResponse,
+    EventParser,
+    Route,
+    check_recordable,
+    compact,
+    dumps,
+    error_text,
+    fresh_id,
+    kind_of_status,
+    need_dict,
+    need_list,
+    need_str,
+    parse_arguments,
+    sse,
+    take,
+    whole,
+)
+from pier.wire.turn import (
+    Delta,
+    DialectName,
+    ErrorKind,
+    Media,
+    Message,
+    Opaque,
+    Part,
+    PartDelta,
+    PartEnd,
+    PartStart,
+    Ping,
+    Reasoning,
+    Refusal,
+    Request,
+    ResponseFormat,
+    Sampling,
+    StopReason,
+    StreamError,
+    Text,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+    Turn,
+    TurnEnd,
+    TurnStart,
+    Usage,
+)
+
+
+def camel(body: Any, what: str) -> dict[str, Any]:
+    """An object with its top-level names in camelCase."""
+    return {
+        re.sub(r"_([a-z])", lambda found: found[1].upper(), key): value for key, value in need_dict(body, what).items()
+    }
+
+
+class Contents:
+    """Reads contents in order, and gives calls that have no id one by their place, so that answers find them."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._waiting: list[tuple[str, str]] = []
+
+    def parse(self, raw: Any) -> Iterator[Message]:
+        listed = [raw] if isinstance(raw, dict) else need_list(raw, "contents")
+        for position, value in enumerate(listed):
+            if isinstance(value, str):
+                yield Message("user", (Text(value),))
+                continue
+            content = need_dict(value, f"contents[{position}]")
+            parts = [part for raw_part in content.get("parts") or () for part in self._part(camel(raw_part, "a part"))]
+            if content.get("role") == "model":
+                yield Message("assistant", tuple(parts))
+                continue
+            results = tuple(part for part in parts if isinstance(part, ToolResult))
+            others = tuple(part for part in parts if not isinstance(part, ToolResult))
+            for group in [group for group in (results, others) if group] or [()]:
+                yield Message("user", group)
+
+    def _part(self, part: dict[str, Any]) -> Iterator[Part]:
+        if isinstance(part.get("functionCall"), dict):
+            call = part["functionCall"]
+            name = need_str(call.get("name"), "a functionCall's name")
+            self._calls += 1
+            call_id = call.get("id") or f"call_{self._calls}_{name}"
+            self._waiting.append((name, call_id))
+            yield parse_call({**call, "id": call_id}, part.get("thoughtSignature"))
+        elif isinstance(part.get("functionResponse"), dict):
+            yield self._result(part["functionResponse"])
+        else:
+            yield from parse_part(part)
+
+    def _result(self, response: Mapping[str, Any]) -> ToolResult:
+        name = need_str(response.get("name"), "a functionResponse's name")
+        call_id = response.get("id")
+        found = next((item for item in self._waiting if item[1] == call_id), None) if call_id else None
+        found = found or next((item for item in self._waiting if item[0] == name), None)
+        if found:
+            self._waiting.remove(found)
+        body = response.get("response")
+        failed = isinstance(body, dict) and set(body) == {"error"}
+        return ToolResult(call_id or (found[1] if found else name), _result_parts(body), failed, name=name)
+
+
+def _result_parts(body: Any) -> tuple[Text, ...]:
+    if isinstance(body, dict) and len(body) == 1 and set(body) <= {"output", "error", "result", "content"}:
+        body = next(iter(body.values()))
+    text = body if isinstance(body, str) else "" if body is None else json.dumps(body, ensure_ascii=False)
+    return (Text(text),) if text else ()
+
+
+def parse_call(call: Mapping[str, Any], signature: str | None) -> ToolCall:
+    arguments = json.dumps(call.get("args") or {}, ensure_ascii=False)
+    call_id = call.get("id") or fresh_id("call_")
+    return ToolCall(call_id, need_str(call.get("name"), "a functionCall's name"), arguments, signature=signature)
+
+
+def parse_part(part: Mapping[str, Any]) -> Iterator[Part]:
+    """A part other than a call or a result. A signature on a separate text is an empty thought that follows it."""
+    signature = part.get("thoughtSignature")
+    if isinstance(part.get("text"), str):
+        if part.get("thought"):
+            yield Reasoning(part["text"], signature, "gemini")
+            return
+        if part["text"]:
+            yield Text(part["text"])
+        if signature:
+            yield Reasoning("", signature, "gemini")
+    elif isinstance(part.get("inlineData"), dict):
+        data = camel(part["inlineData"], "inlineData")
+        yield Media(data.get("mimeType"), data.get("data") or "", name=data.get("displayName"))
+    elif isinstance(part.get("fileData"), dict):
+        data = camel(part["fileData"], "fileData")
+        yield Media(data.get("mimeType"), url=data.get("fileUri"))
+    else:
+        yield Opaque("gemini", dict(part))
+
+
+def render_contents(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    contents: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    after_results = False
+    for message in messages:
+        parts: list[dict[str, Any]] = []
+        for part in message.parts:
+            if isinstance(part, ToolCall):
+                names[part.id] = part.name
+            if isinstance(part, ToolResult):
+                parts.extend(_render_result(part, names.get(part.call_id) or part.name or part.call_id))
+            elif rendered := render_part(part):
+                parts.append(rendered)
+        if not parts:
+            continue
+        role = "model" if message.role == "assistant" else "user"
+        if after_results and role == "user":
+            contents[-1]["parts"].extend(parts)
+        else:
+            contents.append({"role": role, "parts": parts})
+        after_results = role == "user" and isinstance(message.parts[0], ToolResult)
+    return contents
+
+
+def _render_result(result: ToolResult, name: str) -> Iterator[dict[str, Any]]:
+    text = "".join(part.text for part in result.parts if isinstance(part, Text))
+    response = {"error" if result.is_error else "output": text}
+    yield {"functionResponse": {"id": result.call_id, "name": name, "response": response}}
+    for part in result.parts:
+        if isinstance(part, Media) and (rendered := render_part(part)):
+            yield rendered
+
+
+def render_part(part: Part, *, answer: bool = False) -> dict[str, Any] | None:
+    """A part. In an `answer` all thoughts are shown; in history only what Gemini itself thought."""
+    match part:
+        case Text(text=text) | Refusal(text=text):
+            return {"text": text} if text else None
+        case Reasoning():
+            ours = part.origin == "gemini"
+            if not ours and not answer:
+                return None
+            signature = part.signature if ours else None
+            if not part.text and not signature:
+                return None
+            return compact({"text": part.text, "thought": True if part.text else None, "thoughtSignature": signature})
+        case ToolCall():
+            call = {"id": part.id, "name": part.name, "args": parse_arguments(part.arguments)}
+            return compact({"functionCall": call, "thoughtSignature": part.signature})
+        case Media(data=str(data)):
+            return {"inlineData": {"mimeType": part.media_type or "image/png", "data": data}}
+        case Media(url=str(url)):
+            return {"fileData": compact({"mimeType": part.media_type, "fileUri": url})}
+        case Opaque(dialect="gemini", value=value):
+            return dict(value)
+        case _:
+            return None
+
+
+def parse_tools(raw: Any) -> Iterator[Tool]:
+    for value in raw or ():
+        for key, content in camel(value, "a tool").items():
+            if key != "functionDeclarations":
+                yield Tool(key, kind="hosted", raw={key: content})
+                continue
+            for declaration in need_list(content, "functionDeclarations"):
+                function = camel(declaration, "a function declaration")
+                schema = function.get("parametersJsonSchema") or _plain_schema(function.get("parameters"))
+                yield Tool(need_str(function.get("name"), "a function's name"), function.get("description"), schema)
+
+
+def _plain_schema(schema: Any) -> Any:
+    """An OpenAPI schema as Gemini writes it (types in capitals) as JSON Schema."""
+    if isinstance(schema, dict):
+        return {
+            key: value.lower() if key == "type" and isinstance(value, str) else _plain_schema(value)
+            for key, value in schema.items()
+        }
+    return [_plain_schema(item) for item in schema] if isinstance(schema, list) else schema
+
+
+def render_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
+    declarations: list[dict[str, Any]] = []
+    rendered: list[dict[str, Any]] = []
+    for tool in tools:
+        if tool.kind == "hosted" and tool.raw is not None:
+            rendered.append(dict(tool.raw))
+        else:
+            body = {"name": tool.name, "description": tool.description, "parametersJsonSchema": tool.schema}
+            declarations.append(compact(body))
+    return [*([{"functionDeclarations": declarations}] if declarations else []), *rendered]
+
+
+def parse_choice(raw: Any) -> ToolChoice | None:
+    if not isinstance(raw, dict):
+        return None
+    config = camel(camel(raw, "toolConfig").get("functionCallingConfig") or {}, "functionCallingConfig")
+    names = config.get("allowedFunctionNames") or []
+    match str(config.get("mode") or "").upper():
+        case "ANY" if len(names) == 1:
+            return ToolChoice("tool", names[0])
+        case "ANY":
+            return ToolChoice("any")
+        case "NONE":
+            return ToolChoice("none")
+        case "AUTO" | "VALIDATED":
+            return ToolChoice("auto")
+        case _:
+            return None
+
+
+def render_choice(choice: ToolChoice | None) -> dict[str, Any] | None:
+    if choice is None:
+        return None
+    modes = {"auto": "AUTO", "any": "ANY", "none": "NONE", "tool": "ANY"}
+    config: dict[str, Any] = {"mode": modes[choice.mode]}
+    if choice.mode == "tool":
+        config["allowedFunctionNames"] = [choice.name]
+    return {"functionCallingConfig": config}
+
+
+def parse_system(raw: Any) -> tuple[str, ...]:
+    if raw is None:
+        return ()
+    if isinstance(raw, str):
+        return (raw,)
+    parts = need_dict(raw, "systemInstruction").get("parts") or []
+    listed = [parts] if isinstance(parts, dict) else parts
+    if not all(isinstance(part, dict) for part in listed):
+        raise BadRequest("systemInstruction's parts must be objects")
+    return tuple(part["text"] for part in listed if part.get("text"))
+
+
+def read_usage(raw: Any) -> Usage:
+    """Gemini counts thoughts and tool prompts apart from candidates and prompt; here they are included."""
+    if not isinstance(raw, dict):
+        return Usage()
+    prompt, tools = whole(raw.get("promptTokenCount")), whole(raw.get("toolUsePromptTokenCount"))
+    candidates, thoughts = whole(raw.get("candidatesTokenCount")), whole(raw.get("thoughtsTokenCount"))
+    known_output = candidates is not None or thoughts is not None
+    return Usage(
+        input_tokens=None if prompt is None else prompt + (tools or 0),
+        output_tokens=(candidates or 0) + (thoughts or 0) if known_output else None,
+        cached_tokens=whole(raw.get("cachedContentTokenCount")),
+        reasoning_tokens=thoughts,
+    )
+
+
+def render_usage(usage: Usage) -> dict[str, Any] | None:
+    if usage.total_tokens is None:
+        return None
+    spoken = None if usage.output_tokens is None else max(usage.output_tokens - (usage.reasoning_tokens or 0), 0)
+    body = {
+        "promptTokenCount": usage.input_tokens,
+        "candidatesTokenCount": spoken,
+        "thoughtsTokenCount": usage.reasoning_tokens,
+        "cachedContentTokenCount": usage.cached_tokens,
+        "totalTokenCount": usage.total_tokens,
+    }
+    return compact(body)
+
+
+class GeminiParser(EventParser):
+    """Chunks to deltas, from events or from one JSON array. The end is held back until the close: usage may follow."""
+
+    def __init__(self, read_stop: Callable[[Any, bool], StopReason]) -> None:
+        super().__init__()
+        self._read_stop = read_stop
+        self._array: ArrayReader | None = None
+        self._sniffed = False
+        self._started = False
+        self._count = 0
+        self._open: tuple[int, Part] | None = None
+        self._has_calls = False
+        self._finish: str | None = None
+        self._blocked = False
+        self._usage: dict[str, Any] = {}
+
+    def feed(self, data: bytes) -> list[Delta]:
+        if not self._sniffed and data.strip():
+            self._sniffed = True
+            if data.lstrip().startswith(b"["):
+                self._array = ArrayReader()
+        if self._array is None:
+            return super().feed(data)
+        return [delta for item in self._array.feed(data) for delta in self._decode(None, item)]
+
+    def on_event(self, event: str | None, data: Mapping[str, Any]) -> Iterator[Delta]:
+        if data.get("error"):
+            code = data["error"].get("code")
+            status = code if isinstance(code, int) and 400 <= code < 600 else 502
+            yield StreamError(error_text(dict(data)), kind_of_status(status), status)
+            return
+        if not self._started:
+            self._started = True
+            yield TurnStart(data.get("responseId"), data.get("modelVersion"))
+        self._usage.update(data.get("usageMetadata") or {})
+        candidates = data.get("candidates") or []
+        candidate = candidates[0] if candidates else {}
+        for raw in (candidate.get("content") or {}).get("parts") or ():
+            yield from self._on_part(camel(raw, "a part"))
+        blocked = (data.get("promptFeedback") or {}).get("blockReason")
+        self._blocked |= bool(blocked)
+        if finish := candidate.get("finishReason") or blocked:
+            self._finish = finish
+            self.done = True
+
+    def on_close(self) -> Iterator[Delta]:
+        yield from self._shut()
+        if self._finish is not None:
+            native, self._finish = self._finish, None
+            stop = "refusal" if self._blocked else self._read_stop(native, self._has_calls)
+            yield TurnEnd(stop, read_usage(self._usage), native)
+
+    def _on_part(self, raw: Mapping[str, Any]) -> Iterator[Delta]:
+        if isinstance(raw.get("functionCall"), dict):
+            self._has_calls = True
+            yield from self._whole(parse_call(raw["functionCall"], raw.get("thoughtSignature")))
+            return
+        if raw.get("text") == "" and raw.get("thought") and not raw.get("thoughtSignature"):
+            return
+        for part in parse_part(raw):
+            match part:
+                case Text(text=text) | Reasoning(text=text) if text or self._continues(part):
+                    yield from self._grow(part, text)
+                case _:
+                    yield from self._whole(part)
+
+    def _continues(self, part: Part) -> bool:
+        """A thought's signature comes after its text, in a part without text."""
+        return isinstance(part, Reasoning) and self._open is not None and isinstance(self._open[1], Reasoning)
+
+    def _grow(self, part: Text | Reasoning, text: str) -> Iterator[Delta]:
+        if self._open is None or type(self._open[1]) is not type(part):
+            yield from self._shut()
+            blank = Text("") if isinstance(part, Text) else Reasoning("", origin="gemini")
+            self._open = (self._count, blank)
+            self._count += 1
+            yield PartStart(self._open[0], blank)
+        signature = part.signature if isinstance(part, Reasoning) else None
+        if text or signature:
+            yield PartDelta(self._open[0], text, signature)
+        if signature:
+            yield from self._shut()
+
+    def _whole(self, part: Part) -> Iterator[Delta]:
+        yield from self._shut()
+        yield PartStart(self._count, part)
+        yield PartEnd(self._count)
+        self._count += 1
+
+    def _shut(self) -> Iterator[Delta]:
+        if self._open is not None:
+            yield PartEnd(self._open[0])
+            self._open = None
+
+
+class ArrayReader:
+    """Splits a JSON array of objects into the texts of its items, wherever it is cut."""
+
+    def __init__(self) -> None:
+        self._item = bytearray()
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def feed(self, data: bytes) -> list[str]:
+        items: list[str] = []
+        for byte in data:
+            if self._depth:
+                self._item.append(byte)
+            if self._in_string:
+                if self._escaped:
+                    self._escaped = False
+                elif byte == 0x5C:
+                    self._escaped = True
+                elif byte == 0x22:
+                    self._in_string = False
+            elif byte == 0x22:
+                self._in_string = True
+            elif byte == 0x7B:
+                if not self._depth:
+                    self._item = bytearray(b"{")
+                self._depth += 1
+            elif byte == 0x7D:
+                self._depth -= 1
+                if not self._depth:
+                    items.append(self._item.decode(errors="replace"))
+        return items
+
+
+class GeminiRenderer:
+    def __init__(
+        self,
+        request: Request,
+        finishes: Mapping[StopReason, str],
+        error_body: Callable[[int, str, ErrorKind], dict[str, Any]],
+        *,
+        sse_form: bool,
+    ) -> None:
+        self.content_type = SSE if sse_form else "application/json"
+        self._request = request
+        self._finishes = finishes
+        self._error_body = error_body
+        self._sse = sse_form
+        self._first = True
+        self._id = fresh_id("")
+        self._part: Part | None = None
+        self._text: list[str] = []
+        self._signature: str | None = None
+
+    def render(self, delta: Delta) -> bytes:
+        match delta:
+            case TurnStart(id=id_):
+                self._id = id_ or self._id
+                return b""
+            case PartStart(part=part):
+                return self._start(part)
+            case PartDelta(text=text, signature=signature):
+                self._signature = signature or self._signature
+                return self._grow(text)
+            case PartEnd():
+                return self._shut()
+            case TurnEnd():
+                usage = render_usage(delta.usage)
+                # The last chunk has a part: clients look for one without asking first.
+                return self._chunk([{"text": ""}], finish=self._finishes[delta.stop], usage=usage) + self._tail()
+            case StreamError(message=message, kind=kind, status=status):
+                return self.error(status, message, kind)
+            case Ping():
+                return self.keep_alive()
+            case _:
+                return b""
+
+    def keep_alive(self) -> bytes:
+        # Google's clients decode every line that is not blank, comments too.
+        return b"\n"
+
+    def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
+        return self._frame(self._error_body(status, message, kind)) + self._tail()
+
+    def _start(self, part: Part) -> bytes:
+        self._part, self._text, self._signature = part, [], None
+        match part:
+            case Text(text=text) | Refusal(text=text) | Reasoning(text=text):
+                self._signature = part.signature if isinstance(part, Reasoning) else None
+                return self._grow(text)
+            case ToolCall(arguments=text, signature=signature):
+                self._signature = signature
+                return self._grow(text)
+            case _:
+                return b""
+
+    def _grow(self, text: str) -> bytes:
+        if not text:
+            return b""
+        self._text.append(text)
+        match self._part:
+            case Text() | Refusal():
+                return self._chunk([{"text": text}])
+            case Reasoning():
+                return self._chunk([{"text": text, "thought": True}])
+            case _:
+                return b""
+
+    def _shut(self) -> bytes:
+        part, self._part = self._part, None
+        match part:
+            case ToolCall():
+                whole = replace(part, arguments="".join(self._text), signature=self._signature)
+                return self._chunk([render_part(whole) or {}])
+            case Reasoning(origin="gemini") if self._signature:
+                shown = {"thought": True} if self._text else {}
+                return self._chunk([{"text": "", **shown, "thoughtSignature": self._signature}])
+            case Text() | Refusal() | Reasoning() | None:
+                return b""
+            case _:
+                rendered = render_part(part, answer=True)
+                return self._chunk([rendered]) if rendered else b""
+
+    def _chunk(self, parts: list[dict[str, Any]], finish: str | None = None, usage: Any = None) -> bytes:
+        candidate: dict[str, Any] = {"content": {"role": "model", "parts": parts}, "index": 0}
+        if finish:
+            candidate["finishReason"] = finish
+        body = {"candidates": [candidate], "modelVersion": self._request.model, "responseId": self._id}
+        return self._frame({**body, "usageMetadata": usage} if usage else body)
+
+    def _frame(self, body: dict[str, Any]) -> bytes:
+        if self._sse:
+            return sse(body)
+        lead, self._first = (b"[" if self._first else b",\n"), False
+        return lead + dumps(body).encode()
+
+    def _tail(self) -> bytes:
+        return b"" if self._sse else b"]"
+
+
+STOPS: dict[str, StopReason] = {
+    "STOP": "end",
+    "MAX_TOKENS": "length",
+    "SAFETY": "refusal",
+    "RECITATION": "refusal",
+    "BLOCKLIST": "refusal",
+    "PROHIBITED_CONTENT": "refusal",
+    "SPII": "refusal",
+    "IMAGE_SAFETY": "refusal",
+}
+FINISHES: dict[StopReason, str] = {
+    "end": "STOP",
+    "length": "MAX_TOKENS",
+    "tool_use": "STOP",
+    "stop_sequence": "STOP",
+    "refusal": "SAFETY",
+    "pause": "STOP",
+    "context": "MAX_TOKENS",
+    "other": "OTHER",
+}
+_STATUSES: dict[ErrorKind, str] = {
+    "invalid_request": "INVALID_ARGUMENT",
+    "authentication": "UNAUTHENTICATED",
+    "permission": "PERMISSION_DENIED",
+    "not_found": "NOT_FOUND",
+    "too_large": "INVALID_ARGUMENT",
+    "rate_limit": "RESOURCE_EXHAUSTED",
+    "server": "INTERNAL",
+    "overloaded": "UNAVAILABLE",
+    "timeout": "DEADLINE_EXCEEDED",
+    "context_length": "INVALID_ARGUMENT",
+    "budget": "FAILED_PRECONDITION",
+}
+_METHODS = re.compile(r"(?:/v\d\w*)?(?:/.+)?/models/(.+):(generateContent|streamGenerateContent|countTokens)")
+_FIELDS = ("contents", "systemInstruction", "tools", "toolConfig", "generationConfig", "model")
+_CONFIG = (
+    *("temperature", "topP", "topK", "maxOutputTokens", "stopSequences", "seed", "presencePenalty"),
+    *("frequencyPenalty", "responseLogprobs", "logprobs", "thinkingConfig", "responseMimeType", "candidateCount"),
+    *("responseSchema", "responseJsonSchema"),
+)
+
+
+class Gemini:
+    name: DialectName = "gemini"
+
+    def match(self, method: str, path: str, query: Mapping[str, str]) -> Route | None:
+        if method == "POST" and (found := _METHODS.fullmatch(path)):
+            model, verb = found.groups()
+            if verb == "countTokens":
+                return Route(self.name, "count_tokens", model=model)
+            stream = verb == "streamGenerateContent"
+            return Route(self.name, "generate", model, stream, sse=query.get("alt") == "sse")
+        if method == "GET" and re.fullmatch(r"/v1(beta|alpha)/models", path):
+            return Route(self.name, "models")
+        if method == "GET" and (found := re.fullmatch(r"/v1(?:beta|alpha)/models/(.+)", path)):
+            return Route(self.name, "model", model=found[1])
+        return None
+
+    def parse_request(self, body: Mapping[str, Any], route: Route | None = None) -> Request:
+        fields = camel(dict(body), "the body")
+        if isinstance(fields.get("generateContentRequest"), dict):
+            fields = camel(fields["generateContentRequest"], "generateContentRequest")
+        check_recordable(self.name, fields)
+        config = camel(fields.get("generationConfig") or {}, "generationConfig")
+        model = (route.model if route else None) or fields.get("model")
+        thinking = camel(config.get("thinkingConfig") or {}, "thinkingConfig")
+        rest = take(config, *_CONFIG)
+        if more := take(thinking, "thinkingBudget", "thinkingLevel"):
+            rest["thinkingConfig"] = more
+        return Request(
+            model=need_str(model, "model").removeprefix("models/"),
+            messages=tuple(Contents().parse(fields.get("contents") or [])),
+            system=parse_system(fields.get("systemInstruction")),
+            tools=tuple(parse_tools(fields.get("tools"))),
+            tool_choice=parse_choice(fields.get("toolConfig")),
+            sampling=_parse_sampling(config, thinking),
+            response_format=_parse_format(config),
+            stream=bool(route and route.stream),
+            dialect=self.name,
+            extra={**take(fields, *_FIELDS), **({"generationConfig": rest} if rest else {})},
+        )
+
+    def render_request(self, request: Request) -> dict[str, Any]:
+        extra = dict(request.extra) if request.dialect == self.name else {}
+        config = _render_config(request, extra.pop("generationConfig", {}))
+        system = [{"text": text} for text in request.system if text]
+        body = {
+            "contents": render_contents(request.messages),
+            "systemInstruction": {"parts": system} if system else None,
+            "tools": render_tools(request.tools) or None,
+            "toolConfig": render_choice(request.tool_choice),
+            "generationConfig": config or None,
+        }
+        return {**extra, **compact(body)}
+
+    def request_path(self, request: Request) -> str:
+        verb = "streamGenerateContent?alt=sse" if request.stream else "generateContent"
+        return f"/v1beta/models/{request.model}:{verb}"
+
+    def parse_response(self, body: Mapping[str, Any]) -> Turn:
+        candidates = body.get("candidates") or []
+        blocked = (body.get("promptFeedback") or {}).get("blockReason")
+        if not candidates and not blocked:
+            raise BadResponse(f"the provider's answer has no candidates: {error_text(dict(body))[:200]}")
+        candidate = candidates[0] if candidates else {}
+        native = candidate.get("finishReason") or blocked
+        try:
+            raw = [camel(part, "a part") for part in (candidate.get("content") or {}).get("parts") or ()]
+            parts = tuple(part for item in raw for part in read_part(item))
+        except BadRequest as error:
+            raise BadResponse(error.message) from error
+        return Turn(
+            parts=parts,
+            stop="refusal" if blocked else read_stop(native, any(isinstance(part, ToolCall) for part in parts)),
+            usage=read_usage(body.get("usageMetadata")),
+            id=body.get("responseId"),
+            model=body.get("modelVersion"),
+            native_stop=native,
+        )
+
+    def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
+        parts = [part for item in turn.parts if (part := render_part(item, answer=True))]
+        candidate = {
+            "content": {"role": "model", "parts": parts or [{"text": ""}]},
+            "finishReason": FINISHES[turn.stop],
+            "index": 0,
+        }
+        body = {
+            "candidates": [candidate],
+            "usageMetadata": render_usage(turn.usage),
+            "modelVersion": request.model,
+            "responseId": turn.id or fresh_id(""),
+        }
+        return compact(body)
+
+    def stream_parser(self) -> GeminiParser:
+        return GeminiParser(read_stop)
+
+    def stream_renderer(self, request: Request, route: Route | None = None) -> GeminiRenderer:
+        return GeminiRenderer(request, FINISHES, self.error_body, sse_form=route is None or route.sse)
+
+    def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
+        return {"error": {"code": status, "message": message, "status": _STATUSES[kind]}}
+
+    def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
+        message = error_text(body)
+        too_long = "exceeds the maximum number of tokens" in message
+        return message, "context_length" if too_long else kind_of_status(status)
+
+    def models_body(self, models: tuple[str, ...]) -> dict[str, Any]:
+        return {"models": [self.model_body(model) for model in models]}
+
+    def model_body(self, model: str) -> dict[str, Any]:
+        return {
+            "name": f"models/{model}",
+            "version": "1",
+            "displayName": model,
+            "supportedGenerationMethods": ["generateContent", "streamGenerateContent", "countTokens"],
+        }
+
+    def count_tokens_body(self, tokens: int) -> dict[str, Any]:
+        return {"totalTokens": tokens}
+
+
+def read_part(part: Mapping[str, Any]) -> list[Any]:
+    """The canonical parts of one part of an answer."""
+    if isinstance(part.get("functionCall"), dict):
+        return [parse_call(part["functionCall"], part.get("thoughtSignature"))]
+    return list(parse_part(part))
+
+
+def read_stop(native: Any, has_calls: bool) -> StopReason:
+    """The canonical stop; Gemini says STOP for calls too."""
+    stop = STOPS.get(native or "STOP", "other")
+    return "tool_use" if stop == "end" and has_calls else stop
+
+
+def _parse_sampling(config: Mapping[str, Any], thinking: Mapping[str, Any]) -> Sampling:
+    level = thinking.get("thinkingLevel")
+    return Sampling(
+        max_tokens=config.get("maxOutputTokens"),
+        temperature=config.get("temperature"),
+        top_p=config.get("topP"),
+        top_k=config.get("topK"),
+        stop=tuple(config.get("stopSequences") or ()),
+        seed=config.get("seed"),
+        presence_penalty=config.get("presencePenalty"),
+        frequency_penalty=config.get("frequencyPenalty"),
+        effort=level.lower() if isinstance(level, str) else None,
+        thinking_budget=thinking.get("thinkingBudget"),
+        logprobs=bool(config.get("responseLogprobs")),
+        top_logprobs=config.get("logprobs"),
+    )
+
+
+def _render_config(request: Request, extra: Mapping[str, Any]) -> dict[str, Any]:
+    sampling, wanted = request.sampling, request.response_format
+    thinking = {
+        **extra.get("thinkingConfig", {}),
+        "thinkingBudget": sampling.thinking_budget,
+        "thinkingLevel": sampling.effort.upper() if sampling.effort else None,
+    }
+    config = {
+        "temperature": sampling.temperature,
+        "topP": sampling.top_p,
+        "topK": sampling.top_k,
+        "maxOutputTokens": sampling.max_tokens,
+        "stopSequences": list(sampling.stop) or None,
+        "seed": sampling.seed,
+        "presencePenalty": sampling.presence_penalty,
+        "frequencyPenalty": sampling.frequency_penalty,
+        "responseLogprobs": sampling.logprobs or None,
+        "logprobs": sampling.top_logprobs,
+        "thinkingConfig": compact(thinking) or None,
+        "responseMimeType": "application/json" if wanted else None,
+        "responseJsonSchema": wanted.schema if wanted else None,
+    }
+    return {**take(extra, "thinkingConfig"), **compact(config)}
+
+
+def _parse_format(config: Mapping[str, Any]) -> ResponseFormat | None:
+    if config.get("responseMimeType") != "application/json":
+        return None
+    return ResponseFormat(config.get("responseJsonSchema") or config.get("responseSchema"))

@@ -1,0 +1,847 @@
+"""OpenAI Responses, stateless: every call carries its whole history, as Codex sends it.
+
+A call that refers to state at the provider (`previous_response_id`, `conversation`) is refused, since its prompt could
+be neither recorded nor translated.
+
+The parts of a Responses body: items, tools and usage, both ways.
+
+OpenAI Responses as a stream of typed, numbered events around output items.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from pier.wire.contract import (
+    SSE,
+    BadRequest,
+    BadResponse,
+    EventParser,
+    Route,
+    check_recordable,
+    compact,
+    data_url,
+    error_text,
+    fresh_id,
+    kind_of_status,
+    need_dict,
+    need_list,
+    need_str,
+    parse_data_url,
+    sign,
+    sse,
+    take,
+    unsign,
+)
+from pier.wire.openai import error_body, is_context_error, model_body, models_body, read_usage
+from pier.wire.turn import (
+    Delta,
+    DialectName,
+    ErrorKind,
+    Media,
+    Message,
+    Opaque,
+    Part,
+    PartDelta,
+    PartEnd,
+    PartStart,
+    Ping,
+    Reasoning,
+    Refusal,
+    Request,
+    ResponseFormat,
+    Sampling,
+    StopReason,
+    StreamError,
+    Text,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+    Turn,
+    TurnEnd,
+    TurnStart,
+    Usage,
+)
+
+
+def parse_input(raw: Any) -> tuple[list[str], tuple[Message, ...]]:
+    """Leading system texts, and the messages. What the model said in one go is one message, whatever items it took."""
+    if isinstance(raw, str):
+        return [], (Message("user", (Text(raw),)),)
+    system: list[str] = []
+    messages: list[Message] = []
+    joins: str | None = None
+    for position, value in enumerate(need_list(raw, "input")):
+        item = need_dict(value, f"input[{position}]")
+        role, parts, kind = _responses_body_parse_item(item)
+        if role == "system" and not messages:
+            system.extend(part.text for part in parts if isinstance(part, Text))
+            continue
+        if joins is not None and joins == kind:
+            last = messages[-1]
+            messages[-1] = Message(last.role, (*last.parts, *parts))
+        else:
+            messages.append(Message(role, tuple(parts)))
+        joins = kind
+    return system, tuple(messages)
+
+
+def _responses_body_parse_item(item: Mapping[str, Any]) -> tuple[Any, list[Part], str | None]:
+    """(role, parts, what it may be joined with)."""
+    kind = item.get("type") or "message"
+    if kind == "message":
+        role = item.get("role")
+        role = "system" if role == "developer" else role
+        if role not in ("system", "user", "assistant"):
+            raise BadRequest(f"an input message has the unknown role {item.get('role')!r}")
+        parts = parse_content(item.get("content"))
+        return role, parts, "assistant" if role == "assistant" else None
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        parts = tuple(part for part in parse_content(item.get("output")) if isinstance(part, Text | Media | Opaque))
+        call_id = need_str(item.get("call_id"), f"a {kind}'s call_id")
+        return "user", [ToolResult(call_id, parts, custom=kind.startswith("custom"))], "results"
+    if kind.endswith("_output"):
+        return "user", [Opaque("responses", item)], "results"
+    return "assistant", [parse_output(item)], "assistant"
+
+
+def parse_output(item: Mapping[str, Any]) -> Part:
+    """One item that the model made, other than a message."""
+    match item.get("type"):
+        case "function_call":
+            return ToolCall(
+                item.get("call_id") or fresh_id("call_"),
+                need_str(item.get("name"), "a function_call's name"),
+                item.get("arguments") or "",
+                namespace=item.get("namespace"),
+            )
+        case "custom_tool_call":
+            name = need_str(item.get("name"), "a custom_tool_call's name")
+            return ToolCall(item.get("call_id") or fresh_id("call_"), name, item.get("input") or "", custom=True)
+        case "reasoning":
+            signature, origin = unsign(item.get("encrypted_content"), "responses")
+            text = "\n\n".join(piece.get("text") or "" for piece in item.get("summary") or ())
+            text = text or "".join(piece.get("text") or "" for piece in item.get("content") or ())
+            return Reasoning(text, signature, origin or "responses", id=item.get("id"))
+        case _:
+            return Opaque("responses", item)
+
+
+def parse_content(content: Any) -> list[Part]:
+    if content is None or content == "":
+        return []
+    if isinstance(content, str):
+        return [Text(content)]
+    return [_parse_piece(need_dict(piece, "a content part")) for piece in need_list(content, "content")]
+
+
+def _parse_piece(piece: dict[str, Any]) -> Part:
+    kind = piece.get("type")
+    if kind in ("input_text", "output_text", "text"):
+        return Text(piece.get("text") or "")
+    if kind == "refusal":
+        return Refusal(piece.get("refusal") or "")
+    if kind == "input_image":
+        if piece.get("file_id"):
+            return Media(file_id=piece["file_id"])
+        url = piece.get("image_url") or ""
+        inline = parse_data_url(url)
+        return Media(inline[0], inline[1]) if inline else Media(url=url)
+    if kind == "input_file" and isinstance(piece.get("file_data"), str):
+        inline = parse_data_url(piece["file_data"]) or ("application/pdf", piece["file_data"])
+        return Media(inline[0], inline[1], name=piece.get("filename"))
+    return Opaque("responses", piece)
+
+
+def render_input(request: Request) -> list[dict[str, Any]]:
+    items = [_message("developer", [Text(text)]) for text in request.system[1:]]
+    for message in request.messages:
+        if message.role == "assistant":
+            items.extend(render_output(message.parts, answer=False))
+            continue
+        rest: list[Part] = []
+        for part in message.parts:
+            if isinstance(part, ToolResult):
+                items.append(_render_result(part))
+            elif isinstance(part, Opaque) and str(part.value.get("type")).endswith("_output"):
+                items.append(dict(part.value))
+            else:
+                rest.append(part)
+        if rest or not message.parts:
+            items.append(_message("developer" if message.role == "system" else message.role, rest))
+    return items
+
+
+def _message(role: str, parts: Iterable[Part]) -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": [piece for part in parts if (piece := _render_piece(part))]}
+
+
+def _render_result(result: ToolResult) -> dict[str, Any]:
+    kind = "custom_tool_call_output" if result.custom else "function_call_output"
+    if all(isinstance(part, Text) for part in result.parts) and len(result.parts) <= 1:
+        output: Any = "".join(part.text for part in result.parts if isinstance(part, Text))
+    else:
+        output = [piece for part in result.parts if (piece := _render_piece(part))]
+    return {"type": kind, "call_id": result.call_id, "output": output}
+
+
+def _render_piece(part: Part) -> dict[str, Any] | None:
+    match part:
+        case Text(text=text):
+            return {"type": "input_text", "text": text}
+        case Media(file_id=str(file_id)):
+            return {"type": "input_image", "file_id": file_id}
+        case Media(data=str(data)) if part.is_image:
+            return {"type": "input_image", "image_url": data_url(part.media_type, data)}
+        case Media(data=str(data)):
+            name = part.name or "file"
+            return {"type": "input_file", "filename": name, "file_data": data_url(part.media_type, data)}
+        case Media(url=str(url)):
+            return {"type": "input_image", "image_url": url}
+        case Opaque(dialect="responses", value=value):
+            return dict(value)
+        case _:
+            return None
+
+
+def render_output(parts: Iterable[Part], *, answer: bool) -> Iterator[dict[str, Any]]:
+    """Items of what the model said; texts next to one another make one message. Ids are given in an `answer` only."""
+    content: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, Text | Refusal):
+            content.append(render_text(part))
+            continue
+        if content:
+            yield message_item(content, answer=answer)
+            content = []
+        item = render_item(part, answer=answer)
+        if item:
+            yield item
+    if content:
+        yield message_item(content, answer=answer)
+
+
+def render_text(part: Text | Refusal) -> dict[str, Any]:
+    if isinstance(part, Refusal):
+        return {"type": "refusal", "refusal": part.text}
+    return {"type": "output_text", "text": part.text, "annotations": []}
+
+
+def message_item(content: list[dict[str, Any]], *, answer: bool, id_: str | None = None) -> dict[str, Any]:
+    item = {"type": "message", "role": "assistant", "content": content}
+    return {"id": id_ or fresh_id("msg_"), "status": "completed", **item} if answer else item
+
+
+def render_item(part: Part, *, answer: bool, id_: str | None = None) -> dict[str, Any] | None:
+    """One item other than a message. History shows only reasoning that this dialect's own models gave."""
+    match part:
+        case ToolCall(custom=True):
+            body = {"type": "custom_tool_call", "call_id": part.id, "name": part.name, "input": part.arguments}
+            return {"id": id_ or fresh_id("ctc_"), "status": "completed", **body} if answer else body
+        case ToolCall():
+            body = {"type": "function_call", "call_id": part.id, "name": part.name, "arguments": part.arguments}
+            if part.namespace:
+                body["namespace"] = part.namespace
+            return {"id": id_ or fresh_id("fc_"), "status": "completed", **body} if answer else body
+        case Reasoning():
+            if not answer and part.origin != "responses":
+                return None
+            summary = [{"type": "summary_text", "text": part.text}] if part.text else []
+            item: dict[str, Any] = {"type": "reasoning", "summary": summary}
+            if answer or part.id:
+                item["id"] = part.id or id_ or fresh_id("rs_")
+            if signature := sign(part, "responses"):
+                item["encrypted_content"] = signature
+            return item
+        case Opaque(dialect="responses", value=value):
+            return dict(value)
+        case _:
+            return None
+
+
+def parse_tools(raw: Any, namespace: str | None = None) -> Iterator[Tool]:
+    for value in raw or ():
+        tool = need_dict(value, "a tool")
+        kind = tool.get("type")
+        if kind == "function":
+            name = need_str(tool.get("name"), "a tool's name")
+            yield Tool(name, tool.get("description"), tool.get("parameters"), tool.get("strict"), namespace=namespace)
+        elif kind == "custom":
+            name = need_str(tool.get("name"), "a tool's name")
+            yield Tool(name, tool.get("description"), kind="custom", namespace=namespace, raw=tool)
+        elif kind == "namespace":
+            yield from parse_tools(tool.get("tools"), need_str(tool.get("name"), "a namespace's name"))
+        else:
+            yield Tool(str(kind), kind="hosted", raw=tool)
+
+
+def render_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
+    rendered: list[dict[str, Any]] = []
+    spaces: dict[str, list[dict[str, Any]]] = {}
+    for tool in tools:
+        if tool.namespace is None:
+            rendered.append(_render_tool(tool))
+            continue
+        if tool.namespace not in spaces:
+            spaces[tool.namespace] = []
+            space = {"type": "namespace", "name": tool.namespace, "description": tool.namespace}
+            rendered.append({**space, "tools": spaces[tool.namespace]})
+        spaces[tool.namespace].append(_render_tool(tool))
+    return rendered
+
+
+def _render_tool(tool: Tool) -> dict[str, Any]:
+    if tool.raw is not None and tool.kind != "function":
+        return dict(tool.raw)
+    if tool.kind == "custom":
+        return compact({"type": "custom", "name": tool.name, "description": tool.description})
+    body = {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.schema,
+        "strict": tool.strict,
+    }
+    return compact(body)
+
+
+def parse_choice(raw: Any) -> ToolChoice | None:
+    if raw in ("auto", "none"):
+        return ToolChoice(raw)
+    if raw == "required":
+        return ToolChoice("any")
+    if isinstance(raw, dict) and isinstance(raw.get("name"), str):
+        return ToolChoice("tool", raw["name"])
+    return None
+
+
+def render_choice(choice: ToolChoice | None) -> Any:
+    if choice is None:
+        return None
+    if choice.mode == "tool":
+        return {"type": "function", "name": choice.name}
+    return "required" if choice.mode == "any" else choice.mode
+
+
+def render_usage(usage: Usage) -> dict[str, Any] | None:
+    if usage.total_tokens is None:
+        return None
+    cached = {"cached_tokens": usage.cached_tokens or 0}
+    if usage.cache_write_tokens is not None:
+        cached["cache_write_tokens"] = usage.cache_write_tokens
+    body = {
+        "input_tokens": usage.input_tokens or 0,
+        "input_tokens_details": cached,
+        "output_tokens": usage.output_tokens or 0,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "total_tokens": usage.total_tokens,
+    }
+    return body if usage.cost_usd is None else {**body, "cost": usage.cost_usd}
+
+
+_CODES: dict[ErrorKind, str] = {
+    "context_length": "context_length_exceeded",
+    "budget": "insufficient_quota",
+    "rate_limit": "rate_limit_exceeded",
+    "invalid_request": "invalid_prompt",
+}
+
+
+class ResponsesParser(EventParser):
+    """Events to deltas. Items come from their deltas, or whole from `output_item.done` where a server sent none."""
+
+    def __init__(self, read_stop: Callable[[Mapping[str, Any], bool], tuple[StopReason, str | None]]) -> None:
+        super().__init__()
+        self._read_stop = read_stop
+        self._started = False
+        self._count = 0
+        self._open: tuple[int, Part] | None = None
+        self._text_key: tuple[Any, Any] | None = None
+        self._grown = False
+        self._texts = 0
+        self._has_calls = False
+
+    def on_event(self, event: str | None, data: Mapping[str, Any]) -> Iterator[Delta]:
+        kind = str(data.get("type") or event)
+        match kind:
+            case "response.created" | "response.in_progress":
+                yield from self._begin(data.get("response") or {})
+            case "response.output_item.added":
+                yield from self._added(data["item"])
+            case "response.output_text.delta":
+                yield from self._on_text(Text(""), data)
+            case "response.refusal.delta":
+                yield from self._on_text(Refusal(""), data)
+            case "response.reasoning_summary_part.added":
+                if self._grown and self._open and isinstance(self._open[1], Reasoning):
+                    yield PartDelta(self._open[0], "\n\n")
+            case (
+                "response.function_call_arguments.delta"
+                | "response.custom_tool_call_input.delta"
+                | "response.reasoning_summary_text.delta"
+                | "response.reasoning_text.delta"
+            ):
+                yield from self._grow(data.get("delta") or "")
+            case "response.output_item.done":
+                yield from self._item_done(data["item"])
+            case "response.completed" | "response.incomplete":
+                yield from self._end(data["response"])
+            case "response.failed" | "error":
+                yield _failure(data)
+
+    def _begin(self, response: Mapping[str, Any]) -> Iterator[Delta]:
+        if not self._started:
+            self._started = True
+            yield TurnStart(response.get("id"), response.get("model"))
+
+    def _added(self, item: Mapping[str, Any]) -> Iterator[Delta]:
+        yield from self._shut()
+        self._texts = 0
+        if item.get("type") == "reasoning":
+            yield from self._start(Reasoning("", origin="responses", id=item.get("id")))
+        elif item.get("type") in ("function_call", "custom_tool_call"):
+            part = parse_output(item)
+            if isinstance(part, ToolCall):
+                blank = ToolCall(part.id, part.name, "", part.custom, part.namespace)
+                self._has_calls = True
+                yield from self._start(blank)
+
+    def _on_text(self, part: Text | Refusal, data: Mapping[str, Any]) -> Iterator[Delta]:
+        key = (data.get("output_index"), data.get("content_index"))
+        if self._open is None or type(self._open[1]) is not type(part) or key != self._text_key:
+            yield from self._shut()
+            yield from self._start(part)
+            self._text_key = key
+            self._texts += 1
+        yield from self._grow(data.get("delta") or "")
+
+    def _grow(self, text: str) -> Iterator[Delta]:
+        if self._open is None:
+            raise ValueError("a delta outside of any item")
+        if text:
+            self._grown = True
+            yield PartDelta(self._open[0], text)
+
+    def _item_done(self, item: Mapping[str, Any]) -> Iterator[Delta]:
+        if item.get("type") == "message":
+            yield from self._shut()
+            for part in [] if self._texts else parse_content(item.get("content")):
+                yield from self._whole(part)
+            self._texts = 0
+            return
+        part = parse_output(item)
+        if self._open is not None and isinstance(part, ToolCall | Reasoning):
+            if not self._grown:
+                yield from self._grow(part.arguments if isinstance(part, ToolCall) else part.text)
+            if part.signature:
+                yield PartDelta(self._open[0], signature=part.signature)
+            yield from self._shut()
+        else:
+            self._has_calls |= isinstance(part, ToolCall)
+            yield from self._whole(part)
+
+    def _whole(self, part: Part) -> Iterator[Delta]:
+        yield from self._start(part)
+        yield from self._shut()
+
+    def _start(self, part: Part) -> Iterator[Delta]:
+        self._open, self._grown, self._text_key = (self._count, part), False, None
+        self._count += 1
+        yield PartStart(self._open[0], part)
+
+    def _shut(self) -> Iterator[Delta]:
+        if self._open is not None:
+            yield PartEnd(self._open[0])
+            self._open = None
+
+    def _end(self, response: Mapping[str, Any]) -> Iterator[Delta]:
+        yield from self._begin(response)
+        yield from self._shut()
+        self.done = True
+        stop, native = self._read_stop(response, self._has_calls)
+        yield TurnEnd(stop, read_usage(response.get("usage")), native)
+
+
+def _failure(data: Mapping[str, Any]) -> StreamError:
+    response = data.get("response")
+    error = response.get("error") if isinstance(response, Mapping) else data.get("error") or data
+    code = error.get("code") if isinstance(error, Mapping) else None
+    kinds: dict[Any, tuple[ErrorKind, int]] = {
+        "context_length_exceeded": ("context_length", 400),
+        "rate_limit_exceeded": ("rate_limit", 429),
+        "insufficient_quota": ("permission", 403),
+    }
+    kind, status = kinds.get(code, ("server", 502))
+    return StreamError(error_text(dict(error) if isinstance(error, Mapping) else error), kind, status)
+
+
+class ResponsesRenderer:
+    content_type = SSE
+
+    def __init__(self, request: Request, response_body: Callable[..., dict[str, Any]]) -> None:
+        self._request = request
+        self._response_body = response_body
+        self._id = fresh_id("resp_")
+        self._begun = False
+        self._number = 0
+        self._output: list[dict[str, Any]] = []
+        self._part: Part | None = None
+        self._item_id = ""
+        self._text: list[str] = []
+        self._signature: str | None = None
+        self._message: list[dict[str, Any]] | None = None
+        self._message_id = ""
+
+    def render(self, delta: Delta) -> bytes:
+        match delta:
+            case TurnStart(id=id_):
+                return b"" if self._begun else self._begin(id_)
+            case PartStart(part=part):
+                return self._start(part)
+            case PartDelta(text=text, signature=signature):
+                self._signature = signature or self._signature
+                return self._grow(text)
+            case PartEnd():
+                return self._shut()
+            case TurnEnd():
+                return self._end(delta)
+            case StreamError(message=message, kind=kind, status=status):
+                return self.error(status, message, kind)
+            case Ping():
+                return self.keep_alive()
+            case _:
+                return b""
+
+    def keep_alive(self) -> bytes:
+        # Codex counts events, not bytes, so a comment would not keep it waiting.
+        return self._progress() if self._begun else self._begin(None)
+
+    def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
+        response = self._response(None, None)
+        response.update(status="failed", error={"code": _CODES.get(kind, "server_error"), "message": message})
+        return self._event("response.failed", response=response)
+
+    def _begin(self, id_: str | None) -> bytes:
+        self._begun = True
+        self._id = id_ or self._id
+        return self._event("response.created", response=self._response(None, None)) + self._progress()
+
+    def _progress(self) -> bytes:
+        return self._event("response.in_progress", response=self._response(None, None))
+
+    def _start(self, part: Part) -> bytes:
+        self._part, self._text, self._signature = part, [], None
+        if isinstance(part, Text | Refusal):
+            return self._start_text(part)
+        data = self._close_message()
+        prefix = (
+            "rs_" if isinstance(part, Reasoning) else "ctc_" if isinstance(part, ToolCall) and part.custom else "fc_"
+        )
+        self._item_id = fresh_id(prefix)
+        item = render_item(part, answer=True, id_=self._item_id)
+        if item is None:
+            self._part = None
+            return data
+        self._item_id = item.get("id") or self._item_id
+        if isinstance(part, ToolCall | Reasoning):
+            self._signature = part.signature
+            item = {key: value for key, value in item.items() if key != "encrypted_content"}
+            blank = {"arguments": "", "input": "", "summary": [], "status": "in_progress"}
+            item.update({key: value for key, value in blank.items() if key in item})
+        data += self._event("response.output_item.added", output_index=len(self._output), item=item)
+        if isinstance(part, Reasoning):
+            data += self._on_item("response.reasoning_summary_part.added", part=_summary(""), **_SUMMARY)
+            return data + self._grow(part.text)
+        return data + (self._grow(part.arguments) if isinstance(part, ToolCall) else b"")
+
+    def _start_text(self, part: Text | Refusal) -> bytes:
+        data = b""
+        if self._message is None:
+            self._message, self._message_id = [], fresh_id("msg_")
+            item = {**message_item([], answer=True, id_=self._message_id), "status": "in_progress"}
+            data = self._event("response.output_item.added", output_index=len(self._output), item=item)
+        self._item_id = self._message_id
+        blank = render_text(Text("") if isinstance(part, Text) else Refusal(""))
+        data += self._on_item("response.content_part.added", content_index=len(self._message), part=blank)
+        return data + self._grow(part.text)
+
+    def _grow(self, text: str) -> bytes:
+        if not text or self._part is None:
+            return b""
+        self._text.append(text)
+        match self._part:
+            case Text():
+                return self._on_text("response.output_text.delta", delta=text, logprobs=[])
+            case Refusal():
+                return self._on_text("response.refusal.delta", delta=text)
+            case Reasoning():
+                return self._on_item("response.reasoning_summary_text.delta", delta=text, **_SUMMARY)
+            case ToolCall(custom=True):
+                return self._on_item("response.custom_tool_call_input.delta", delta=text)
+            case ToolCall():
+                return self._on_item("response.function_call_arguments.delta", delta=text)
+            case _:
+                return b""
+
+    def _shut(self) -> bytes:
+        part, self._part = self._part, None
+        text = "".join(self._text)
+        match part:
+            case None:
+                return b""
+            case Text():
+                done = self._on_text("response.output_text.done", text=text, logprobs=[])
+                return done + self._part_done(Text(text))
+            case Refusal():
+                return self._on_text("response.refusal.done", refusal=text) + self._part_done(Refusal(text))
+            case Reasoning():
+                whole: Part = Reasoning(text, self._signature, part.origin, part.redacted, part.id)
+                data = self._on_item("response.reasoning_summary_text.done", text=text, **_SUMMARY)
+                data += self._on_item("response.reasoning_summary_part.done", part=_summary(text), **_SUMMARY)
+            case ToolCall(custom=custom):
+                whole = ToolCall(part.id, part.name, text, custom, part.namespace)
+                kind = "custom_tool_call_input" if custom else "function_call_arguments"
+                field = {"input": text} if custom else {"arguments": text}
+                data = self._on_item(f"response.{kind}.done", **field)
+            case _:
+                whole, data = part, b""
+        return data + self._item_done(render_item(whole, answer=True, id_=self._item_id) or {})
+
+    def _part_done(self, part: Text | Refusal) -> bytes:
+        content = self._message if self._message is not None else []
+        data = self._on_text("response.content_part.done", part=render_text(part))
+        content.append(render_text(part))
+        return data
+
+    def _close_message(self) -> bytes:
+        content, self._message = self._message, None
+        return b"" if content is None else self._item_done(message_item(content, answer=True, id_=self._message_id))
+
+    def _item_done(self, item: dict[str, Any]) -> bytes:
+        data = self._event("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        return data
+
+    def _end(self, end: TurnEnd) -> bytes:
+        data = self._close_message()
+        response = self._response(end.stop, render_usage(end.usage))
+        return data + self._event(f"response.{response['status']}", response=response)
+
+    def _response(self, stop: StopReason | None, usage: dict[str, Any] | None) -> dict[str, Any]:
+        output = list(self._output) if stop else []
+        return self._response_body(self._request, id_=self._id, output=output, stop=stop, usage=usage)
+
+    def _on_text(self, kind: str, **fields: Any) -> bytes:
+        return self._on_item(kind, content_index=len(self._message or ()), **fields)
+
+    def _on_item(self, kind: str, **fields: Any) -> bytes:
+        return self._event(kind, item_id=self._item_id, output_index=len(self._output), **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return sse(data, kind)
+
+
+_SUMMARY: dict[str, Any] = {"summary_index": 0}
+
+
+def _prefix(part: Part) -> str:
+    if isinstance(part, ToolCall):
+        return "ctc_" if part.custom else "fc_"
+    return "rs_"
+
+
+def _summary(text: str) -> dict[str, Any]:
+    return {"type": "summary_text", "text": text}
+
+
+_FIELDS = (
+    *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens"),
+    *("temperature", "top_p", "top_logprobs", "reasoning", "text", "stream", "previous_response_id", "conversation"),
+)
+
+
+class Responses:
+    name: DialectName = "responses"
+
+    def match(self, method: str, path: str, query: Mapping[str, str]) -> Route | None:
+        if method == "POST" and re.fullmatch(r"(/v1)?/responses", path):
+            return Route(self.name, "generate")
+        if method == "POST" and re.fullmatch(r"(/v1)?/responses/input_tokens", path):
+            return Route(self.name, "count_tokens")
+        return None
+
+    def parse_request(self, body: Mapping[str, Any], route: Route | None = None) -> Request:
+        check_recordable(self.name, body)
+        instructions = body.get("instructions")
+        system, messages = parse_input(body.get("input") or [])
+        reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
+        more = {"reasoning": take(reasoning, "effort"), "text": take(text, "format")}
+        return Request(
+            model=need_str(body.get("model"), "model"),
+            messages=messages,
+            system=(*((instructions,) if instructions else ()), *system),
+            tools=tuple(parse_tools(body.get("tools"))),
+            tool_choice=parse_choice(body.get("tool_choice")),
+            parallel_tools=body.get("parallel_tool_calls"),
+            sampling=Sampling(
+                max_tokens=body.get("max_output_tokens"),
+                temperature=body.get("temperature"),
+                top_p=body.get("top_p"),
+                effort=reasoning.get("effort"),
+                top_logprobs=body.get("top_logprobs"),
+            ),
+            response_format=_parse_format(text.get("format")),
+            stream=bool(body.get("stream")),
+            dialect=self.name,
+            extra={**take(body, *_FIELDS), **{key: value for key, value in more.items() if value}},
+        )
+
+    def render_request(self, request: Request) -> dict[str, Any]:
+        sampling = request.sampling
+        extra = dict(request.extra) if request.dialect == self.name else {}
+        reasoning = compact({**extra.pop("reasoning", {}), "effort": sampling.effort})
+        text = compact({**extra.pop("text", {}), "format": _render_format(request.response_format)})
+        body = {
+            "model": request.model,
+            "instructions": request.system[0] if request.system else None,
+            "input": render_input(request),
+            "tools": render_tools(request.tools) or None,
+            "tool_choice": render_choice(request.tool_choice),
+            "parallel_tool_calls": request.parallel_tools,
+            "max_output_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_logprobs": sampling.top_logprobs,
+            "reasoning": reasoning or None,
+            "text": text or None,
+            "stream": request.stream or None,
+        }
+        return {**extra, **compact(body)}
+
+    def request_path(self, request: Request) -> str:
+        return "/v1/responses"
+
+    def parse_response(self, body: Mapping[str, Any]) -> Turn:
+        output = body.get("output")
+        if not isinstance(output, list) or body.get("status") == "failed":
+            raise BadResponse(f"the provider's answer failed: {error_text(dict(body))[:200]}")
+        try:
+            parts = tuple(part for item in output for part in _parse_item(need_dict(item, "an output item")))
+        except BadRequest as error:
+            raise BadResponse(error.message) from error
+        stop, native = read_stop(body, any(isinstance(part, ToolCall) for part in parts))
+        return Turn(
+            parts=parts,
+            stop=stop,
+            usage=read_usage(body.get("usage")),
+            id=body.get("id"),
+            model=body.get("model"),
+            native_stop=native,
+        )
+
+    def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
+        return response_body(
+            request,
+            id_=turn.id or fresh_id("resp_"),
+            output=list(render_output(turn.parts, answer=True)),
+            stop=turn.stop,
+            usage=render_usage(turn.usage),
+        )
+
+    def stream_parser(self) -> ResponsesParser:
+        return ResponsesParser(read_stop)
+
+    def stream_renderer(self, request: Request, route: Route | None = None) -> ResponsesRenderer:
+        return ResponsesRenderer(request, response_body)
+
+    def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
+        return error_body(status, message, kind)
+
+    def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
+        message = error_text(body)
+        return message, "context_length" if is_context_error(body, message) else kind_of_status(status)
+
+    def models_body(self, models: tuple[str, ...]) -> dict[str, Any]:
+        return models_body(models)
+
+    def model_body(self, model: str) -> dict[str, Any]:
+        return model_body(model)
+
+    def count_tokens_body(self, tokens: int) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": tokens}
+
+
+def _parse_item(item: Mapping[str, Any]) -> list[Part]:
+    return parse_content(item.get("content")) if item.get("type") == "message" else [parse_output(item)]
+
+
+def read_stop(body: Mapping[str, Any], has_calls: bool) -> tuple[StopReason, str | None]:
+    """The canonical stop and the native word; Responses has no word for calls, only the items themselves."""
+    status = body.get("status")
+    reason = (body.get("incomplete_details") or {}).get("reason")
+    if status == "incomplete":
+        known: dict[str, StopReason] = {"max_output_tokens": "length", "content_filter": "refusal"}
+        return known.get(reason or "", "other"), reason
+    return "tool_use" if has_calls else "end", status
+
+
+def response_body(
+    request: Request,
+    *,
+    id_: str,
+    output: list[dict[str, Any]],
+    stop: StopReason | None,
+    usage: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """A response object; without `stop` it is still in progress."""
+    reasons: dict[StopReason, str] = {
+        "length": "max_output_tokens",
+        "context": "max_output_tokens",
+        "refusal": "content_filter",
+    }
+    reason = reasons.get(stop) if stop else None
+    return {
+        "id": id_,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress" if stop is None else "incomplete" if reason else "completed",
+        "error": None,
+        "incomplete_details": {"reason": reason} if reason else None,
+        "instructions": None,
+        "max_output_tokens": request.sampling.max_tokens,
+        "model": request.model,
+        "output": output,
+        "parallel_tool_calls": request.parallel_tools is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": request.sampling.effort, "summary": None},
+        "store": False,
+        "temperature": request.sampling.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": render_choice(request.tool_choice) or "auto",
+        "tools": render_tools(request.tools) if request.dialect == "responses" else [],
+        "top_p": request.sampling.top_p,
+        "truncation": "disabled",
+        "usage": usage,
+        "metadata": {},
+    }
+
+
+def _parse_format(raw: Any) -> ResponseFormat | None:
+    if not isinstance(raw, dict) or raw.get("type") not in ("json_object", "json_schema"):
+        return None
+    return ResponseFormat(raw.get("schema"), raw.get("name"), raw.get("strict"))
+
+
+def _render_format(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+    if wanted is None:
+        return None
+    if wanted.schema is None:
+        return {"type": "json_object"}
+    body = {"type": "json_schema", "name": wanted.name or "answer", "schema": wanted.schema, "strict": wanted.strict}
+    return compact(body)
