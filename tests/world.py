@@ -27,7 +27,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from pier.network.rtnetlink import LOCAL, LOCAL_TABLE, Netlink, link_index
+from pier.network.netlink import LOCAL, LOCAL_TABLE, Netlink, link_index
 
 NAMES = {
     "allowed.test": "93.184.216.34",

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pier.network.http_stream import Disagreement
+from pier.network.gatekeeper import Transfer, relay, reset
 from pier.network.outside import Streams
-from pier.network.relay import Transfer, relay, reset
-from pier.network.sniff import Watch
+from pier.network.sniff import Disagreement, Sniffer
 from tests import vhosts
 from tests.attacks import ALLOWED, ATTACKS, REFUSED, WORKS
 
@@ -51,7 +50,7 @@ async def between(server: Server) -> AsyncIterator[int]:
     async def serve(client: Streams) -> None:
         upstream = await asyncio.open_connection("127.0.0.1", server.port)
         try:
-            await relay(client, upstream, Watch("allowed.test"), Transfer())
+            await relay(client, upstream, Sniffer("allowed.test"), Transfer())
         except (Disagreement, OSError):
             pass
         finally:

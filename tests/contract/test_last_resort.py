@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from pier.lease import Lease
-from pier.network import last_resort, packets
-from pier.network.decision import Decision
-from pier.network.policy import NetworkPolicy
-from pier.network.rtnetlink import Netlink
+from pier.network import last_resort, udp
+from pier.network.netlink import Netlink
+from pier.network.policy import Decision, NetworkPolicy
 from pier.sandbox import Sandbox, SandboxSpec, open_backend
 from pier.sandbox.host import host_image
 
@@ -103,7 +102,7 @@ def test_a_frame_that_is_put_on_the_loopback_device_is_told() -> None:
     def put_frame() -> bytes:
         (telling, _) = last_resort.listen()
         there, here = ipaddress.ip_address("192.0.2.9"), ipaddress.ip_address("10.9.9.9")
-        packet = packets.answer(packets.Datagram("udp", there, 6, here, 5, b"", b""), b"hello")
+        packet = udp.answer(udp.Datagram("udp", there, 6, here, 5, b"", b""), b"hello")
         with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM) as sock:
             sock.sendto(packet, ("lo", 0x0800, 0, 0, bytes(6)))
         telling.settimeout(60)

@@ -141,7 +141,7 @@ def test_tls_with_another_name(outcome: Outcome) -> None:
 @route("network", "a rule for loopback, such as 127.0.0.1", "an error that says what to allow instead")
 def test_a_rule_for_loopback() -> None:
     from pier.errors import UsageError
-    from pier.network.rules import parse
+    from pier.network.policy import parse
 
     with pytest.raises(UsageError, match="is an address inside the sandbox"):
         parse("127.0.0.1:8080")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pier.errors import SandboxError, VerifierError
-from pier.network.decision import Decision
+from pier.network.policy import Decision
 from pier.trial.result import TrialResult
 from pier.trial.spec import AgentChoice
 from pier.trial.verify import NetworkUse, is_machine_fault, network_faults

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from pier.job.command import exit_code
 from pier.job.ledger import Fault, Ledger, Outcome
-from pier.job.plan import PlannedTask, make_plan
 from pier.job.live import LiveProgress
+from pier.job.plan import PlannedTask, make_plan
 from pier.job.progress import PlainProgress, Progress, next_command, print_report, tell
 
 pytestmark = pytest.mark.plain

@@ -9,11 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pier.errors import UsageError
-from pier.network.addresses import CAPACITY, Synthetic, objection
-from pier.network.outside import Outside, Refused
-from pier.network.policy import NetworkPolicy
-from pier.network.rules import Rules, normal_name, parse
-from pier.network.targets import Targets
+from pier.network.outside import Outside, Refused, Targets
+from pier.network.policy import CAPACITY, NetworkPolicy, Rules, Synthetic, normal_name, objection, parse
 
 pytestmark = pytest.mark.plain
 four = ipaddress.IPv4Address

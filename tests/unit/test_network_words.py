@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pier.network import dns, packets
-from pier.network.attempts import read_attempt
-from pier.network.decision import LIMIT, Decision, Ledger
+from pier.network import dns, udp
 from pier.network.plumbing import _ATTEMPTS, _assemble
-from pier.network.sniff import Disagreement, Watch, server_name
+from pier.network.policy import LIMIT, Decision, DecisionLog
+from pier.network.sniff import Disagreement, Sniffer, server_name
+from pier.network.udp import read_attempt
 
 pytestmark = pytest.mark.plain
 
@@ -51,7 +51,7 @@ def test_a_hello_in_several_records() -> None:
 
 
 def passes(data: bytes, *, name: str = "allowed.test", step: int = 0, nameless_tls: bool = False) -> bytes:
-    watch = Watch(name, nameless_tls=nameless_tls)
+    watch = Sniffer(name, nameless_tls=nameless_tls)
     if not step:
         return watch.feed(data) + watch.end()
     return b"".join(watch.feed(data[at : at + step]) for at in range(0, len(data), step)) + watch.end()
@@ -205,7 +205,7 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nHTTP/"
 
 
 def test_bytes_pass_unread_only_after_the_answer_to_an_upgrade() -> None:
-    watch = Watch("allowed.test")
+    watch = Sniffer("allowed.test")
     assert watch.feed(WEBSOCKET + REFUSED) == WEBSOCKET
     assert watch.heard(b"HTTP/1.1 103 Early Hints\r\n\r\n") == b""
     assert watch.heard(SWITCH[:9]) == b""
@@ -214,7 +214,7 @@ def test_bytes_pass_unread_only_after_the_answer_to_an_upgrade() -> None:
 
 
 def test_after_an_upgrade_that_was_refused_http_goes_on() -> None:
-    watch = Watch("allowed.test")
+    watch = Sniffer("allowed.test")
     assert watch.feed(WEBSOCKET + GET) == WEBSOCKET
     assert watch.heard(OK) == GET
     assert watch.feed(WEBSOCKET[:10]) == b""
@@ -233,7 +233,7 @@ def test_after_an_upgrade_that_was_refused_http_goes_on() -> None:
 )
 @pytest.mark.parametrize("step", [1, 200])
 def test_an_upgrade_after_whole_answers(answer: bytes, step: int) -> None:
-    watch = Watch("allowed.test")
+    watch = Sniffer("allowed.test")
     assert watch.feed(GET) == GET
     assert [watch.heard(answer[at : at + step]) for at in range(0, len(answer), step)].count(b"") > 0
     assert watch.feed(WEBSOCKET) == WEBSOCKET
@@ -244,7 +244,7 @@ def test_an_upgrade_after_whole_answers(answer: bytes, step: int) -> None:
     "answer", [b"", OK[:-1], b"HTTP/1.1 200 OK\r\n\r\n", b"spam\r\n\r\n", b"HTTP/1.1 200 OK\nX: y\n\n", SWITCH, OK + OK]
 )
 def test_no_upgrade_after_answers_that_cannot_be_followed(answer: bytes) -> None:
-    watch = Watch("allowed.test")
+    watch = Sniffer("allowed.test")
     assert watch.feed(GET) == GET
     watch.heard(answer)
     with pytest.raises(Disagreement):
@@ -256,13 +256,13 @@ def test_no_upgrade_after_answers_that_cannot_be_followed(answer: bytes) -> None
 def test_a_server_that_speaks_another_protocol_is_believed() -> None:
     nameless = hello(None)
     for first in (b"SSH-2.0-OpenSSH_9.2\r\n", b"220 mail\r\n", b"\x4a\x00\x00\x00\x0a"):
-        watch = Watch("allowed.test")
+        watch = Sniffer("allowed.test")
         assert watch.heard(first) == b""
         assert watch.feed(nameless + REFUSED) == nameless + REFUSED
 
 
 def test_a_server_that_answers_another_protocol_with_http_is_cut_off() -> None:
-    watch = Watch("allowed.test")
+    watch = Sniffer("allowed.test")
     assert watch.feed(b"EHLO me\r\n") == b"EHLO me\r\n"
     assert watch.heard(b"HT") == b""
     with pytest.raises(Disagreement):
@@ -291,13 +291,13 @@ def test_no_question() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.binary(max_size=60), st.sampled_from((packets.IPV4, packets.IPV6)))
+@given(st.binary(max_size=60), st.sampled_from((udp.IPV4, udp.IPV6)))
 def test_any_bytes_are_a_datagram_or_none(data: bytes, protocol: int) -> None:
-    packets.read(data, protocol)
+    udp.read(data, protocol)
 
 
 def test_a_header_as_long_as_its_packet_is_no_datagram() -> None:
-    assert packets.read(bytes([0x47]) + bytes(27), packets.IPV4) is None
+    assert udp.read(bytes([0x47]) + bytes(27), udp.IPV4) is None
 
 
 def test_packets_say_where_they_want_to_go() -> None:
@@ -315,7 +315,7 @@ def test_the_packet_filter_is_well_formed() -> None:
 
 def test_a_ledger_adds_up_and_has_an_end() -> None:
     heard: list[Decision] = []
-    ledger = Ledger(heard.append)
+    ledger = DecisionLog(heard.append)
     ledger.note(Decision("tcp", "a.test", True, 443))
     for _ in range(3):
         ledger.note(Decision("dns", "b.test", False))

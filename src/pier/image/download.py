@@ -9,9 +9,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from pier.errors import ImageError
-from pier.network.outside import Outside
+from pier.network.outside import Outside, Targets
 from pier.network.policy import NetworkPolicy
-from pier.network.targets import Targets
 
 
 async def download_for_add(url: str, directory: Path, network: NetworkPolicy, checksum: str = "") -> tuple[Path, str]:

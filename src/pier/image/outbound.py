@@ -17,7 +17,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from pier.network.outside import NoSuchName, Refused, Unreachable
-from pier.network.rules import Address
+from pier.network.policy import Address
 
 Check = Callable[[str, int], Awaitable[list[Address]]]
 """The addresses at which a host may be dialled on a port; raises `Refused` or `Unreachable`."""

@@ -35,9 +35,8 @@ from pier.image.model import OnProgress
 from pier.image.outbound import HostRefused, open_session
 from pier.image.platforms import choose_platform, digest_of
 from pier.image.reference import DEFAULT_REGISTRY, Reference
-from pier.network.addresses import objection
 from pier.network.outside import Outside, Refused
-from pier.network.rules import Address
+from pier.network.policy import Address, objection
 
 _MANIFESTS = ", ".join(
     f"application/vnd.{kind}+json"

@@ -1,12 +1,20 @@
-"""The little of DNS that a resolver for one sandbox needs: read a question, write an answer."""
+"""Resolvers: the little of DNS that one sandbox needs, and the names of the services of one trial.
+
+A service's name is answered from the trial's own table, any other by the policy of the service that asks.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
+import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from pier.network.rules import Address
+from pier.network import plumbing
+from pier.network.policy import Address
 
 A, AAAA = 1, 28
 OK, SERVER_FAILURE, NO_SUCH_NAME = 0, 2, 3
@@ -56,3 +64,66 @@ def answer(question: Question, code: int, addresses: Sequence[Address] = ()) -> 
         for address in addresses
     ]
     return header + question.raw + b"".join(records)
+
+
+Places = list[tuple[int, int]]
+"""Where a service is: pairs of a network's number and the service's own number there."""
+Answer = Callable[[bytes], Awaitable[bytes | None]]
+
+
+class Names:
+    """Serves the socket that `lan.make_hub` made. `names` has for each network its names; `askers` whom to ask for all
+    other names, by the place that a question came from."""
+
+    def __init__(self, names: Mapping[int, Mapping[str, int]], askers: Mapping[tuple[int, int], Answer]) -> None:
+        self._names = names
+        self._askers = askers
+        self._sock: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def serve(self, fd: int) -> None:
+        self._sock = socket.socket(fileno=fd)
+        asyncio.get_running_loop().add_reader(self._sock, self._take, self._sock)
+
+    def _take(self, sock: socket.socket) -> None:
+        for _ in range(64):
+            try:
+                data, source = sock.recvfrom(4096)
+            except OSError:
+                return
+            if len(self._tasks) < 512:
+                task = asyncio.get_running_loop().create_task(self._reply(sock, data, source))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _reply(self, sock: socket.socket, data: bytes, source: Any) -> None:
+        reply = await self.answer(data, source[0])
+        if reply is not None and sock.fileno() >= 0:
+            try:
+                sock.sendto(reply, source)
+            except OSError:
+                return  # the client is gone, or its socket is full: it will ask again
+
+    async def answer(self, data: bytes, source: str) -> bytes | None:
+        """The answer to what the service at `source` asks; None if that is no question, or none of the services."""
+        question = read(data)
+        place = plumbing.asker(source)
+        if question is None or place not in self._askers:
+            return None
+        name = question.name.removesuffix(".")
+        own = [where for where in self._askers if where[1] == place[1]]
+        for network, _ in own:
+            host = self._names.get(network, {}).get(name)
+            if host is not None:
+                address = ipaddress.IPv4Address(plumbing.service_address(network, host))
+                return answer(question, OK, [address] if question.kind == A else [])
+        return await self._askers[place](data)
+
+    def close(self) -> None:
+        """Stop serving. Idempotent."""
+        if self._sock is not None:
+            asyncio.get_running_loop().remove_reader(self._sock)
+            self._sock.close()
+            self._sock = None
+        for task in list(self._tasks):
+            task.cancel()

@@ -14,19 +14,80 @@ import socket
 import struct
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from pier.network import dns, plumbing
-from pier.network.addresses import Synthetic
-from pier.network.attempts import read_attempt
-from pier.network.datagrams import Datagrams
-from pier.network.decision import Decision, Ledger, OnDecision
-from pier.network.outside import NoSuchName, Outside, Refused, Streams, Unreachable
-from pier.network.policy import NetworkPolicy
-from pier.network.relay import Transfer, relay, reset
-from pier.network.rules import Address, normal_name
-from pier.network.sniff import Disagreement, Watch
-from pier.network.targets import Targets
+from pier.network.outside import NoSuchName, Outside, Refused, Streams, Targets, Unreachable
+from pier.network.policy import Address, Decision, DecisionLog, NetworkPolicy, OnDecision, Synthetic, normal_name
+from pier.network.sniff import Disagreement, Sniffer
+from pier.network.udp import Datagrams, read_attempt
+
+_CHUNK = 1 << 18
+
+
+@dataclass(slots=True)
+class Transfer:
+    """What went through a connection, whether the policy let it, and whether nothing answered."""
+
+    allowed: bool = False
+    peer: str = ""
+    sent: int = 0
+    received: int = 0
+    outage: bool = False
+
+
+async def relay(client: Streams, server: Streams, watch: Sniffer | None, transfer: Transfer) -> None:
+    """Pass bytes until both sides have ended. Raises `Disagreement` before what disagrees was passed on."""
+    outward = asyncio.ensure_future(_outward(client[0], server[1], watch, transfer))
+    inward = asyncio.ensure_future(_inward(server, client[1], watch, transfer))
+    try:
+        done, _ = await asyncio.wait([outward, inward], return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        client[1].close()
+    finally:
+        outward.cancel()
+        inward.cancel()
+        await asyncio.gather(outward, inward, return_exceptions=True)
+
+
+async def _outward(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, watch: Sniffer | None, transfer: Transfer
+) -> None:
+    while data := await reader.read(_CHUNK):
+        passed = watch.feed(data) if watch else data
+        transfer.sent += len(passed)
+        writer.write(passed)
+        await writer.drain()
+    if watch and (rest := watch.end()):
+        writer.write(rest)
+    if writer.can_write_eof():
+        writer.write_eof()
+
+
+async def _inward(server: Streams, writer: asyncio.StreamWriter, watch: Sniffer | None, transfer: Transfer) -> None:
+    while data := await server[0].read(_CHUNK):
+        if watch and (freed := watch.heard(data)):
+            transfer.sent += len(freed)
+            server[1].write(freed)
+        transfer.received += len(data)
+        writer.write(data)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """End a connection that is not closing already, so that the other side learns it at once."""
+    sock = writer.get_extra_info("socket")
+    if sock is not None and not writer.transport.is_closing():
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        except OSError:
+            pass
+        writer.transport.abort()
+
 
 _ORIGINAL_DESTINATION = 80
 _GATEWAYS = (ipaddress.ip_address(plumbing.GATEWAY), ipaddress.ip_address(plumbing.GATEWAY6))
@@ -40,7 +101,7 @@ class Gatekeeper:
     def __init__(
         self, policy: NetworkPolicy, on_decision: OnDecision | None = None, outside: Outside | None = None
     ) -> None:
-        self.ledger = Ledger(on_decision)
+        self.ledger = DecisionLog(on_decision)
         self._outside = outside or Outside()
         self._synthetic = Synthetic()
         self._sockets: list[socket.socket] = []
@@ -233,11 +294,11 @@ class Gatekeeper:
         finally:
             server[1].close()
 
-    def _watch(self, name: str, targets: list[Address], port: int) -> Watch | None:
+    def _watch(self, name: str, targets: list[Address], port: int) -> Sniffer | None:
         """Compares what the client says with the name. Where rules name all addresses, TLS may name no server."""
         if self._targets.mode != "allowlist":
             return None
-        return Watch(name, nameless_tls=all(self._targets.allows_address(target, port) for target in targets))
+        return Sniffer(name, nameless_tls=all(self._targets.allows_address(target, port) for target in targets))
 
     def _told(self, address: Address) -> str:
         return self._synthetic.name(address) or str(address)

@@ -13,8 +13,8 @@ import errno
 import socket
 import struct
 
-from pier.network import nftables, plumbing
-from pier.network.rtnetlink import Netlink, attribute, message
+from pier.network import plumbing
+from pier.network.netlink import NETFILTER, Netlink, attribute, commit, message, refusing
 
 _GROUP = 7
 _HEAD = 600
@@ -38,7 +38,7 @@ _LISTEN = message(
     + attribute(6, struct.pack(">H", 1)),
 )
 """Binds a socket to the packet log: with packets, each at once, with a number."""
-_RULES = nftables.refusing(_GROUP, plumbing.GATEWAY)
+_RULES = refusing(_GROUP, plumbing.GATEWAY)
 
 
 def begin() -> tuple[dict[str, str], list[socket.socket]]:
@@ -56,11 +56,11 @@ def listen() -> list[socket.socket]:
     """Run by a sandbox's init in its network namespace: a socket that tells of refused packets, and one that sends
     answers to lookups. Nothing where the kernel cannot tell: what has no route is then refused in silence."""
     try:
-        netlink = Netlink(nftables.NETFILTER)
+        netlink = Netlink(NETFILTER)
         try:
             netlink.socket.send(_LISTEN)
             netlink.wait({1}, "cannot listen to refused packets (nfnetlink_log)")
-            nftables.commit(_RULES, netlink)
+            commit(_RULES, netlink)
             _route_here()
             answers = socket.socket(socket.AF_INET, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.IPPROTO_RAW)
         except OSError:

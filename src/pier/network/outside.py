@@ -1,4 +1,8 @@
-"""The machine's own network, as the gatekeeper uses it: names are resolved and connections made here, never inside."""
+"""The machine's own network: names are resolved and connections made here, never inside a sandbox.
+
+One function decides which addresses may be dialled under a policy, for sandboxes and for what this machine fetches on
+a task's behalf.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pier.network.rules import Address
+from pier.network.policy import Address, NetworkPolicy, Rules, is_loopback, normal_name, objection
 
 _FRESH_SECONDS = 30.0
 _DIAL_SECONDS = 20.0
@@ -152,3 +156,58 @@ async def _ask_by_stream(server: str, query: bytes) -> bytes:
         return await reader.readexactly(int.from_bytes(await reader.readexactly(2), "big"))
     finally:
         writer.close()
+
+
+_NEVER_NAMES = ("invalid", "localhost", "arpa")
+"""Last labels that no resolver outside is asked for."""
+
+
+class Targets:
+    """Finds addresses to dial, all of them checked. Raises `Refused`, or `Unreachable` if no resolver answers."""
+
+    def __init__(self, policy: NetworkPolicy, outside: Outside) -> None:
+        self.mode = policy.mode
+        self._rules = Rules(policy.hosts)
+        self._outside = outside
+
+    def may_look_up(self, name: str) -> bool:
+        if name.rpartition(".")[2] in _NEVER_NAMES:
+            return False
+        return self.mode == "public" or (self.mode == "allowlist" and self._rules.allows_name(name, None))
+
+    def allows_address(self, address: Address, port: int | None) -> bool:
+        """Whether a rule names this address. No rule leads to this machine's loopback."""
+        return self.mode == "allowlist" and self._rules.allows_address(address, port) and not is_loopback(address)
+
+    async def of_host(self, host: str, port: int) -> list[Address]:
+        """Where the host of a URL is: a name or an address."""
+        try:
+            return self.of_address(ipaddress.ip_address(host), port)
+        except ValueError:
+            pass
+        name = normal_name(host)
+        if name is None or not self.may_look_up(name):
+            raise Refused("not allowed")
+        return await self.of_name(name, port)
+
+    async def of_name(self, name: str, port: int) -> list[Address]:
+        """Those of a name's addresses that may be dialled: a name cannot lead to what only an address rule may."""
+        if self.mode == "none" or (self.mode == "allowlist" and not self._rules.allows_name(name, port)):
+            raise Refused("not allowed")
+        objections = ""
+        usable = []
+        for address in await self._outside.resolve(name):
+            objections = objection(address, private_too=self.mode == "allowlist")
+            if not objections or self.allows_address(address, port):
+                usable.append(address)
+        if not usable:
+            raise Refused(f"resolves to a {objections}" if objections else "has no address")
+        return usable
+
+    def of_address(self, address: Address, port: int) -> list[Address]:
+        why = "not allowed"
+        if self.allows_address(address, port):
+            return [address]
+        if self.mode == "public" and not (why := objection(address, private_too=False)):
+            return [address]
+        raise Refused(why)

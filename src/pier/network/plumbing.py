@@ -4,6 +4,10 @@ A second network namespace, the gateway's, hangs on the sandbox's own by a pair 
 its listening sockets are handed to pier, which serves them from outside, and when pier closes them the namespace is
 gone. A sandbox with the policy `none` has no such pair at all, only what `last_resort` makes.
 
+The services of one trial share private networks: a third namespace, the hub, holds one bridge for each network and no
+process, with a pair of linked interfaces into each service. All trials use the same addresses, since no hub reaches
+another. The hub is kept by a descriptor and goes with it.
+
 Standard library only: this runs in processes that can import nothing any more.
 """
 
@@ -18,12 +22,11 @@ import struct
 import time
 from collections.abc import Sequence
 
-from pier.network import nftables, offloads, rtnetlink
-from pier.network.rtnetlink import LOCAL, LOCAL_TABLE, Netlink
+from pier.network.netlink import LOCAL, LOCAL_TABLE, Netlink, cut_datagrams, divert, link_index
 
 LINK = "eth0"
 PRIVATE_LINK = "lan"
-"""How links begin that lead to services of the same trial (`pier.network.lan`) and nowhere else."""
+"""How links begin that lead to services of the same trial (`pier.network.plumbing`) and nowhere else."""
 GATEWAY, INSIDE, LENGTH = "192.0.0.1", "192.0.0.2", 30
 GATEWAY6, INSIDE6, LENGTH6 = "fd70:6965:72::1", "fd70:6965:72::2", 64
 SYNTHETIC, SYNTHETIC_LENGTH = "198.18.0.0", 15
@@ -66,7 +69,7 @@ def _make_gateway(sandbox: Netlink, inside: int, prefixes: Sequence[tuple[str, i
     with Netlink() as gateway:
         gateway.set_up(1)
         gateway.make_pair("gateway", LINK, inside, _MTU)
-        here, there = rtnetlink.link_index("gateway"), _index_in(inside)
+        here, there = link_index("gateway"), _index_in(inside)
         gateway.set_up(here)
         gateway.add_address(here, GATEWAY, LENGTH)
         is_public = ("0.0.0.0", 0) in [tuple(prefix) for prefix in prefixes]
@@ -74,7 +77,7 @@ def _make_gateway(sandbox: Netlink, inside: int, prefixes: Sequence[tuple[str, i
         six = _has_six(gateway, sandbox, here, there)
         _serve_prefixes(gateway, here, prefixes, six)
     listener = _listener(socket.AF_INET, 0)
-    nftables.divert(listener.getsockname()[1], datagrams=is_public)
+    divert(listener.getsockname()[1], datagrams=is_public)
     sockets = [listener, resolver(socket.AF_INET), _tap(_ATTEMPTS)]
     if six:
         sockets += [_listener(socket.AF_INET6, listener.getsockname()[1]), resolver(socket.AF_INET6)]
@@ -93,8 +96,8 @@ def _index_in(namespace: int) -> int:
     try:
         enter(namespace)
         try:
-            offloads.cut_datagrams(LINK)
-            return rtnetlink.link_index(LINK)
+            cut_datagrams(LINK)
+            return link_index(LINK)
         finally:
             enter(here)
     finally:
@@ -269,3 +272,68 @@ def _try_name(name: str, seconds: float) -> str:
                     errno.EPROTO, f"the resolver answered {answer[3] & 0x0F} for {name}, which does not exist"
                 )
     raise OSError(errno.ETIMEDOUT, "the sandbox's resolver does not answer")
+
+
+LAN_LENGTH = 24
+FIRST, LAST = 2, 254
+MOST = 200
+"""So many networks a trial can have."""
+
+_LAN_MTU = 65000
+
+
+def hub_address(network: int) -> str:
+    """Where the resolver of a private network is. The range is one for bench marks, which no policy ever dials."""
+    return f"198.19.{network}.1"
+
+
+def service_address(network: int, host: int) -> str:
+    return f"198.19.{network}.{host}"
+
+
+def make_hub(networks: int) -> list[int]:
+    """Run in a process that ends after it: make a hub, and answer descriptors of its namespace and of the socket that
+    hears what its networks ask for names."""
+    if _libc.unshare(NEW_NETWORK) != 0:
+        raise OSError(ctypes.get_errno(), "cannot make a network namespace")
+    with Netlink() as netlink:
+        netlink.set_up(1)
+        for number in range(networks):
+            netlink.make_bridge(_bridge(number))
+            index = link_index(_bridge(number))
+            netlink.add_address(index, hub_address(number), LAN_LENGTH)
+            netlink.set_up(index)
+            netlink.stop_forwarding(index)
+    return [os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC), resolver(socket.AF_INET).detach()]
+
+
+def join(hub: int, places: Sequence[tuple[int, int]]) -> None:
+    """Run in a service's namespace, by a process that ends after it: link it to networks of a hub. `places` are pairs
+    of a network's number and the service's own number there."""
+    with Netlink() as netlink:
+        for network, host in places:
+            link = f"{PRIVATE_LINK}{network}"
+            netlink.make_pair(link, _port(network, host), hub, _LAN_MTU)
+            index = link_index(link)
+            netlink.add_address(index, service_address(network, host), LAN_LENGTH)
+            netlink.set_up(index)
+    enter(hub)
+    with Netlink() as netlink:
+        for network, host in places:
+            index = link_index(_port(network, host))
+            netlink.set_master(index, link_index(_bridge(network)))
+            netlink.set_up(index)
+
+
+def asker(address: str) -> tuple[int, int]:
+    """The network and the number there of whoever asks from `address`."""
+    _, _, network, host = struct.unpack("4B", socket.inet_aton(address))
+    return network, host
+
+
+def _bridge(network: int) -> str:
+    return f"net{network}"
+
+
+def _port(network: int, host: int) -> str:
+    return f"port{network}.{host}"

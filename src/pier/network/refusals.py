@@ -8,10 +8,10 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable, Iterator
 
-from pier.network import last_resort, packets
-from pier.network.attempts import Attempt, read_attempt
-from pier.network.decision import Decision
+from pier.network import last_resort, udp
 from pier.network.plumbing import GATEWAY
+from pier.network.policy import Decision
+from pier.network.udp import ConnectAttempt, read_attempt
 
 _HEADER, _PAYLOAD, _SEQUENCE = 1, 9, 12
 _AT_ONCE = 256
@@ -22,7 +22,7 @@ _PAUSE = 0.25
 _MOST_LOOKUPS = 64
 """Lookups that are answered at once; of more only the attempt is noted, and whoever asks will ask again."""
 REASON = "no network"
-_MARK = packets.bare(253, "127.0.0.1", GATEWAY)
+_MARK = udp.bare(253, "127.0.0.1", GATEWAY)
 """A packet of pier's own, refused like any other: its number tells how many were lost before it."""
 
 Told = tuple[int, int, bytes]
@@ -93,7 +93,7 @@ class Refusals:
         self._note(Decision("ip", "anywhere", False, reason=f"{REASON}; too many at once to list", count=count))
 
     def _consider(self, protocol: int, packet: bytes) -> None:
-        sent = packets.read(packet, protocol)
+        sent = udp.read(packet, protocol)
         is_lookup = sent is not None and sent.kind == "udp" and sent.port == 53 and str(sent.address) == GATEWAY
         if sent is not None and is_lookup and len(self._lookups) < _MOST_LOOKUPS:
             task = self._loop.create_task(self._look_up(sent))
@@ -104,11 +104,11 @@ class Refusals:
         if attempt is not None and not _is_ours(packet, attempt):
             self._note(Decision(attempt.kind, str(attempt.address), False, attempt.port, REASON))
 
-    async def _look_up(self, sent: packets.Datagram) -> None:
+    async def _look_up(self, sent: udp.Datagram) -> None:
         reply = await self._answer(sent.payload)
         if reply is not None and self._answers.fileno() >= 0:
             with contextlib.suppress(OSError):
-                self._answers.sendto(packets.answer(sent, reply), (str(sent.source), 0))
+                self._answers.sendto(udp.answer(sent, reply), (str(sent.source), 0))
 
     def close(self) -> None:
         """Close the sockets; the kernel then has nobody to tell. Idempotent."""
@@ -122,7 +122,7 @@ class Refusals:
         self._answers.close()
 
 
-def _is_ours(packet: bytes, attempt: Attempt) -> bool:
+def _is_ours(packet: bytes, attempt: ConnectAttempt) -> bool:
     """Whether a packet comes of what pier does: a mark, or the kernel's word that nobody waits for an answer."""
     if str(attempt.address) != GATEWAY:
         return False

@@ -17,8 +17,7 @@ from typing import Literal
 from pier.errors import SandboxError
 from pier.image.model import Image, OnProgress
 from pier.lease import Held, Lease
-from pier.network.decision import OnDecision
-from pier.network.policy import NetworkMode, NetworkPolicy
+from pier.network.policy import NetworkMode, NetworkPolicy, OnDecision
 from pier.sandbox.compose.model import MAIN, Composition
 from pier.sandbox.order import BuildOrder
 

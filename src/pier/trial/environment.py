@@ -23,8 +23,7 @@ from pathlib import Path
 from pier.agent.contract import AGENT_LOGS
 from pier.errors import PolicyError, SandboxError, TaskError
 from pier.image.model import HOST, Image, OnProgress
-from pier.network.decision import OnDecision
-from pier.network.policy import NetworkPolicy
+from pier.network.policy import NetworkPolicy, OnDecision
 from pier.sandbox.compose import MAIN, Compose, Composition, Service
 from pier.sandbox.compose.storage import LOGS as SERVICE_LOGS
 from pier.sandbox.contract import Backend, Capabilities, Limits, Mount, Sandbox, SandboxSpec

@@ -23,8 +23,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from pier import files
 from pier.beneath import write_all
 from pier.errors import PierError, UsageError
-from pier.network.decision import Decision, OnDecision
-from pier.network.policy import NetworkPolicy
+from pier.network.policy import Decision, NetworkPolicy, OnDecision
 from pier.redact import Redactor, StreamRedactor
 from pier.sandbox import BACKENDS
 from pier.sandbox.contract import Stream

@@ -20,8 +20,7 @@ from pier.agent.contract import Agent
 from pier.agent.install import install
 from pier.errors import AgentError, SandboxError, StorageError
 from pier.image.model import Image, OnProgress
-from pier.network.decision import Decision, OnDecision
-from pier.network.policy import PUBLIC, NetworkPolicy
+from pier.network.policy import PUBLIC, Decision, NetworkPolicy, OnDecision
 from pier.redact import Redactor
 from pier.sandbox.compose import Composition
 from pier.sandbox.contract import Mount, Sandbox

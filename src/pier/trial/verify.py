@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from pier.errors import PathError, PierError, SandboxError, VerifierError
-from pier.network.decision import Decision, OnDecision
-from pier.network.policy import NONE, NetworkPolicy
+from pier.network.policy import NONE, Decision, NetworkPolicy, OnDecision
 from pier.redact import Redactor
 from pier.sandbox.contract import LOST, Change, Mount, Sandbox
 from pier.sandbox.tree.pack import SKIPPED

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from pier.errors import PierError, SandboxError
-from pier.network.decision import Decision
-from pier.network.policy import NetworkPolicy
+from pier.network.policy import Decision, NetworkPolicy
 from pier.sandbox.conformance.bench import Bench, check, refuses, run, until
 from pier.sandbox.contract import Sandbox, SandboxSpec
 

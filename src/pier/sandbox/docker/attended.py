@@ -12,8 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pier.errors import SandboxError
-from pier.network.decision import Decision
-from pier.network.policy import NetworkPolicy
+from pier.network.policy import Decision, NetworkPolicy
 from pier.sandbox.docker.group import CONTAINER_ENDED, ContainerGroup, until_frozen
 from pier.sandbox.docker.hub import Member, Places
 from pier.sandbox.docker.layers import find_layers

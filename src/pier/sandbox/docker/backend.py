@@ -20,7 +20,7 @@ from pier.errors import PierError, PolicyError, SandboxError, UsageError
 from pier.image.engine import engine_address
 from pier.image.model import Image, OnProgress
 from pier.lease import Held, Lease
-from pier.network.rules import Rules
+from pier.network.policy import Rules
 from pier.sandbox import arguments
 from pier.sandbox.closing import close_all, close_in_turn
 from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Limits, Sandbox, SandboxSpec

@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from pier.errors import SandboxError
-from pier.network.decision import OnDecision
-from pier.network.policy import NetworkPolicy
+from pier.network.policy import NetworkPolicy, OnDecision
 from pier.sandbox import seccomp
 from pier.sandbox.contract import Change
 from pier.sandbox.docker.client import maps_users

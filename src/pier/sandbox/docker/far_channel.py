@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from pier.errors import PolicyError, SandboxError
-from pier.network.decision import Decision, OnDecision
-from pier.network.policy import NetworkPolicy
+from pier.network.policy import Decision, NetworkPolicy, OnDecision
 from pier.sandbox.contract import Change
 from pier.sandbox.docker.attended import EVENT
 from pier.sandbox.docker.entering import Entered

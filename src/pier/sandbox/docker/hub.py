@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pier.network.names import Answer, Names
+from pier.network.dns import Answer, Names
 from pier.sandbox.linux.channel import Channel
 
 Places = list[tuple[int, int]]

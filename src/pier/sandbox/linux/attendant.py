@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from pier.network import lan, last_resort
+from pier.network import last_resort, plumbing
 from pier.sandbox.linux import inner, kernel, oom, wire, worker
 from pier.sandbox.linux.census import Census
 from pier.sandbox.linux.init import SPARE, Init, set_limits
@@ -158,9 +158,9 @@ class Attendant(Init):
     def _share_network(self, message: dict[str, Any], fds: list[int]) -> None:
         made: list[int] = []
         if message["op"] == "hub":
-            made = lan.make_hub(message["networks"])
+            made = plumbing.make_hub(message["networks"])
         else:
-            lan.join(fds[0], [(network, host) for network, host in message["places"]])
+            plumbing.join(fds[0], [(network, host) for network, host in message["places"]])
         wire.send(self.control, {"id": message["id"]}, made)
 
     def _seal(self, message: dict[str, Any]) -> None:

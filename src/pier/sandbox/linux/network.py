@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from pier.errors import PolicyError, SandboxError
-from pier.network.decision import Decision, OnDecision
 from pier.network.gatekeeper import Gatekeeper
-from pier.network.nftables import NETFILTER
-from pier.network.policy import NetworkMode, NetworkPolicy
+from pier.network.netlink import NETFILTER
+from pier.network.policy import Decision, NetworkMode, NetworkPolicy, OnDecision, Rules
 from pier.network.refusals import Refusals
-from pier.network.rules import Rules
 from pier.sandbox.linux.channel import Channel
 
 _EVERYTHING = [["0.0.0.0", 0], ["::", 0]]

@@ -13,8 +13,7 @@ from pier.home import pier_home
 from pier.idmap import IdMap
 from pier.image.model import Image
 from pier.lease import Held, Lease
-from pier.network.policy import NetworkMode
-from pier.network.rules import Rules
+from pier.network.policy import NetworkMode, Rules
 from pier.sandbox import arguments, cgroup
 from pier.sandbox.closing import close_all, close_in_turn
 from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Limits, SandboxSpec

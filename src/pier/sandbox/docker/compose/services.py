@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pier.errors import SandboxError, TaskError
-from pier.network import lan
-from pier.network.decision import Decision, OnDecision
-from pier.network.policy import NONE, NetworkPolicy
+from pier.network import plumbing
+from pier.network.policy import NONE, Decision, NetworkPolicy, OnDecision
 from pier.sandbox.closing import close_all, close_in_turn
 from pier.sandbox.compose.model import MAIN, Compose, Composition, Service
 from pier.sandbox.contract import Limits, SandboxSpec
@@ -50,13 +49,13 @@ class ServiceGroup:
         self._wanted = wanted
         self._compose: Compose = wanted.compose
         self._networks = {name: number for number, name in enumerate(self._compose.networks)}
-        self._hosts = {name: number for number, name in enumerate(self._compose.services, lan.FIRST)}
+        self._hosts = {name: number for number, name in enumerate(self._compose.services, plumbing.FIRST)}
         self._processes: dict[str, ServiceProcess] = {}
         self._volumes: TrialVolumes | None = None
         self._close_hub: Callable[[], Awaitable[None]] | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._most_memory = 0
-        if len(self._networks) > lan.MOST or len(self._hosts) > lan.LAST - lan.FIRST:
+        if len(self._networks) > plumbing.MOST or len(self._hosts) > plumbing.LAST - plumbing.FIRST:
             raise TaskError(f"{self._compose.path}: too many services or networks", code="compose")
 
     async def start(self) -> None:
@@ -106,9 +105,9 @@ class ServiceGroup:
     async def _start_container(self, service: Service, binds: list[str]) -> None:
         hostname = service.hostname or service.name
         places = self._places(service)
-        own = [f"{hostname}:{lan.service_address(*place)}" for place in places[:1]]
+        own = [f"{hostname}:{plumbing.service_address(*place)}" for place in places[:1]]
         more: dict[str, Any] = {
-            "Dns": [lan.hub_address(place[0]) for place in places[:1]],
+            "Dns": [plumbing.hub_address(place[0]) for place in places[:1]],
             "ExtraHosts": [*own, *(f"{name}:{address}" for name, address in service.extra_hosts.items())],
             "Binds": binds,
             "Tmpfs": dict(service.tmpfs),

@@ -9,15 +9,107 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
+import struct
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from pier.network import packets
-from pier.network.decision import Decision
 from pier.network.outside import Refused, Unreachable
-from pier.network.packets import Datagram
-from pier.network.rules import Address
+from pier.network.policy import Address, Decision, Kind
+
+_ICMP, _UDP, _ICMP6 = 1, 17, 58
+_ECHO, _ECHO_REPLY, _ECHO6, _ECHO_REPLY6 = 8, 0, 128, 129
+IPV4, IPV6 = 0x0800, 0x86DD
+ECHO_HEAD = 6
+LARGEST = 64_000
+"""How much may be sent back at once: what fits the link."""
+
+
+@dataclass(frozen=True, slots=True)
+class Datagram:
+    """What a sandbox sent: a datagram between two ports, or an echo request, whose `source_port` is its identifier and
+    whose `port` is 0. `head` is the beginning of the packet, to be quoted when it is refused."""
+
+    kind: Literal["udp", "icmp"]
+    source: Address
+    source_port: int
+    address: Address
+    port: int
+    payload: bytes
+    head: bytes
+
+
+def read(data: bytes, protocol: int) -> Datagram | None:
+    """A packet, without its link's header; None for fragments and what is neither kind."""
+    if protocol == IPV4 and len(data) >= 28 and not struct.unpack_from(">H", data, 6)[0] & 0x3FFF:
+        at, number = 4 * (data[0] & 0x0F), data[9]
+        source: Address = ipaddress.IPv4Address(data[12:16])
+        address: Address = ipaddress.IPv4Address(data[16:20])
+    elif protocol == IPV6 and len(data) >= 48:
+        at, number = 40, data[6]
+        source, address = ipaddress.IPv6Address(data[8:24]), ipaddress.IPv6Address(data[24:40])
+    else:
+        return None
+    if address.is_multicast or len(data) < at + 8:
+        return None
+    first, second, size = struct.unpack_from(">HHH", data, at)
+    head = data[: at + 8] if protocol == IPV4 else data[:1000]
+    if number == _UDP:
+        return Datagram("udp", source, first, address, second, data[at + 8 : at + max(size, 8)], head)
+    if (number, data[at]) in ((_ICMP, _ECHO), (_ICMP6, _ECHO6)):
+        return Datagram("icmp", source, size, address, 0, data[at + 6 :], head)
+    return None
+
+
+def answer(to: Datagram, payload: bytes) -> bytes:
+    """The packet that brings `payload` back to who sent `to`. Of an echo it begins with the sequence number."""
+    if to.kind == "udp":
+        body = struct.pack(">HHHH", to.port, to.source_port, 8 + len(payload), 0) + payload
+        return _packet(to, _UDP, body, checksum_at=6)
+    kind = _ECHO_REPLY if to.address.version == 4 else _ECHO_REPLY6
+    body = struct.pack(">BBHH", kind, 0, 0, to.source_port) + payload
+    return _packet(to, _ICMP if to.address.version == 4 else _ICMP6, body, checksum_at=2)
+
+
+def bare(number: int, source: str, target: str) -> bytes:
+    """An IPv4 packet of a protocol, with nothing in it; the kernel adds its checksum."""
+    ends = ipaddress.IPv4Address(source).packed + ipaddress.IPv4Address(target).packed
+    return struct.pack(">BBHHHBBH", 0x45, 0, 20, 0, 0x4000, 64, number, 0) + ends
+
+
+def echo_head(six: bool) -> bytes:
+    """What comes before the sequence number of an echo request; its checksum and identifier are the kernel's to set."""
+    return bytes([_ECHO6 if six else _ECHO]) + bytes(ECHO_HEAD - 1)
+
+
+def refusal(to: Datagram, *, prohibited: bool) -> bytes:
+    """The packet that tells that `to` may not pass, or that nobody listens there."""
+    if to.address.version == 4:
+        body = struct.pack(">BBHI", 3, 13 if prohibited else 3, 0, 0) + to.head
+        return _packet(to, _ICMP, body, checksum_at=2)
+    body = struct.pack(">BBHI", 1, 1 if prohibited else 4, 0, 0) + to.head
+    return _packet(to, _ICMP6, body, checksum_at=2)
+
+
+def _packet(to: Datagram, number: int, body: bytes, *, checksum_at: int) -> bytes:
+    """`body` from where `to` was sent to whom it came from."""
+    ends = to.address.packed + to.source.packed
+    pseudo = b"" if number == _ICMP else ends + struct.pack(">II", len(body), number)
+    checked = bytearray(body)
+    struct.pack_into(">H", checked, checksum_at, _checksum(pseudo + body) or 0xFFFF)
+    if to.address.version == 6:
+        return struct.pack(">IHBB", 6 << 28, len(body), number, 64) + ends + bytes(checked)
+    head = struct.pack(">BBHHHBBH", 0x45, 0, 20 + len(body), 0, 0x4000, 64, number, 0) + ends
+    return head[:10] + struct.pack(">H", _checksum(head)) + head[12:] + bytes(checked)
+
+
+def _checksum(data: bytes) -> int:
+    """The Internet checksum: ones' complement of the ones' complement sum of 16-bit words, which is the number that
+    all words make together, modulo 65535."""
+    return 0xFFFF - (int.from_bytes(data + b"\0" * (len(data) % 2), "big") % 0xFFFF or (0xFFFF if any(data) else 0))
+
 
 _IDLE_SECONDS = 120.0
 _MOST_FLOWS = 256
@@ -46,7 +138,7 @@ class Datagrams:
                 data, source = sock.recvfrom(_LARGEST)
             except OSError:
                 return
-            sent = packets.read(data, source[1])
+            sent = read(data, source[1])
             if sent is not None:
                 self._pass(sock, source, sent)
 
@@ -119,7 +211,7 @@ class _Flow:
     def _send(self, outside: socket.socket, payload: bytes) -> None:
         try:
             if self.first.kind == "icmp":
-                outside.send(packets.echo_head(outside.family == socket.AF_INET6) + payload)
+                outside.send(echo_head(outside.family == socket.AF_INET6) + payload)
             else:
                 outside.send(payload)
             self.sent += len(payload)
@@ -160,10 +252,10 @@ class _Flow:
                 return
             self._used = asyncio.get_running_loop().time()
             if self.first.kind == "icmp":
-                data = data[packets.ECHO_HEAD :]
+                data = data[ECHO_HEAD:]
             self.received += len(data)
-            if len(data) <= packets.LARGEST:
-                self._give(packets.answer(self.first, data))
+            if len(data) <= LARGEST:
+                self._give(answer(self.first, data))
 
     def _give(self, packet: bytes) -> None:
         if self._sock.fileno() >= 0:
@@ -176,8 +268,38 @@ class _Flow:
 
     def refuse(self, *, prohibited: bool) -> None:
         """Tell the sandbox that its datagrams do not arrive."""
-        self._give(packets.refusal(self.first, prohibited=prohibited))
+        self._give(refusal(self.first, prohibited=prohibited))
 
     def close(self) -> None:
         if not self._end.done():
             self._end.set_result(None)
+
+
+_KINDS: dict[int, Kind] = {1: "icmp", 6: "tcp", 17: "udp", 58: "icmp"}
+_IPV4, _IPV6 = 0x0800, 0x86DD
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectAttempt:
+    """Where a packet wants to go."""
+
+    kind: Kind
+    address: Address
+    port: int = 0
+
+
+def read_attempt(data: bytes, protocol: int) -> ConnectAttempt | None:
+    """The attempt that an IP packet makes; None for multicast, broadcast and what is no IP."""
+    if protocol == _IPV4 and len(data) >= 20:
+        address: Address = ipaddress.IPv4Address(data[16:20])
+        number, at = data[9], 4 * (data[0] & 0x0F)
+    elif protocol == _IPV6 and len(data) >= 40:
+        address = ipaddress.IPv6Address(data[24:40])
+        number, at = data[6], 40
+    else:
+        return None
+    if address.is_multicast:
+        return None
+    kind = _KINDS.get(number, "ip")
+    port = int.from_bytes(data[at + 2 : at + 4], "big") if kind in ("tcp", "udp") else 0
+    return ConnectAttempt(kind, address, port)
