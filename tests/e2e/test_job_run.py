@@ -143,7 +143,7 @@ def test_errors_are_no_zeros_and_can_be_retried(tmp_path: Path, tasks: Path) -> 
         (["-p", "tasks", "-e", "lokal"], "local"),
         (["-p", "tasks", "--user-agent", "x"], "simulated users"),
         (["-p", "tasks", "--launch"], "hosted service"),
-        (["-p", "tasks", "-k", "0"], "-k"),
+        (["-p", "tasks", "-k", "0"], "--n-attempts"),
         (["-p", "tasks", "--ak", "wrong"], "NAME=VALUE"),
         (["-p", "tasks", "--cpus", "guarantee"], "cpu_enforcement_policy"),
         (["-c", "gone.yaml"], "gone.yaml"),

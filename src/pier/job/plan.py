@@ -37,7 +37,8 @@ import click
 
 from pier.errors import UsageError
 from pier.files import write
-from pier.job.config import DatasetConfig, JobConfig, JobTask, fill, job_secrets, to_disk
+from pier.job.config import DatasetConfig, JobConfig, JobTask
+from pier.job.load import fill, job_secrets, to_disk
 from pier.redact import Redactor
 from pier.secret import is_secret, looks_secret
 from pier.task import Task, load_task, wanted_variables
@@ -108,7 +109,7 @@ class Plan:
 def check_tasks(tasks: Sequence[PlannedTask]) -> None:
     """`UsageError` if there is nothing to plan."""
     if not tasks:
-        raise UsageError("there is no task to run", hint="give a task or a directory of tasks with -p")
+        raise UsageError("there is no task to run", hint="pier run DIRECTORY")
 
 
 def make_plan(
@@ -330,6 +331,7 @@ NOT_ASKED = (
     "retry",
     "budget",
     "provider_retry",
+    "skip_credential_checks",
 )
 """What may differ between two commands that ask for the same job."""
 

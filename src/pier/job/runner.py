@@ -31,9 +31,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pier.errors import PierError, UsageError
-from pier.job.config import BudgetConfig, fill
+from pier.job.config import BudgetConfig
 from pier.job.directory import LOG, Job, explained, is_full, write_result
 from pier.job.ledger import Ledger, Outcome, Used, now
+from pier.job.load import fill
 from pier.job.plan import PlannedTrial
 from pier.job.progress import JobLog, Progress
 from pier.job.results import JobNumbers, outcome_of, outcome_of_error

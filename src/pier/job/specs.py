@@ -20,8 +20,9 @@ from pydantic import TypeAdapter, ValidationError
 from pier.agent.contract import Agent, AgentRun, Launch
 from pier.agent.registry import find_agent
 from pier.errors import JobError, TaskError, UsageError
-from pier.job.config import AgentConfig, EnvironmentConfig, JobConfig, fill, job_secrets
+from pier.job.config import AgentConfig, EnvironmentConfig, JobConfig
 from pier.job.ledger import Ledger
+from pier.job.load import fill, job_secrets
 from pier.job.plan import Plan, PlannedTask, PlannedTrial
 from pier.plugin import find
 from pier.redact import Redactor
