@@ -145,6 +145,11 @@ class AgentConfig(_Part):
         return self
 
     @property
+    def connection(self) -> dict[str, str]:
+        """What replaces the model's own address, key and format."""
+        return self.model_dump(include={"base_url", "model_api_key_name", "model_api_format"}, exclude_none=True)
+
+    @property
     def label(self) -> str:
         """What the agent is called in tables and results."""
         return self.name or str(self.import_path)
