@@ -43,7 +43,7 @@ pier runs coding agents in sandboxes, records everything they do, and grades the
 Start here:
   pier doctor                         check this machine
   pier task init hello                make a task
-  pier run hello                      run its reference solution and grade it
+  pier run hello --image host         run its reference solution and grade it, with this machine's software
   pier run hello -a AGENT -m MODEL    run an agent, e.g. -a claude-code -m anthropic/claude-sonnet-4-5
 
 All commands: pier --help"""

@@ -332,7 +332,7 @@ class MetricConfig(_Part):
     group = "Job"
 
     type: Literal["mean", "sum", "min", "max"] = Field(default="mean", description="mean, sum, min or max.")
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Read for Harbor's sake; has no effect.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Ignored; Harbor's files have it.")
 
 
 class JobConfig(_Part):
