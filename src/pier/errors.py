@@ -57,7 +57,7 @@ class PierError(Exception):
 
     def explain(self) -> str:
         """The message with its hint, as a person should see it."""
-        return f"{self.message}\n  try: {self.hint}" if self.hint else self.message
+        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
 
 
 class UsageError(PierError):

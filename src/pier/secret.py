@@ -19,6 +19,8 @@ SHORTEST = 8
 
 HIDDEN = "****"
 TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?\}", re.DOTALL)
+_AFTER_SCHEME = re.compile(rf"(?:[A-Za-z]{{1,12}} )?{TEMPLATE.pattern}", re.DOTALL)
+"""A template, also after the scheme of a header: `Bearer ${TOKEN}`."""
 
 _NAME = re.compile(
     r"KEY|SECRET|TOKEN(?!S)|PASSW|PASSPHRASE|CREDENTIAL|AUTH(?!OR(?!IZ))|COOKIE|BEARER|(?:^|_)PASS(?:$|_)|_PWD$",
@@ -125,7 +127,7 @@ def secret_values(env: Mapping[str, str], environ: Mapping[str, str], *, given: 
     """The secrets that the variables of `env` hold, or that their templates stand for. A template makes its value one
     that the user gave."""
     for name, value in env.items():
-        match = TEMPLATE.fullmatch(value)
+        match = _AFTER_SCHEME.fullmatch(value)
         real = environ.get(match[1], match[2] or "") if match else value
         if (
             looks_secret(name)
@@ -156,6 +158,6 @@ def env_on_disk(env: Mapping[str, str], environ: Mapping[str, str]) -> dict[str,
 
 def value_on_disk(name: str, value: str, environ: Mapping[str, str], *, given: bool = False) -> str:
     """One value as it may be written down."""
-    if not value or TEMPLATE.fullmatch(value) or not (looks_secret(name) or is_secret(name, value, given=given)):
+    if not value or _AFTER_SCHEME.fullmatch(value) or not (looks_secret(name) or is_secret(name, value, given=given)):
         return value
     return f"${{{name}}}" if environ.get(name) == value else HIDDEN

@@ -258,7 +258,7 @@ async def test_a_cancelled_build_leaves_nothing(bench: Bench) -> None:
 
 async def test_the_command_line_builds(bench: Bench) -> None:
     (bench.context / "Dockerfile").write_text("FROM busybox\nARG WHAT\nRUN echo built $WHAT; echo x >/f\n")
-    command = ["image", "build", str(bench.context), "-t", "app:1", "--build-arg", "WHAT=it", "--network", "none"]
+    command = ["image", "build", str(bench.context), "--tag", "app:1", "--build-arg", "WHAT=it", "--network", "none"]
     process = await asyncio.create_subprocess_exec(
         *[sys.executable, "-m", "pier", *command, "--json"],
         stdout=asyncio.subprocess.PIPE,

@@ -24,7 +24,9 @@ def pier(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 
 def test_run_passes_streams_and_the_exit_code(pier_home: Path) -> None:
     script = 'cat; echo "$A $PWD" >&2; exit 5'
-    done = pier("sandbox", "run", "-i", "-e", "A=b", "-w", "/tmp", "--", "sh", "-c", script, stdin="given")
+    done = pier(
+        "sandbox", "run", "--interactive", "--env", "A=b", "-w", "/tmp", "--", "sh", "-c", script, stdin="given"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (5, "given", "b /tmp\n")
     assert list((pier_home / "sandboxes").iterdir()) == []
     assert list((pier_home / "leases").iterdir()) == []
@@ -62,7 +64,17 @@ def test_a_named_sandbox_is_listed_reached_and_stopped(pier_home: Path) -> None:
             rows = _wait_for_one()
             assert rows[0]["name"] == "one" and rows[0]["image"] == "host" and rows[0]["pid"] == running.pid
             done = pier(
-                "sandbox", "exec", "-i", "-e", "A=b", "one", "--", "sh", "-c", "cat; echo $A; exit 3", stdin="in"
+                "sandbox",
+                "exec",
+                "--interactive",
+                "--env",
+                "A=b",
+                "one",
+                "--",
+                "sh",
+                "-c",
+                "cat; echo $A; exit 3",
+                stdin="in",
             )
             assert (done.returncode, done.stdout) == (3, "inb\n")
             assert pier("sandbox", "exec", rows[0]["id"][:6], "true").returncode == 0
@@ -86,7 +98,8 @@ def test_a_terminal_is_passed_through() -> None:
     pid, master = pty.fork()
     if pid == 0:
         os.execv(
-            sys.executable, [*PIER, "sandbox", "run", "-it", "--", "sh", "-c", "test -t 0 && read x && echo got-$x"]
+            sys.executable,
+            [*PIER, "sandbox", "run", "--interactive", "--tty", "--", "sh", "-c", "test -t 0 && read x && echo got-$x"],
         )
     seen = b""
     os.write(master, b"typed\n")

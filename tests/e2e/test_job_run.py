@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import ClassVar
 
 import pytest
 
@@ -143,7 +146,7 @@ def test_errors_are_no_zeros_and_can_be_retried(tmp_path: Path, tasks: Path) -> 
         (["-p", "tasks", "-e", "lokal"], "local"),
         (["-p", "tasks", "--user-agent", "x"], "simulated users"),
         (["-p", "tasks", "--launch"], "hosted service"),
-        (["-p", "tasks", "-k", "0"], "-k"),
+        (["-p", "tasks", "-k", "0"], "--n-attempts"),
         (["-p", "tasks", "--ak", "wrong"], "NAME=VALUE"),
         (["-p", "tasks", "--cpus", "guarantee"], "cpu_enforcement_policy"),
         (["-c", "gone.yaml"], "gone.yaml"),
@@ -247,6 +250,63 @@ def test_an_agent_with_a_model_is_counted_and_held_to_its_budget(tmp_path: Path)
     assert stats["n_input_tokens"] > 0 and stats["n_output_tokens"] > 0
     pier(*command, "--job-name", "k", "--max-turns", "1", cwd=tmp_path)
     assert rewards_of(tmp_path / "jobs" / "k") == [0]
+
+
+class Provider(BaseHTTPRequestHandler):
+    """Answers every call with `hi`, and keeps where it went and with which key."""
+
+    calls: ClassVar[list[tuple[str, str | None]]] = []
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.calls.append((self.path, self.headers["Authorization"]))
+        message = {"role": "assistant", "content": "hi"}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "usage": usage,
+                  "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}  # fmt: skip
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.mark.plain
+def test_a_model_at_another_address_with_a_key_of_another_name(tmp_path: Path) -> None:
+    make_task(tmp_path / "tasks" / "one")
+    (tmp_path / "agent.py").write_text(CALL)
+    mounts = [{"type": "bind", "source": str(tmp_path), "target": "/agent", "read_only": True}]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Provider) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        command = ["run", "tasks", "-a", "command", "--ak", "command=python3 - < /agent/agent.py", "-m", "lab/one",
+                   "--base-url", f"http://127.0.0.1:{server.server_port}/v1", "--api-key-name", "LAB_KEY",
+                   "--api-format", "openai_chat_completions", "--mounts", json.dumps(mounts)]  # fmt: skip
+        assert "LAB_KEY" in pier(*command, "--job-name", "j", cwd=tmp_path, code=2).stderr
+        pier(*command, "--job-name", "k", "--skip-credential-checks", cwd=tmp_path, code=1)
+        assert not Provider.calls
+        pier(*command, "--job-name", "l", cwd=tmp_path, LAB_KEY="secret-of-the-lab")
+        server.shutdown()
+    assert rewards_of(tmp_path / "jobs" / "l") == [1]
+    assert Provider.calls == [("/v1/chat/completions", "Bearer secret-of-the-lab")] * 2
+    config = json.loads((trials_of(tmp_path / "jobs" / "l")[0] / "config.json").read_text())
+    assert config["agent"]["model_api_key_name"] == "LAB_KEY"
+
+
+def test_ignored_files_of_tests_stay_out_of_the_sandbox(tmp_path: Path) -> None:
+    check = "test -e /tests/data && test ! -e /tests/notes.md && test ! -e /tests/.harborignore"
+    task = make_task(tmp_path / "one", test=f"{check}; echo $((! $?)) > /logs/verifier/reward.txt")
+    (task / "tests" / "data").write_text("")
+    (task / "tests" / "notes.md").write_text("")
+    (task / "tests" / ".harborignore").write_text("*.md\n")
+    pier("run", "one", "--job-name", "j", cwd=tmp_path)
+    assert rewards_of(tmp_path / "jobs" / "j") == [1]
+
+
+def test_the_first_steps_work(tmp_path: Path) -> None:
+    pier("task", "init", "hello", cwd=tmp_path)
+    pier("run", "hello", "--job-name", "j", cwd=tmp_path)
+    assert rewards_of(tmp_path / "jobs" / "j") == [1]
 
 
 def test_without_verification_a_job_is_done_without_verdicts(tmp_path: Path, tasks: Path) -> None:

@@ -100,7 +100,7 @@ def build(context: Path, name: str, dockerfile: str) -> None:
     """Build an image into pier's own store, as a user does."""
     context.mkdir(exist_ok=True)
     (context / "Dockerfile").write_text(dockerfile)
-    pier("image", "build", context, "-t", name)
+    pier("image", "build", context, "--tag", name)
 
 
 SERVICES = """\

@@ -103,7 +103,11 @@ def test_digests_are_harbors(tmp_path: Path) -> None:
     more |= {"tests__build__x": "4", "tests__a__deep__y.bin": "5", "tests__a__z.bin": "6", "README.md": "7"}
     write_task(tmp_path / "t", **more)
     write_task(tmp_path / "u", **{"tests____pycache____x.pyc": "1", "environment__.DS_Store": "2"})
-    paths = [*sorted((ROOT / "examples" / "tasks").iterdir()), tmp_path / "t", tmp_path / "u"]
+    more = {"tests__.harborignore": "*.tmp\n!keep.tmp\n/data/\n", "tests__a.tmp": "1", "tests__sub__keep.tmp": "2"}
+    more |= {"tests__data__x": "3", "tests__sub__data__y": "4", "tests__sub__.harborignore": "keep.tmp\n!b.tmp\n"}
+    more |= {"tests__sub__b.tmp": "5", "environment__.harborignore": "x\n", "environment__x": "6"}
+    write_task(tmp_path / "v", **more | {"solution__.harborignore": "*.md\n", "solution__notes.md": "7"})
+    paths = [*sorted((ROOT / "examples" / "tasks").iterdir()), *(tmp_path / name for name in "tuv")]
     done = subprocess.run([interpreter, "-c", DIGEST, *map(str, paths)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert [f"sha256:{line}" for line in done.stdout.split()] == [load_task(path).digest for path in paths]

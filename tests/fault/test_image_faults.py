@@ -59,7 +59,7 @@ async def test_a_killed_build_leaves_no_layer_and_goes_on_later(tmp_path: Path) 
     (context / "Dockerfile").write_text(
         "FROM busybox\nRUN echo one >/one\nRUN echo begun; test -e /stop || sleep 600\n"
     )
-    command = [*PIER, "build", str(context), "-t", "app", "--network", "none"]
+    command = [*PIER, "build", str(context), "--tag", "app", "--network", "none"]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, stderr=log, start_new_session=True)
     try:

@@ -65,6 +65,14 @@ def test_mcp_servers_are_passed_on(name: str) -> None:
     assert "/bin/serve" in text and "http://h/sse" in text
 
 
+@pytest.mark.parametrize("name", [name for name in PACKED if name not in ("pi", "aider", "mini-swe-agent")])
+def test_headers_of_mcp_servers_are_passed_on_or_warned_about(name: str) -> None:
+    warnings: list[str] = []
+    server = McpServer("web", "streamable-http", url="http://h/mcp", headers={"X-Token": "abcdef"})
+    text = told(launch(name, mcp_servers=(server,), warn=warnings.append))
+    assert ("X-Token" in text and "abcdef" in text) or "web" in warnings[0]
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_every_pack_is_pinned(name: str) -> None:
     spec = pack_spec(name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,12 @@ def test_commands_in_examples_exist(page: Path) -> None:
             if command not in COMMANDS:
                 unknown.append(command)
     assert unknown == []
+
+
+def test_the_page_of_settings_is_current() -> None:
+    made = subprocess.run([sys.executable, ROOT / ".ci/settings"], capture_output=True, text=True, check=True).stdout
+    page = ROOT / "docs/reference/settings.md"
+    assert page.read_text() == made, f"run: .ci/settings > {page.relative_to(ROOT)}"
 
 
 def test_named_tests_exist() -> None:

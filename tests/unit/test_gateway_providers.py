@@ -22,6 +22,20 @@ pytestmark = pytest.mark.plain
 ENV = {"ANTHROPIC_API_KEY": "ka", "OPENAI_API_KEY": "ko", "GOOGLE_API_KEY": "kg", "OPENROUTER_API_KEY": "kr"}
 
 
+def test_a_model_may_have_another_address_key_and_format(tmp_path: Path) -> None:
+    known = Directory.load(ENV, tmp_path / "none.toml")
+    there = known.connected("openai/gpt-5", ENV, base_url="http://127.0.0.1:9/v1")
+    assert (there.model, there.provider.url, there.provider.key) == ("gpt-5", "http://127.0.0.1:9/v1", "ko")
+    own = known.connected("gpt-5", {"MINE": "km"}, model_api_key_name="MINE", model_api_format="openai_responses")
+    assert (own.provider.key, own.provider.dialects) == ("km", ("responses",))
+    custom = known.connected("org/model", {}, base_url="http://h", model_api_format="anthropic_messages")
+    assert (custom.model, custom.provider.key, custom.provider.dialects) == ("org/model", None, ("anthropic",))
+    with pytest.raises(UsageError, match="no key"):
+        known.connected("gpt-5", {}, model_api_key_name="MINE").provider.check()
+    with pytest.raises(UsageError):
+        known.connected("org/model", {}, model_api_key_name="MINE")
+
+
 @pytest.mark.parametrize(
     ("model", "provider", "name", "key"),
     [

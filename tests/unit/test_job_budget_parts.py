@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from pier.gateway.budget import Reservation
-from pier.job.config import BudgetConfig, JobConfig, RetryConfig
-from pier.job.flags import apply_flags
+from pier.job.config import BudgetConfig, RetryConfig
 from pier.job.ledger import Ledger, Outcome, Used
 from pier.job.plan import PlannedTrial
 from pier.job.results import outcome_of
@@ -26,13 +25,6 @@ class Nobody:
     def ended(self, trial: PlannedTrial, outcome: Outcome) -> None: ...
 
     def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None: ...
-
-
-def test_limits_of_the_job_and_of_each_trial_are_two_things() -> None:
-    flags = {"max_turns": 5, "job_max_turns": 9, "job_max_tokens": 10, "job_max_cost": 1.5}
-    config = JobConfig(**apply_flags({"budget": {"wall_time": 60}}, flags))
-    assert config.agents[0].budget == BudgetConfig(turns=5)
-    assert config.budget == BudgetConfig(turns=9, total_tokens=10, cost_usd=1.5, wall_time=60)
 
 
 def test_what_was_used_outlives_the_runner(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -10,13 +11,24 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pier.cli.options import given_settings
+from pier.cli.run import run
 from pier.errors import UsageError
-from pier.job.config import NOT_DONE, fill, hide, load_job, merge, parse, read_env_file, secrets_in
-from pier.job.directory import to_disk
-from pier.job.flags import apply_flags, pairs
-from pier.secret import HIDDEN
+from pier.job.config import BudgetConfig, JobConfig
+from pier.job.config import settings as settings_of_jobs
+from pier.job.load import apply_flags, fill, hide, merge, parse, read_env_file, read_job, to_disk
+from pier.job.unsupported import UNSUPPORTED
+from pier.secret import HIDDEN, secrets_in
 
 pytestmark = pytest.mark.plain
+
+GOLDEN = "edba2e8dfb0d231e39547eb52f5a435645d5deee3b40b615b3894bc961053611"
+"""Of the default settings as the first version wrote them."""
+
+
+def given_flags(*args: str) -> list:
+    """The settings that a command line sets."""
+    return list(given_settings(run.make_context("run", list(args)).params))
 
 
 def test_a_file_with_several_agents_and_datasets(tmp_path: Path) -> None:
@@ -31,7 +43,7 @@ def test_a_file_with_several_agents_and_datasets(tmp_path: Path) -> None:
             }
         )
     )
-    config = load_job([path])
+    config = read_job([str(path)])
     assert [agent.label for agent in config.agents] == ["oracle", "codex"]
     assert config.datasets[1].task_names == ["a*"]
     assert config.environment.backend == "docker"
@@ -80,7 +92,8 @@ def test_what_harbor_has_and_pier_not_is_refused_by_name() -> None:
 
 def test_what_pier_does_not_do_is_passed_over_when_it_asks_for_nothing() -> None:
     data: dict = {}
-    for key in NOT_DONE:
+    keys = [name for names, _, _ in UNSUPPORTED for name in names.split() if not name.startswith("-")]
+    for key in keys:
         *outer, last = key.split(".")
         if outer == ["agents"]:
             data.setdefault("agents", [{"name": "oracle"}])[0][last] = None
@@ -119,7 +132,7 @@ def test_any_bytes_are_a_config_or_a_usage_error(tmp_path_factory: pytest.TempPa
         path = tmp_path_factory.mktemp("job") / f"job{suffix}"
         path.write_bytes(data)
         try:
-            load_job([path])
+            read_job([str(path)])
         except UsageError as error:
             assert str(path) in error.message
 
@@ -153,14 +166,10 @@ def test_env_files(tmp_path: Path) -> None:
 def test_flags_win_over_files_and_several_models_make_several_agents(tmp_path: Path) -> None:
     config = apply_flags(
         {"n_attempts": 2, "agents": [{"name": "a", "kwargs": {"x": 1}}], "datasets": [{"path": "gone"}]},
-        {
-            "n_attempts": 5,
-            "agent": "codex",
-            "model": ("m1", "m2"),
-            "agent_kwarg": ("n=3", "s=text"),
-            "path": (str(tmp_path),),
-            "include_task_name": ("h*",),
-        },
+        given_flags(
+            *("-k", "5", "-a", "codex", "-m", "m1", "-m", "m2", "--ak", "n=3", "--ak", "s=text"),
+            *("-p", str(tmp_path), "-i", "h*"),
+        ),
     )
     assert config["n_attempts"] == 5
     assert [(agent["name"], agent["model_name"]) for agent in config["agents"]] == [("codex", "m1"), ("codex", "m2")]
@@ -168,9 +177,72 @@ def test_flags_win_over_files_and_several_models_make_several_agents(tmp_path: P
     assert config["datasets"] == [{"path": str(tmp_path), "task_names": ["h*"]}]
 
 
+def test_limits_of_the_job_and_of_each_trial_are_two_things() -> None:
+    given = given_flags("--max-turns", "5", "--job-max-turns", "9", "--job-max-tokens", "10", "--job-max-cost", "1.5")
+    config = JobConfig(**apply_flags({"budget": {"wall_time": 60}}, given))
+    assert config.agents[0].budget == BudgetConfig(turns=5)
+    assert config.budget == BudgetConfig(turns=9, total_tokens=10, cost_usd=1.5, wall_time=60)
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts"),
+    [
+        (("-n", "x"), ["'x'", "--n-concurrent", "an integer >= 1"]),
+        (("-k", "0"), ["'0'", "--n-attempts", "an integer >= 1"]),
+        (("--max-cost", "nan"), ["--max-cost", "a number > 0"]),
+        (("--cpus", "some"), ["--cpus", "auto, limit"]),
+        (("--base-url", "models"), ["--base-url", "http"]),
+        (("--mounts", "{}"), ["--mounts", "list"]),
+        (("--job-name", "a/b"), ["'a/b'", "job_name", "one directory"]),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_flag_and_what_is_expected(flags: tuple[str, ...], facts: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_job([], given_flags(*flags))
+    assert all(fact in caught.value.message for fact in ["invalid value", *facts])
+
+
+def test_values_that_may_be_secret_are_not_shown() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse({"agents": [{"env": {"API_KEY": 12345678}}]}, "job.yaml")
+    assert "agents[0].env.API_KEY" in caught.value.message and "12345678" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", [name for names, _, _ in UNSUPPORTED for name in names.split() if name[0] == "-"])
+def test_flags_of_harbor_that_pier_does_not_support_name_an_alternative(name: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        given_flags(name)
+    assert caught.value.code == "not-done" and caught.value.hint and name in caught.value.message
+
+
+def test_lists_of_hosts_and_instructions_join_those_of_the_files_and_others_replace() -> None:
+    files = {"agents": [{"extra_allowed_hosts": ["a"]}], "extra_instructions": ["x"], "artifacts": ["/a"]}
+    given = given_flags("--allow-agent-host", "b", "--extra-instruction", "y", "--artifact", "/b")
+    config = parse(apply_flags(files, given), "flags")
+    assert config.agents[0].extra_allowed_hosts == ["a", "b"]
+    assert config.extra_instructions == ["x", "y"] and config.artifacts == ["/b"]
+
+
+def test_every_setting_has_a_description_and_every_flag_one_setting() -> None:
+    assert all(setting.help for setting in settings_of_jobs())
+    names = [name for setting in settings_of_jobs() for name in setting.names]
+    assert len(names) == len(set(names))
+
+
+def test_settings_added_later_leave_the_record_of_a_job_unchanged() -> None:
+    """An unfinished job of an earlier version is found by the digest of its settings."""
+    added = {"base_url", "model_api_key_name", "model_api_format", "extra_allowed_hosts", "skip_credential_checks"}
+    disk = to_disk(JobConfig(), {})
+    assert disk["agents"][0].keys() & added == {"extra_allowed_hosts"}
+    assert disk["verifier"].keys() & added == set() and disk.keys() & added == set()
+    assert hashlib.sha256(json.dumps(disk, sort_keys=True).encode()).hexdigest() == GOLDEN
+    changed = parse({"agents": [{"base_url": "http://127.0.0.1:1"}]}, "here")
+    assert to_disk(changed, {})["agents"][0]["base_url"] == "http://127.0.0.1:1"
+
+
 def test_pairs_need_an_equals_sign() -> None:
-    with pytest.raises(UsageError, match="--ae"):
-        pairs("--ae", ["nothing"])
+    with pytest.raises(UsageError, match="--agent-env"):
+        apply_flags({}, given_flags("--ae", "nothing"))
 
 
 def test_what_stands_on_disk_is_read_back_the_same() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pier.errors import UsageError
 from pier.gateway import Gateway
-from pier.job.config import JobConfig, fill
-from pier.job.directory import to_disk
+from pier.job.config import JobConfig
+from pier.job.load import fill, to_disk
 from pier.record.reader import read
 from pier.redact import REDACTED, Redactor, StreamRedactor
 from pier.rollout.samples import samples_of

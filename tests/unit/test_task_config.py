@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from pier.errors import PierError, TaskError
 from pier.task import load_task
 from pier.task.load import read_config, strip_canary
-from pier.task.model import TaskConfig, parse_size_mb, resolve_env, wanted_variables
+from pier.task.model import (
+    TaskConfig,
+    parse_size_mb,
+    resolve_env,
+    resolve_headers,
+    wanted_in_headers,
+    wanted_variables,
+)
 from tests.trial_runs import TOML, write_task
 
 pytestmark = pytest.mark.plain
@@ -98,6 +105,26 @@ def refused(tmp_path: Path, text: str) -> str:
         read_config(path)
     assert str(path) in str(caught.value)
     return str(caught.value)
+
+
+def test_cpus_may_be_a_fraction() -> None:
+    assert config("[environment]\ncpus = 0.5").environment.cpus == 0.5
+    assert isinstance(config("[environment]\ncpus = 2").environment.cpus, int)
+
+
+def test_headers_of_mcp_servers_are_checked_and_filled(tmp_path: Path) -> None:
+    server = "[[environment.mcp_servers]]\nname = 'x'\nurl = 'http://h'\n"
+    (found,) = config(
+        server + "headers = {Authorization = 'Bearer ${TOKEN}', X-Mode = '${MODE:-fast}'}"
+    ).environment.mcp_servers
+    assert wanted_in_headers(found.headers) == {"TOKEN": None, "MODE": "fast"}
+    filled = resolve_headers(found.headers, where="x", environ={"TOKEN": "t"})
+    assert filled == {"Authorization": "Bearer t", "X-Mode": "fast"}
+    with pytest.raises(TaskError, match="TOKEN"):
+        resolve_headers(found.headers, where="x", environ={})
+    assert "header" in refused(tmp_path, server + "headers = {'a b' = 'c'}")
+    stdio = "[[environment.mcp_servers]]\nname = 'x'\ntransport = 'stdio'\ncommand = 'c'\nheaders = {A = 'b'}"
+    assert "headers" in refused(tmp_path, stdio)
 
 
 def test_all_keys_of_the_format_are_read(tmp_path: Path) -> None:

@@ -153,6 +153,8 @@ def test_networks_of_phases(tmp_path: Path) -> None:
     assert plan.baseline == NetworkPolicy("allowlist", ("b.org:8443",))
     assert plan.steps[0].agent == NetworkPolicy("allowlist", ("a.org", "c.org"))
     assert plan.steps[0].verifier == plan.baseline
+    more = plan_network(task.config.environment, task.steps, verifier_hosts=("d.org",))
+    assert more.steps[0].verifier == NetworkPolicy("allowlist", ("d.org",)) and more.baseline == NONE
     closed = plan_network(task.config.environment, task.steps, override=NONE)
     assert (closed.baseline, closed.steps[0].agent, closed.steps[0].verifier) == (NONE, NONE, NONE)
     assert with_hosts(NetworkPolicy("public"), ("a.org",)) == NetworkPolicy("public")

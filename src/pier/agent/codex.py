@@ -81,4 +81,6 @@ def _home(run: AgentRun) -> str:
 
 
 def _mcp(server: McpServer) -> dict[str, Any]:
-    return {"command": server.command, "args": list(server.args)} if server.command else {"url": server.url}
+    if server.command:
+        return {"command": server.command, "args": list(server.args)}
+    return {"url": server.url, **({"http_headers": dict(server.headers)} if server.headers else {})}

@@ -30,6 +30,7 @@ class McpServer:
     url: str | None = None
     command: str | None = None
     args: tuple[str, ...] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def _ignore(text: str) -> None:

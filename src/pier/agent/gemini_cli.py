@@ -7,7 +7,7 @@ from typing import Any
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
 from pier.agent.options import choice, mapping, merged, words
-from pier.agent.packed import PackedAgent, bare, mcp_servers, model_of
+from pier.agent.packed import PackedAgent, bare, headers_of, mcp_servers, model_of
 
 HOME = f"{AGENT_LOGS}/gemini"
 ENTRY = f"{PACK_PATH}/node_modules/@google/gemini-cli/bundle/gemini.js"
@@ -67,4 +67,5 @@ class GeminiCli(PackedAgent):
 def _mcp(server: dict[str, Any]) -> dict[str, Any]:
     if server["type"] == "stdio":
         return {"command": server["command"], "args": server["args"], "trust": True}
-    return {"url" if server["type"] == "sse" else "httpUrl": server["url"], "trust": True}
+    address = {"url" if server["type"] == "sse" else "httpUrl": server["url"]}
+    return {**address, **headers_of(server), "trust": True}

@@ -30,6 +30,8 @@ class Goose(PackedAgent):
                 argv += ["--with-extension", " ".join((server.command, *server.args))]
             else:
                 argv += ["--with-streamable-http-extension", server.url or ""]
+                if server.headers:
+                    run.warn(f"goose takes no headers for MCP servers on its command line: {server.name}")
         return Launch([*argv, "--instructions", "-"], self._env(run), stdin=run.instruction.encode())
 
     def _env(self, run: AgentRun) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pier.agent.contract import PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
 from pier.agent.options import Flag, choice, flags, mapping, merged
-from pier.agent.packed import PackedAgent, mcp_servers, model_of
+from pier.agent.packed import PackedAgent, headers_of, mcp_servers, model_of
 
 PROVIDER = "pier"
 SDKS = {
@@ -75,4 +75,4 @@ class OpenCode(PackedAgent):
 def _mcp(server: dict[str, Any]) -> dict[str, Any]:
     if server["type"] == "stdio":
         return {"type": "local", "command": [server["command"], *server["args"]], "enabled": True}
-    return {"type": "remote", "url": server["url"], "enabled": True}
+    return {"type": "remote", "url": server["url"], **headers_of(server), "enabled": True}

@@ -9,6 +9,7 @@ from pier.agent.contract import AGENT_LOGS, Agent, AgentRun, Launch
 from pier.errors import TaskError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
 from pier.sandbox.parcel import deliver
+from pier.task.digest import without_ignored
 
 SOLUTION_PATH = "/solution"
 SCRIPT = "solve.sh"
@@ -29,7 +30,8 @@ class OracleAgent(Agent):
     async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
         launch = self.launch(run)
         assert run.solution is not None
-        await deliver(sandbox, run.solution, SOLUTION_PATH, program=SCRIPT, owner=run.user)
+        with without_ignored(run.solution) as solution:
+            await deliver(sandbox, solution, SOLUTION_PATH, program=SCRIPT, owner=run.user)
         result = await sandbox.exec(
             list(launch.argv),
             cwd=run.workdir,

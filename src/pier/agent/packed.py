@@ -150,4 +150,11 @@ def mcp_servers(run: AgentRun) -> dict[str, dict[str, Any]]:
         else:
             kind = "sse" if server.transport == "sse" else "http"
             found[server.name] = {"type": kind, "url": server.url}
+            if server.headers:
+                found[server.name]["headers"] = dict(server.headers)
     return found
+
+
+def headers_of(server: dict[str, Any]) -> dict[str, Any]:
+    """The headers of a server from `mcp_servers`, under the same key."""
+    return {"headers": server["headers"]} if "headers" in server else {}

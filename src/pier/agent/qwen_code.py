@@ -7,7 +7,7 @@ from typing import Any
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
 from pier.agent.options import Flag, flags, mapping, merged, words
-from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, mcp_servers, model_of
+from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, headers_of, mcp_servers, model_of
 
 HOME = f"{AGENT_LOGS}/qwen"
 ENTRY = f"{PACK_PATH}/node_modules/@qwen-code/qwen-code/cli-entry.js"
@@ -55,4 +55,5 @@ class QwenCode(PackedAgent):
 def _mcp(server: dict[str, Any]) -> dict[str, Any]:
     if server["type"] == "stdio":
         return {"command": server["command"], "args": server["args"], "trust": True}
-    return {"url" if server["type"] == "sse" else "httpUrl": server["url"], "trust": True}
+    address = {"url" if server["type"] == "sse" else "httpUrl": server["url"]}
+    return {**address, **headers_of(server), "trust": True}

@@ -95,8 +95,8 @@ def pull(name: str, quiet: bool, env: str, as_json: bool) -> None:
 
 @image.command()
 @click.argument("context", default=".", type=click.Path(path_type=Path))
-@click.option("-f", "--file", "dockerfile", type=click.Path(path_type=Path), help="Default: CONTEXT/Dockerfile.")
-@click.option("-t", "--tag", help="The image's name.")
+@click.option("--file", "dockerfile", type=click.Path(path_type=Path), help="Default: CONTEXT/Dockerfile.")
+@click.option("--tag", help="The image's name.")
 @click.option("--build-arg", "build_args", multiple=True, metavar="NAME=VALUE", help="The value of an ARG.")
 @click.option("--target", help="The stage to build, instead of the last one.")
 @click.option("--network", type=click.Choice(["public", "none"]), default="public", help="What RUN and ADD may reach.")

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from pier.cli.run import run, with_limits
+from pier.cli.options import LimitsCommand
+from pier.cli.run import run
 
 DIRECTORY = click.argument("directory", type=click.Path(path_type=Path), required=False)
 JOB_PATH = click.option("-p", "--job-path", type=click.Path(path_type=Path), hidden=True)
@@ -48,11 +49,10 @@ def show(directory: Path | None, job_path: Path | None, trials: bool, as_json: b
     show_job(_directory(directory, job_path), trials=trials, as_json=as_json)
 
 
-@job.command()
+@job.command(cls=LimitsCommand)
 @DIRECTORY
 @JOB_PATH
-@with_limits
-@click.option("-f", "--filter-error-type", "error_types", multiple=True, help="Also run these errors again.")
+@click.option("--filter-error-type", "error_types", multiple=True, help="Also run these errors again.")
 @CONCURRENT
 @ENV_FILE
 @QUIET
@@ -66,10 +66,9 @@ def resume(directory: Path | None, job_path: Path | None, error_types: tuple[str
     _exit(again_and_report(_directory(directory, job_path), wanted, *_how(flags), _limits(flags)))
 
 
-@job.command()
+@job.command(cls=LimitsCommand)
 @DIRECTORY
 @JOB_PATH
-@with_limits
 @click.option(
     "--only",
     type=click.Choice(["infra", "errored", "failed"]),
@@ -120,7 +119,7 @@ def _directory(argument: Path | None, option: Path | None) -> Path:
 
 def _how(flags: dict[str, Any]) -> tuple[dict[str, str], Any, int | None]:
     from pier.job.command import Show
-    from pier.job.config import read_env_file
+    from pier.job.load import read_env_file
 
     env = dict(os.environ)
     if flags["env_file"]:

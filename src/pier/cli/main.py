@@ -1,4 +1,4 @@
-"""The `pier` command: finds the group, loads only its module, and turns errors into words and exit codes.
+"""The `pier` command: finds the group, loads only its module, and turns errors into messages and exit codes.
 
 Exit codes: 0 done, 1 something failed, 2 wrong usage or configuration (a task that cannot be read, too), 130
 interrupted.
@@ -10,11 +10,16 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from pier import __version__
 from pier.errors import PierError
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("pier.cli.run:run", "Run agents on tasks and grade the results."),
@@ -28,8 +33,53 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "image": ("pier.cli.image:image", "Import, pull, build and remove images."),
     "doctor": ("pier.cli.doctor:doctor", "Check this machine and suggest fixes."),
     "gc": ("pier.cli.gc:gc", "Remove what dead runs left behind."),
+    "completion": ("pier.cli.completion:completion", "Print shell completion for bash, zsh or fish."),
 }
 """Every command: where it is (`module:attribute`) and its one line of help, so that help imports no command."""
+
+FIRST_STEPS = """\
+pier runs coding agents in sandboxes, records everything they do, and grades the result.
+
+Start here:
+  pier doctor                         check this machine
+  pier task init hello                make a task
+  pier run hello --image host         run its reference solution and grade it, with this machine's software
+  pier run hello -a AGENT -m MODEL    run an agent, e.g. -a claude-code -m anthropic/claude-sonnet-4-5
+
+All commands: pier --help"""
+
+_state = {"debug": False}
+
+
+def enable_debug() -> None:
+    """Print debug messages from now on, and tracebacks of errors."""
+    import logging
+    import platform
+
+    if not _state["debug"]:
+        _state["debug"] = True
+        logging.basicConfig(format="%(name)s: %(message)s")
+        logging.getLogger("pier").setLevel(logging.DEBUG)
+        about = (__version__, platform.python_version(), platform.platform())
+        logging.getLogger("pier").debug("version %s, Python %s, %s", *about)
+
+
+def _debug_option() -> click.Option:
+    def callback(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value:
+            enable_debug()
+
+    help = "Print tracebacks and debug messages."
+    return click.Option(["--debug"], is_flag=True, expose_value=False, callback=callback, help=help)
+
+
+def _with_debug(command: click.Command) -> click.Command:
+    """The command and all commands below it, with `--debug`."""
+    if not any("--debug" in param.opts for param in command.params):
+        command.params.append(_debug_option())
+    for inner in command.commands.values() if isinstance(command, click.Group) else ():
+        _with_debug(inner)
+    return command
 
 
 class LazyGroup(click.Group):
@@ -42,7 +92,13 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return _with_debug(getattr(importlib.import_module(module), attribute))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        found = [CompletionItem(name, help=COMMANDS[name][1]) for name in COMMANDS if name.startswith(incomplete)]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -61,10 +117,27 @@ class LazyGroup(click.Group):
             raise click.UsageError(error.message + question, ctx) from None
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    invoke_without_command=True,
+    params=[_debug_option()],
+)
 @click.version_option(__version__, prog_name="pier")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Run coding agents in sandboxes, record everything they do, and grade the result so that it can be trusted."""
+    if ctx.invoked_subcommand is None:
+        fresh = not any(Path(name).exists() for name in ("jobs", "tasks", "task.toml"))
+        click.echo(FIRST_STEPS if fresh else ctx.get_help())
+
+
+def _explain(error: click.ClickException) -> str:
+    """A message in the style of pier's own errors."""
+    text = error.format_message()
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    hint = f"\nhint: {context.command_path} --help" if context else ""
+    return text[:1].lower() + text[1:].rstrip(".") + hint
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -74,11 +147,15 @@ def main(args: Sequence[str] | None = None) -> None:
     except click.exceptions.Exit as stop:
         code = stop.exit_code
     except click.ClickException as error:
-        error.show()
+        click.echo(f"pier: {_explain(error)}", err=True)
         code = 2
     except click.Abort:
         code = 130
     except PierError as error:
+        if _state["debug"]:
+            import traceback
+
+            traceback.print_exc()
         click.echo(f"pier: {error.explain()}", err=True)
         code = 2 if error.blame in ("user", "task") else 1
     except BrokenPipeError:

@@ -50,9 +50,9 @@ def _exec_options(function: Any) -> Any:
     for option in (
         click.option("-w", "--workdir", metavar="DIR", help="Where the command starts."),
         click.option("-u", "--user", metavar="USER", help="Name or uid[:gid] that the command runs as."),
-        click.option("-e", "--env", multiple=True, metavar="NAME=VALUE", help="Set a variable; NAME alone takes ours."),
-        click.option("-t", "--tty", is_flag=True, help="Give the command a terminal."),
-        click.option("-i", "--interactive", is_flag=True, help="Pass stdin on."),
+        click.option("--env", multiple=True, metavar="NAME=VALUE", help="Set a variable; NAME alone takes ours."),
+        click.option("--tty", is_flag=True, help="Give the command a terminal."),
+        click.option("--interactive", is_flag=True, help="Pass stdin on."),
     ):
         function = option(function)
     return function

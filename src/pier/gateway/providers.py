@@ -119,6 +119,13 @@ _BUILT_IN: tuple[tuple[str, str, tuple[DialectName, ...], tuple[str, ...], tuple
     ),
     ("openrouter", "https://openrouter.ai/api", ("chat",), ("OPENROUTER_API_KEY",), ("OPENROUTER_BASE_URL",)),
 )
+_FORMATS: Mapping[str, DialectName] = {
+    "openai_chat_completions": "chat",
+    "openai_responses": "responses",
+    "anthropic_messages": "anthropic",
+    "google_generate_content": "gemini",
+}
+"""Dialects by Harbor's names."""
 _ALIASES = {"gemini": "google"}
 _FAMILIES = ((r"claude", "anthropic"), (r"gpt-|o\d|codex|chatgpt", "openai"), (r"gemini", "google"))
 
@@ -153,6 +160,34 @@ class Directory:
             hint=f"write {near[0]}/MODEL" if near else "add it to providers.toml, or give its address with --upstream",
             code="provider-unknown",
         )
+
+    def connected(
+        self,
+        model: str,
+        environ: Mapping[str, str] | None = None,
+        *,
+        base_url: str | None = None,
+        model_api_key_name: str | None = None,
+        model_api_format: str | None = None,
+    ) -> Target:
+        """Who serves `model`, with another address, the key in another variable, or another format. An unknown provider
+        with an address is a custom one, and `model` is its name for the model."""
+        env = os.environ if environ is None else environ
+        try:
+            found = self.target(model)
+        except UsageError:
+            if base_url is None:
+                raise
+            found = Target(at_address(base_url), model)
+        provider = found.provider
+        if base_url:
+            dialects = ("chat", "responses") if provider.name == "openai" else provider.dialects
+            provider = replace(provider, url=base_url, dialects=dialects, key_name=None)
+        if model_api_key_name:
+            provider = replace(provider, key=env.get(model_api_key_name), key_name=model_api_key_name)
+        if model_api_format:
+            provider = replace(provider, dialects=(_FORMATS[model_api_format],))
+        return Target(provider, found.model)
 
     def target(self, model: str, upstream: str | None = None) -> Target:
         """Who serves `model`: `PROVIDER/MODEL`, a name that says its maker (`claude-...`), or any at `upstream`,

@@ -14,9 +14,10 @@ from typing import Any
 
 import click
 
-from pier.job.config import JobConfig, to_disk
+from pier.job.config import JobConfig
 from pier.job.directory import Job, open_existing, open_for, open_regrade, read_config, result_of
 from pier.job.ledger import Ledger
+from pier.job.load import to_disk
 from pier.job.plan import Plan, plan_job
 from pier.job.progress import PlainProgress, Progress
 from pier.job.results import size_of

@@ -1,75 +1,142 @@
-"""What a job is asked to do, as it stands in `config.json` and in job files.
+"""The settings of a job: one model from which job files, the flags of `pier run`, `--print-config`, the lock and the
+reference page are made.
 
-Field names are Harbor's, so that either program reads the other's file; fields of pier's own (`image`, `keep_state`,
-`n_concurrent_builds`, ...) are ones that Harbor passes over. Unknown keys are refused by name in `load`.
-
-Job files: YAML or JSON into a `JobConfig`, with every complaint naming the file and the key.
-
-Several files are layers: later ones win for single values, lists are joined, an empty list clears. Keys of Harbor's
-that ask for what pier does not do are refused by name; left at their neutral value they are passed over.
-
-`${NAME}` templates, and what of a configuration may be written to disk.
-
-Templates stay templates in every file: they are filled in memory only, right before use. A literal value that is
-secret (see `pier.secret`) is written as `${NAME}` when the host's variable of that name holds the same, else as `****`,
-and a secret inside a longer text as `[REDACTED]`; such a value cannot be read back, so resuming from the files alone
-asks for it.
+Keys are Harbor's, so that either program reads the other's files; keys that only pier has (`image`, `keep_state`,
+`n_concurrent_builds`, ...) are ignored by Harbor. A field's description is its help; a `Flag` in its annotation is its
+spelling on the command line. Fields added after the first release are left out of dumps at their default
+(`exclude_if`), so that a job from before they existed is still recognised as the same job.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
-import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-
-from pier.errors import UsageError
-from pier.redact import REDACTED, Redactor
-from pier.sandbox import BACKENDS
-from pier.secret import HIDDEN, is_secret, looks_secret, secrets_in, secrets_in_text, value_on_disk
+from annotated_types import Ge, Gt
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 Policy = Literal["auto", "limit", "request", "guarantee", "ignore"]
+ApiFormat = Literal["openai_chat_completions", "openai_responses", "anthropic_messages", "google_generate_content"]
+Form = Literal["value", "pairs", "typed-pairs", "json", "text-file", "mcp-file"]
+"""How a flag's text becomes a value: as it is, from NAME=VALUE (typed: VALUE may be JSON), from JSON, from a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """The spelling of a setting on the command line: its names, separated by spaces, with `/` before the negative ones.
+    `common` is its place among the flags that help shows first. With `entry` the value is that entry of a table; with
+    `joins` a list adds to that of the job files."""
+
+    names: str
+    metavar: str | None = None
+    form: Form = "value"
+    group: str | None = None
+    common: int = 0
+    help: str | None = None
+    entry: str | None = None
+    joins: bool = False
+    hidden: bool = False
+    expects: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FlagPrefix:
+    """What the flags of a table begin with instead of `--`, and their group."""
+
+    prefix: str
+    group: str
+
+
+def _is_empty(value: Any) -> bool:
+    return not value
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
+    group: ClassVar[str]
+
+
+_Factor = Annotated[float | None, Gt(0)]
+_Seconds = Annotated[float | None, Gt(0)]
 
 
 class BudgetConfig(_Part):
-    """What one trial's agent, or all agents of a job together, may use of their models; None means unlimited."""
+    """Limits on model use: an agent's are for each of its trials, the job's for all trials together."""
 
-    turns: int | None = Field(default=None, gt=0)
-    input_tokens: int | None = Field(default=None, gt=0)
-    output_tokens: int | None = Field(default=None, gt=0)
-    total_tokens: int | None = Field(default=None, gt=0)
-    cost_usd: float | None = Field(default=None, gt=0)
-    wall_time: float | None = Field(default=None, gt=0)
-    requests_per_minute: int | None = Field(default=None, gt=0)
+    group = "Limits for each trial"
+
+    turns: Annotated[int | None, Flag("--max-turns", "N")] = Field(
+        default=None, gt=0, description="Stop after N model calls."
+    )
+    input_tokens: int | None = Field(default=None, gt=0, description="Stop after this many input tokens.")
+    output_tokens: int | None = Field(default=None, gt=0, description="Stop after this many output tokens.")
+    total_tokens: Annotated[int | None, Flag("--max-tokens", "N")] = Field(
+        default=None, gt=0, description="Stop after N tokens, input and output together."
+    )
+    cost_usd: Annotated[float | None, Flag("--max-cost", "USD", common=8)] = Field(
+        default=None, gt=0, description="Stop after this cost in dollars."
+    )
+    wall_time: float | None = Field(default=None, gt=0, description="Stop after this many seconds.")
+    requests_per_minute: int | None = Field(default=None, gt=0, description="Most model calls a minute.")
 
 
 class AgentConfig(_Part):
-    """One agent with its model and options. Each agent of a job runs on each of its tasks. With `direct` no gateway
-    stands before its model; with `install_in_sandbox` it is not mounted in a pack."""
+    """One agent with its model and options. Each agent of a job runs on each of its tasks."""
 
-    name: str | None = None
-    import_path: str | None = None
-    model_name: str | None = None
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    env: dict[str, str] = Field(default_factory=dict)
-    override_timeout_sec: float | None = Field(default=None, gt=0)
-    override_setup_timeout_sec: float | None = Field(default=None, gt=0)
-    max_timeout_sec: float | None = Field(default=None, gt=0)
-    extra_allowed_hosts: list[str] = Field(default_factory=list)
-    mcp_servers: list[dict[str, Any]] = Field(default_factory=list)
-    direct: bool = False
-    install_in_sandbox: bool = False
-    budget: BudgetConfig = Field(default_factory=BudgetConfig)
+    group = "Agent"
+
+    name: Annotated[
+        str | None,
+        Flag("-a --agent", "NAME", common=1),
+        Flag("--agent-import-path", "MODULE:CLASS", hidden=True),
+    ] = Field(default=None, description="The agent: a name, NAME@VERSION or module:Class.  [default: oracle]")
+    import_path: str | None = Field(default=None, description="An agent written in Python, module:Class.")
+    model_name: Annotated[str | None, Flag("-m --model", "MODEL", common=2)] = Field(
+        default=None, description="The model, e.g. openai/gpt-5, script:FILE or replay:FILE; repeat for several."
+    )
+    base_url: Annotated[str | None, Flag("--base-url", "URL", group="Model", expects="an http or https URL")] = Field(
+        default=None, pattern=r"^(https?://[^/\s]+\S*|\$\{.*\})$", exclude_if=_is_empty,
+        description="Address of the model's API instead of the provider's own.",
+    )  # fmt: skip
+    model_api_key_name: Annotated[
+        str | None, Flag("--api-key-name", "NAME", group="Model", expects="the name of a variable")
+    ] = Field(
+        default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", exclude_if=_is_empty,
+        description="Variable of this machine that holds the model's API key.",
+    )  # fmt: skip
+    model_api_format: Annotated[ApiFormat | None, Flag("--api-format", "FORMAT", group="Model")] = Field(
+        default=None, exclude_if=_is_empty,
+        description="Format of the model's API: openai_chat_completions, openai_responses, anthropic_messages or "
+        "google_generate_content.",
+    )  # fmt: skip
+    kwargs: Annotated[
+        dict[str, Any],
+        Flag("--ak --agent-kwarg", "K=V", "typed-pairs"),
+        Flag("--effort", "LEVEL", entry="reasoning_effort", help="The reasoning effort, if the agent has one."),
+    ] = Field(default_factory=dict, description="An option of the agent.")
+    env: Annotated[dict[str, str], Flag("--ae --agent-env", "K=V", "pairs")] = Field(
+        default_factory=dict, description="A variable for the agent; ${NAME} is filled in right before use."
+    )
+    override_timeout_sec: _Seconds = Field(default=None, description="Time limit instead of the task's.")
+    override_setup_timeout_sec: _Seconds = Field(default=None, description="Time limit for installing the agent.")
+    max_timeout_sec: _Seconds = Field(default=None, description="Upper bound of the task's time limit.")
+    extra_allowed_hosts: Annotated[list[str], Flag("--allow-agent-host", "HOST", joins=True)] = Field(
+        default_factory=list, description="A host that the agent may reach."
+    )
+    mcp_servers: Annotated[list[dict[str, Any]], Flag("--mcp-config", "FILE", "mcp-file", joins=True)] = Field(
+        default_factory=list, description="MCP servers for the agent, from a JSON file such as .mcp.json."
+    )
+    direct: Annotated[bool, Flag("--direct", group="Model")] = Field(
+        default=False,
+        description="Let the agent call its provider itself, with keys from --ae: no recording, no limits.",
+    )
+    install_in_sandbox: Annotated[bool, Flag("--install-in-sandbox")] = Field(
+        default=False, description="Install the agent in each sandbox with npm or pip instead of mounting a pack."
+    )
+    budget: BudgetConfig = Field(default_factory=BudgetConfig, description="Limits for each trial of this agent.")
 
     @model_validator(mode="after")
     def _has_a_name(self) -> AgentConfig:
@@ -78,29 +145,65 @@ class AgentConfig(_Part):
         return self
 
     @property
+    def connection(self) -> dict[str, str]:
+        """What replaces the model's own address, key and format."""
+        return self.model_dump(include={"base_url", "model_api_key_name", "model_api_format"}, exclude_none=True)
+
+    @property
     def label(self) -> str:
         """What the agent is called in tables and results."""
         return self.name or str(self.import_path)
 
 
 class EnvironmentConfig(_Part):
-    """Where trials run. `type` is a backend's name; other programs find pier's own backends by `import_path`."""
+    """The sandboxes that trials run in. Other programs find pier's backends by `import_path`."""
 
-    type: str | None = None
-    import_path: str | None = None
-    force_build: bool = False
-    delete: bool = True
-    cpu_enforcement_policy: Policy = "auto"
-    memory_enforcement_policy: Policy = "auto"
-    override_cpus: float | None = Field(default=None, gt=0)
-    override_memory_mb: int | None = Field(default=None, ge=0)
-    override_storage_mb: int | None = Field(default=None, ge=0)
-    override_processes: int | None = Field(default=None, ge=0)
-    override_gpus: int | None = Field(default=None, ge=0)
-    mounts: list[dict[str, Any]] = Field(default_factory=list)
-    env: dict[str, str] = Field(default_factory=dict)
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    extra_allowed_hosts: list[str] = Field(default_factory=list)
+    group = "Sandbox"
+
+    type: Annotated[
+        str | None,
+        Flag("-e --env --environment", "BACKEND", common=5),
+        Flag("--environment-import-path", "MODULE:CLASS", hidden=True),
+    ] = Field(default=None, description="Where trials run: local, docker or module:Class.  [default: local]")
+    import_path: str | None = Field(default=None, description="A backend written in Python, module:Class.")
+    force_build: Annotated[bool, Flag("--force-build/--no-force-build")] = Field(
+        default=False, description="Build images even if the task names a prebuilt one."
+    )
+    delete: Annotated[bool, Flag("--delete/--no-delete")] = Field(
+        default=True, description="Delete each sandbox's state after its trial."
+    )
+    cpu_enforcement_policy: Annotated[Policy, Flag("--cpus", "POLICY")] = Field(
+        default="auto", description="How CPU limits are enforced: auto or limit."
+    )
+    memory_enforcement_policy: Annotated[Policy, Flag("--memory", "POLICY")] = Field(
+        default="auto", description="How memory limits are enforced: auto or limit."
+    )
+    override_cpus: Annotated[float | None, Flag("--override-cpus", "N")] = Field(
+        default=None, gt=0, description="CPUs for each sandbox; may be a fraction."
+    )
+    override_memory_mb: Annotated[int | None, Flag("--override-memory-mb", "MB")] = Field(
+        default=None, ge=0, description="Memory for each sandbox; 0 for unlimited."
+    )
+    override_storage_mb: Annotated[int | None, Flag("--override-storage-mb", "MB")] = Field(
+        default=None, ge=0, description="Disk for each sandbox; 0 for unlimited."
+    )
+    override_processes: Annotated[int | None, Flag("--override-processes", "N")] = Field(
+        default=None, ge=0, description="Processes for each sandbox; 0 for unlimited."
+    )
+    override_gpus: Annotated[int | None, Flag("--override-gpus", "N")] = Field(
+        default=None, ge=0, description="GPUs for each sandbox."
+    )
+    mounts: Annotated[list[dict[str, Any]], Flag("--mounts --mounts-json", "JSON", "json")] = Field(
+        default_factory=list,
+        description="Mounts: a list of {type: bind, source, target, read_only} or {type: tmpfs, target}.",
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Variables of each sandbox.")
+    kwargs: Annotated[dict[str, Any], Flag("--ek --environment-kwarg", "K=V", "typed-pairs")] = Field(
+        default_factory=dict, description="An option of the backend."
+    )
+    extra_allowed_hosts: Annotated[list[str], Flag("--allow-environment-host", "HOST", joins=True)] = Field(
+        default_factory=list, description="A host that sandboxes may reach, in every phase."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -115,6 +218,8 @@ class EnvironmentConfig(_Part):
     @property
     def backend(self) -> str:
         """The backend as `open_backend` takes it."""
+        from pier.sandbox import BACKENDS
+
         for name, place in BACKENDS.items():
             if place == self.import_path:
                 return name
@@ -124,103 +229,191 @@ class EnvironmentConfig(_Part):
 class VerifierConfig(_Part):
     """How results are graded."""
 
-    override_timeout_sec: float | None = Field(default=None, gt=0)
-    max_timeout_sec: float | None = Field(default=None, gt=0)
-    env: dict[str, str] = Field(default_factory=dict)
-    disable: bool = False
-    kill_processes: bool = False
+    group = "Verifier"
+
+    override_timeout_sec: _Seconds = Field(default=None, description="Time limit instead of the task's.")
+    max_timeout_sec: _Seconds = Field(default=None, description="Upper bound of the task's time limit.")
+    env: Annotated[dict[str, str], Flag("--ve --verifier-env", "K=V", "pairs")] = Field(
+        default_factory=dict, description="A variable for the verifier."
+    )
+    extra_allowed_hosts: Annotated[list[str], Flag("--allow-verifier-host", "HOST", joins=True)] = Field(
+        default_factory=list, exclude_if=_is_empty, description="A host that the verifier may reach."
+    )
+    disable: Annotated[bool, Flag("--disable-verification/--enable-verification")] = Field(
+        default=False, description="Do not grade."
+    )
+    kill_processes: Annotated[bool, Flag("--kill-processes/--keep-processes")] = Field(
+        default=False, description="Kill processes that the agent left running before the tests run."
+    )
 
 
 class RetryConfig(_Part):
-    """When a trial that failed is run again. Without lists, an error's own `retryable` decides."""
+    """When a failed trial is run again. Without lists, an error's own `retryable` decides."""
 
-    max_retries: int = Field(default=0, ge=0)
-    include_exceptions: list[str] | None = None
-    exclude_exceptions: list[str] | None = None
-    wait_multiplier: float = Field(default=2.0, ge=1)
-    min_wait_sec: float = Field(default=1.0, ge=0)
-    max_wait_sec: float = Field(default=60.0, ge=0)
+    group = "Retries"
+
+    max_retries: Annotated[int, Flag("-r --max-retries", "N")] = Field(
+        default=0, ge=0, description="Retries of a trial that failed through no fault of the agent."
+    )
+    include_exceptions: Annotated[list[str] | None, Flag("--retry-include", "ERROR")] = Field(
+        default=None, description="Retry only these errors: class name or code."
+    )
+    exclude_exceptions: Annotated[list[str] | None, Flag("--retry-exclude", "ERROR")] = Field(
+        default=None, description="Never retry these errors."
+    )
+    wait_multiplier: float = Field(default=2.0, ge=1, description="Factor between two waits.")
+    min_wait_sec: float = Field(default=1.0, ge=0, description="Wait before the first retry.")
+    max_wait_sec: float = Field(default=60.0, ge=0, description="Longest wait before a retry.")
 
 
 class ProviderRetryConfig(_Part):
-    """How often, and for how long, the gateway retries a model call that a provider's rate limit or outage holds up,
-    before the agent sees the error. After a rate limit, ten times as many attempts are made within the same time."""
+    """How often the gateway retries a model call at a provider that is busy or down, before the agent sees the error.
+    After a rate limit, ten times as many attempts are made within the same time."""
 
-    max_attempts: int = Field(default=6, ge=1)
-    max_wait_sec: float = Field(default=180.0, ge=0)
+    group = "Retries"
+
+    max_attempts: Annotated[int, Flag("--provider-attempts", "N")] = Field(
+        default=6, ge=1, description="Attempts of each model call at a failing provider."
+    )
+    max_wait_sec: Annotated[float, Flag("--provider-wait", "SECONDS")] = Field(
+        default=180.0, ge=0, description="Longest wait for a failing provider."
+    )
 
 
 class DatasetConfig(_Part):
     """A set of tasks: a directory, a `dataset.toml`, a git reference, or a named one from a `registry.json`."""
 
-    path: str | None = None
-    name: str | None = None
-    version: str | None = None
-    registry_path: str | None = None
-    task_names: list[str] | None = None
-    exclude_task_names: list[str] | None = None
-    n_tasks: int | None = Field(default=None, gt=0)
-    sample_seed: int | None = None
+    group = "Tasks"
+
+    path: Annotated[str | None, Flag("-p --path", "PATH")] = Field(
+        default=None, description="A task, a directory of tasks, or URL#PATH of a git repository; same as TASKS."
+    )
+    name: Annotated[str | None, Flag("-d --dataset", "NAME[@VERSION]")] = Field(
+        default=None, description="A dataset of --registry-path."
+    )
+    version: str | None = Field(default=None, description="The version of the named dataset.")
+    registry_path: Annotated[str | None, Flag("--registry-path", "FILE")] = Field(
+        default=None, description="A registry.json file."
+    )
+    task_names: Annotated[list[str] | None, Flag("-i --include-task-name", "GLOB", common=6)] = Field(
+        default=None, description="Run only tasks whose name matches."
+    )
+    exclude_task_names: Annotated[list[str] | None, Flag("-x --exclude-task-name", "GLOB")] = Field(
+        default=None, description="Skip tasks whose name matches."
+    )
+    n_tasks: Annotated[int | None, Flag("-l --n-tasks", "N", common=7)] = Field(
+        default=None, gt=0, description="Run only the first N tasks."
+    )
+    sample_seed: Annotated[int | None, Flag("--sample-seed", "SEED")] = Field(
+        default=None, description="Shuffle the tasks with this seed before taking the first N."
+    )
 
     @model_validator(mode="after")
     def _has_a_source(self) -> DatasetConfig:
         if (self.path is None) == (self.name is None):
-            raise ValueError("give either path or name")
+            raise ValueError("expected either path or name")
         return self
 
 
 class JobTask(_Part):
     """One task: a directory, or `path` inside the git repository `git_url`."""
 
-    path: str
-    git_url: str | None = None
-    git_commit_id: str | None = None
-    source: str | None = None
+    group = "Tasks"
+
+    path: Annotated[str, Flag("-t --task", "PATH")] = Field(description="A single task: a directory, or URL#PATH.")
+    git_url: str | None = Field(default=None, description="The git repository that holds the task.")
+    git_commit_id: str | None = Field(default=None, description="The commit to check out.")
+    source: str | None = Field(default=None, description="The dataset that the task is counted to.")
 
 
 class MetricConfig(_Part):
     """A metric over the rewards of one agent on one dataset."""
 
-    type: Literal["mean", "sum", "min", "max"] = "mean"
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    group = "Job"
+
+    type: Literal["mean", "sum", "min", "max"] = Field(default="mean", description="mean, sum, min or max.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Ignored; Harbor's files have it.")
 
 
 class JobConfig(_Part):
-    """A whole job. Its `budget` is for all trials together, an agent's is for each of its trials."""
+    """A whole job."""
 
-    job_name: str | None = None
-    jobs_dir: str = "jobs"
-    n_attempts: int = Field(default=1, ge=1)
-    timeout_multiplier: float = Field(default=1.0, gt=0)
-    agent_timeout_multiplier: float | None = Field(default=None, gt=0)
-    verifier_timeout_multiplier: float | None = Field(default=None, gt=0)
-    agent_setup_timeout_multiplier: float | None = Field(default=None, gt=0)
-    environment_build_timeout_multiplier: float | None = Field(default=None, gt=0)
-    debug: bool = False
-    n_concurrent_trials: int = Field(default=4, ge=1)
-    n_concurrent_builds: int = Field(default=2, ge=1)
-    quiet: bool = False
-    retry: RetryConfig = Field(default_factory=RetryConfig)
-    provider_retry: ProviderRetryConfig = Field(default_factory=ProviderRetryConfig)
-    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
-    verifier: VerifierConfig = Field(default_factory=VerifierConfig)
-    metrics: list[MetricConfig] = Field(default_factory=list)
-    agents: list[AgentConfig] = Field(default_factory=lambda: [AgentConfig()])
-    datasets: list[DatasetConfig] = Field(default_factory=list)
-    tasks: list[JobTask] = Field(default_factory=list)
-    artifacts: list[str | dict[str, Any]] = Field(default_factory=list)
-    extra_instructions: list[str] = Field(default_factory=list)
-    budget: BudgetConfig = Field(default_factory=BudgetConfig)
-    image: str | None = None
-    keep_state: bool = False
-    regrade_of: str | None = None
-    strict: bool = False
+    group = "Job"
+
+    job_name: Annotated[str | None, Flag("--job-name", "NAME")] = Field(
+        default=None, description="The job's directory in --jobs-dir.  [default: the time]"
+    )
+    jobs_dir: Annotated[str, Flag("-o --jobs-dir", "DIRECTORY", common=9)] = Field(
+        default="jobs", description="Where jobs are kept."
+    )
+    n_attempts: Annotated[int, Flag("-k --n-attempts", "N", common=4)] = Field(
+        default=1, ge=1, description="Attempts of each agent at each task."
+    )
+    timeout_multiplier: Annotated[float, Flag("--timeout-multiplier", "FACTOR", group="Time limits")] = Field(
+        default=1.0, gt=0, description="Factor for all time limits."
+    )
+    agent_timeout_multiplier: Annotated[
+        _Factor, Flag("--agent-timeout-multiplier", "FACTOR", group="Time limits")
+    ] = Field(default=None, description="Factor for the agent's time limit instead.")  # fmt: skip
+    verifier_timeout_multiplier: Annotated[
+        _Factor, Flag("--verifier-timeout-multiplier", "FACTOR", group="Time limits")
+    ] = Field(default=None, description="Factor for the verifier's time limit instead.")
+    agent_setup_timeout_multiplier: Annotated[
+        _Factor, Flag("--agent-setup-timeout-multiplier", "FACTOR", group="Time limits")
+    ] = Field(default=None, description="Factor for the time limit of installing the agent instead.")
+    environment_build_timeout_multiplier: Annotated[
+        _Factor, Flag("--environment-build-timeout-multiplier", "FACTOR", group="Time limits")
+    ] = Field(default=None, description="Factor for the time limit of building images instead.")
+    debug: bool = Field(default=False, description="Print tracebacks and debug messages, as --debug does.")
+    n_concurrent_trials: Annotated[int, Flag("-n --n-concurrent", "N", common=3)] = Field(
+        default=4, ge=1, description="Trials that run at once."
+    )
+    n_concurrent_builds: Annotated[int, Flag("--n-concurrent-builds", "N")] = Field(
+        default=2, ge=1, description="Images that are built at once."
+    )
+    quiet: Annotated[bool, Flag("-q --quiet --silent", group="Output")] = Field(
+        default=False, description="Print nothing but errors."
+    )
+    skip_credential_checks: Annotated[bool, Flag("--skip-credential-checks", group="Model")] = Field(
+        default=False, exclude_if=_is_empty, description="Do not check for API keys before the job starts."
+    )
+    retry: RetryConfig = Field(default_factory=RetryConfig, description="Retries of trials.")
+    provider_retry: ProviderRetryConfig = Field(
+        default_factory=ProviderRetryConfig, description="Retries of model calls."
+    )
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig, description="The sandboxes.")
+    verifier: VerifierConfig = Field(default_factory=VerifierConfig, description="The verifier.")
+    metrics: list[MetricConfig] = Field(default_factory=list, description="Metrics to report.")
+    agents: list[AgentConfig] = Field(default_factory=lambda: [AgentConfig()], description="The agents.")
+    datasets: list[DatasetConfig] = Field(default_factory=list, description="Sets of tasks.")
+    tasks: list[JobTask] = Field(default_factory=list, description="Single tasks.")
+    artifacts: Annotated[list[str | dict[str, Any]], Flag("--artifact", "PATH")] = Field(
+        default_factory=list, description="A path in the sandbox to keep, or a table {source, destination, exclude}."
+    )
+    extra_instructions: Annotated[
+        list[str],
+        Flag("--extra-instruction-path", "FILE", "text-file", joins=True, help="A file to add to each instruction."),
+        Flag("--extra-instruction", "TEXT", joins=True),
+    ] = Field(default_factory=list, description="Text to add to each instruction.")
+    budget: Annotated[BudgetConfig, FlagPrefix("--job-", "Limits for the whole job")] = Field(
+        default_factory=BudgetConfig, description="Limits for all trials together; same keys as agents.budget."
+    )
+    image: Annotated[str | None, Flag("--image", "REF", group="Sandbox")] = Field(
+        default=None, description="Image instead of each task's own; `host` is this machine's software."
+    )
+    keep_state: Annotated[bool, Flag("--keep-state")] = Field(
+        default=False, description="Keep what agents leave behind, for `pier job regrade`."
+    )
+    regrade_of: str | None = Field(default=None, description="The job that this one grades again.")
+    strict: Annotated[bool, Flag("--strict", group="Tasks")] = Field(
+        default=False, description="Refuse tasks with unknown keys."
+    )
 
     @field_validator("job_name")
     @classmethod
     def _is_one_name(cls, name: str | None) -> str | None:
         if name is not None and (not name or "/" in name or "\0" in name or name in (".", "..")):
-            raise ValueError("must be the name of one directory")
+            raise ValueError("expected the name of one directory")
         return name
 
     @field_validator("agents")
@@ -229,239 +422,67 @@ class JobConfig(_Part):
         return agents or [AgentConfig()]
 
 
-MAX_FILE = 16 * 1024 * 1024
-"""A job file larger than this is a mistake, and YAML of that size would take minutes to parse."""
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of the model with its place (`agents.budget.turns`), and one of its flags if it has any. A field with
+    several flags makes several settings."""
 
-NOT_DONE = {
-    "install_only": "installing agents without running them",
-    "user_agent": "simulated users",
-    "extra_instruction_paths": "reading extra instructions from files (give them as extra_instructions)",
-    "source_jobs": "comparing with earlier jobs",
-    "plugins": "job plugins",
-    "agents.n_concurrent": "limits per agent",
-    "agents.concurrency_group": "limits per group of agents",
-    "agents.resume_trajectory": "continuing a recorded session",
-    "agents.load_trajectory": "loading an earlier trajectory",
-    "agents.skills": "additional skills",
-    "agents.include_logs": "filtering an agent's logs",
-    "agents.exclude_logs": "filtering an agent's logs",
-    "environment.stream": "streaming of a sandbox's output",
-    "environment.extra_docker_compose": "additional compose files",
-    "environment.override_tpu": "TPUs",
-    "environment.suppress_override_warnings": "silencing warnings about overrides",
-    "verifier.include_logs": "filtering a verifier's logs",
-    "verifier.exclude_logs": "filtering a verifier's logs",
-    "verifier.import_path": "verifiers written as Python classes",
-    "verifier.kwargs": "options of verifiers written as Python classes",
-    "datasets.ref": "datasets of a hosted registry",
-    "datasets.registry_url": "registries on the network",
-    "datasets.repo": "a git repository as a dataset (use path: URL#directory)",
-    "datasets.overwrite": "downloading a dataset again",
-    "datasets.download_dir": "another download directory",
-    "tasks.name": "tasks of a hosted registry",
-    "tasks.ref": "tasks of a hosted registry",
-    "tasks.overwrite": "downloading a task again",
-    "tasks.download_dir": "another download directory",
-}
-"""Keys of Harbor's job files that pier does not support, each with a description of what it asks for."""
+    key: str
+    field: FieldInfo
+    flag: Flag | None
+    names: tuple[str, ...]
+    group: str
 
-_NEUTRAL: tuple[Any, ...] = (None, False, [], {})
+    @property
+    def help(self) -> str:
+        return (self.flag and self.flag.help) or self.field.description or ""
 
 
-def load_job(paths: Iterable[Path], *, overlay: Mapping[str, Any] | None = None) -> JobConfig:
-    """The configuration that the files give together, with `overlay` (from the command line) on top."""
-    merged: dict[str, Any] = {}
-    origin = "the job's configuration"
-    for path in paths:
-        origin = str(path)
-        merged = merge(merged, read_file(path))
-    if overlay:
-        merged = {**merged, **overlay}
-    return parse(merged, origin)
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """One job file as it stands."""
-    try:
-        if path.stat().st_size > MAX_FILE:
-            raise UsageError(f"{path}: larger than {MAX_FILE >> 20} MB, which no job file is")
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from error
-    try:
-        data = json.loads(text) if path.suffix == ".json" else _read_yaml(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from error
-    if data is None:
-        return {}
-    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise UsageError(f"{path}: must be a table of names and values")
-    return data
-
-
-def _read_yaml(text: str) -> Any:
-    """The content of a YAML file; a `ValueError` if it is none. The parser is loaded for those who need it."""
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
-
-
-def merge(low: dict[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """`high` over `low`: tables by key, lists joined (an empty one clears), everything else replaced."""
-    merged = dict(low)
-    for key, value in high.items():
-        before = merged.get(key)
-        if isinstance(before, dict) and isinstance(value, dict):
-            merged[key] = merge(before, value)
-        elif isinstance(before, list) and isinstance(value, list) and value:
-            merged[key] = before + value
-        else:
-            merged[key] = value
-    return merged
-
-
-def parse(data: dict[str, Any], origin: str) -> JobConfig:
-    """`data` as a configuration; complaints name `origin` and the key."""
-    cleaned = _drop_neutral(data, "", origin)
-    try:
-        return JobConfig.model_validate(cleaned)
-    except ValidationError as error:
-        raise UsageError(f"{origin}: " + "; ".join(_complaints(error)), code="job-config") from error
-    except RecursionError as error:
-        raise UsageError(f"{origin}: nested too deeply", code="job-config") from error
-
-
-def _drop_neutral(data: dict[str, Any], prefix: str, origin: str) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
-    for key, value in data.items():
-        name = f"{prefix}{key}"
-        if name in NOT_DONE:
-            if not any(value is neutral or value == neutral for neutral in _NEUTRAL):
-                raise UsageError(f"{origin}: {name}: pier does not do this yet: {NOT_DONE[name]}", code="not-done")
-        elif not prefix and isinstance(value, list):
-            kept[key] = [_drop_neutral(v, f"{key}.", origin) if isinstance(v, dict) else v for v in value]
-        elif not prefix and isinstance(value, dict):
-            kept[key] = _drop_neutral(value, f"{key}.", origin)
-        else:
-            kept[key] = value
-    return kept
-
-
-def _complaints(error: ValidationError) -> list[str]:
-    rows = []
-    for found in error.errors(include_url=False, include_input=False, include_context=False):
-        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"]).lstrip(".")
-        if found["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(str(found["loc"][-1]), _known(found["loc"][:-1]), n=1)
-            rows.append(f"{where}: unknown key" + (f", did you mean {near[0]!r}?" if near else ""))
-        else:
-            rows.append(f"{where or 'the file'}: {found['msg'].removeprefix('Value error, ')}")
-    return rows
-
-
-def _known(place: tuple[int | str, ...]) -> list[str]:
-    model: Any = JobConfig
-    for part in place:
-        if isinstance(part, str) and isinstance(model, type) and issubclass(model, BaseModel):
-            field = model.model_fields.get(part)
-            model = field.annotation if field else None
-        model = _model_in(model)
-    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
-
-
-def _model_in(annotation: Any) -> Any:
-    if get_origin(annotation) in (list, Union, UnionType):
-        return next((found for each in get_args(annotation) if (found := _model_in(each))), None)
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
-_TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
-
-_HARBOR_BACKENDS = ("docker",)
-"""Backends that Harbor knows by the same name."""
-
-
-def to_disk(config: JobConfig, env: Mapping[str, str]) -> dict[str, Any]:
-    """A configuration as it may stand on disk, in a shape that Harbor reads too."""
-    data = config.model_dump(mode="json")
-    backend = config.environment.backend
-    known = backend in _HARBOR_BACKENDS
-    data["environment"]["type"] = backend if known else None
-    data["environment"]["import_path"] = None if known else BACKENDS.get(backend, backend)
-    return hide(data, env)
-
-
-def fill(value: Any, env: Mapping[str, str], where: str = "") -> Any:
-    """`value` with each string that is one whole template replaced by what it stands for."""
-    if isinstance(value, dict):
-        return {key: fill(each, env, f"{where}.{key}".lstrip(".")) for key, each in value.items()}
-    if isinstance(value, list):
-        return [fill(each, env, f"{where}[{index}]") for index, each in enumerate(value)]
-    if not isinstance(value, str) or not (match := _TEMPLATE.fullmatch(value)):
-        if isinstance(value, str) and (value == HIDDEN or REDACTED in value):
-            raise UsageError(
-                f"{where}: this value is secret and was not written to disk",
-                hint="run the command that started the job again, it continues the job",
-                code="hidden-value",
-            )
-        return value
-    name, default = match.groups()
-    if name in env:
-        return env[name]
-    if default is None:
-        raise UsageError(f"{where}: the variable {name} is not set", hint=f"export {name}=... or use --env-file")
-    return default
-
-
-def hide(value: Any, env: Mapping[str, str]) -> Any:
-    """A configuration as it may be written to disk."""
-    return Redactor(job_secrets(value, env)).value(_hide(value, env))
-
-
-def _hide(value: Any, env: Mapping[str, str], name: str = "", *, given: bool = False) -> Any:
-    if isinstance(value, dict):
-        theirs = given or name in ("env", "headers")
-        return {key: _hide(each, env, str(key), given=theirs) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_hide(each, env, name, given=given) for each in value]
-    return value_on_disk(name, value, env, given=given) if isinstance(value, str) else value
-
-
-def job_secrets(config: Any, env: Mapping[str, str]) -> Iterator[str]:
-    """The secrets of a job: those of its configuration, of its env file, and the keys of this machine's environment,
-    which a provider may send back."""
-    yield from secrets_in(config, env)
-    for name, value in env.items():
-        if os.environ.get(name) != value:
-            if is_secret(name, value, given=True):
-                yield value
-            yield from secrets_in_text(value)
-        elif looks_secret(name):
-            yield value
-
-
-def read_env_file(path: Path) -> dict[str, str]:
-    """The variables of an `.env` file: `NAME=value` lines, `export` allowed, quotes removed, `#` starts a comment."""
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from error
-    found: dict[str, str] = {}
-    for number, row in enumerate(text.splitlines(), 1):
-        line = row.strip().removeprefix("export ").strip()
-        if not line or line.startswith("#"):
+def settings(model: type[_Part] = JobConfig, place: str = "", prefix: FlagPrefix | None = None) -> Iterator[Setting]:
+    """All settings in the model's order."""
+    for name, field in model.model_fields.items():
+        key = f"{place}{name}"
+        if (inner := model_in(field.annotation)) is not None:
+            own = next((each for each in field.metadata if isinstance(each, FlagPrefix)), None)
+            yield from settings(inner, f"{key}.", own)
             continue
-        name, equals, value = line.partition("=")
-        if not equals or not name.strip().isidentifier():
-            raise UsageError(f"{path}:{number}: not of the form NAME=value")
-        found[name.strip()] = _unquote(value.strip())
-    return found
+        flags = [each for each in field.metadata if isinstance(each, Flag)]
+        for flag in flags or [None]:
+            names = tuple(flag.names.split()) if flag else ()
+            if prefix:
+                names = tuple(each.replace("--", prefix.prefix, 1) for each in names)
+            group = prefix.group if prefix else (flag and flag.group) or model.group
+            yield Setting(key, field, flag, names, group)
 
 
-def _unquote(value: str) -> str:
-    if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
-        return value[1:-1]
-    return value.partition(" #")[0].rstrip()
+def model_in(annotation: Any) -> type[_Part] | None:
+    """The table that a field holds one or several of; None for plain values."""
+    if get_origin(annotation) in (list, Union, UnionType):
+        return next((found for each in get_args(annotation) if (found := model_in(each))), None)
+    return annotation if isinstance(annotation, type) and issubclass(annotation, _Part) else None
+
+
+_NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a table", list: "a list"}
+
+
+def expected(field: FieldInfo) -> str:
+    """What a field takes, as error messages say it."""
+    if named := [flag.expects for flag in field.metadata if isinstance(flag, Flag) and flag.expects]:
+        return named[0]
+    kinds = [kind for kind in _kinds(field.annotation) if kind is not type(None)]
+    bounds = [f" >= {bound.ge}" for bound in field.metadata if isinstance(bound, Ge)]
+    bounds += [f" > {bound.gt}" for bound in field.metadata if isinstance(bound, Gt)]
+    nouns = [f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else _noun(kind) for kind in kinds]
+    return " or ".join(nouns) + "".join(bounds)
+
+
+def _kinds(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return tuple(kind for each in get_args(annotation) for kind in _kinds(each))
+    return (annotation,)
+
+
+def _noun(kind: Any) -> str:
+    return _NOUNS.get(get_origin(kind) or kind, "a table")

@@ -38,8 +38,9 @@ from pier import __version__
 from pier.agent.registry import pack_spec
 from pier.errors import JobError, PierError
 from pier.files import read_journal, write, write_json
-from pier.job.config import JobConfig, parse, read_file, to_disk
+from pier.job.config import JobConfig
 from pier.job.ledger import JOURNAL, OWNER, VERSION, Ledger, Outcome, current_owner, not_a_job, now, owning
+from pier.job.load import parse, read_file, to_disk
 from pier.job.plan import KEY, NOT_ASKED, MakePlan, Plan, PlannedTask, PlannedTrial, Warn, make_key, plan_job, read_key
 from pier.job.results import Cost, GradedTrial, Summary, calls_of, read_outcome, size_of, summarise
 

@@ -37,12 +37,13 @@ import click
 
 from pier.errors import UsageError
 from pier.files import write
-from pier.job.config import DatasetConfig, JobConfig, JobTask, fill, job_secrets, to_disk
+from pier.job.config import DatasetConfig, JobConfig, JobTask
+from pier.job.load import fill, job_secrets, to_disk
 from pier.redact import Redactor
 from pier.secret import is_secret, looks_secret
 from pier.task import Task, load_task, wanted_variables
 from pier.task.digest import tree_digest
-from pier.task.model import Origin
+from pier.task.model import Origin, wanted_in_headers
 from pier.task.sources import Selection, check_patterns, find_tasks, select
 
 _ALPHABET = "23456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
@@ -108,7 +109,7 @@ class Plan:
 def check_tasks(tasks: Sequence[PlannedTask]) -> None:
     """`UsageError` if there is nothing to plan."""
     if not tasks:
-        raise UsageError("there is no task to run", hint="give a task or a directory of tasks with -p")
+        raise UsageError("there is no task to run", hint="pier run DIRECTORY")
 
 
 def make_plan(
@@ -186,8 +187,8 @@ class Consent:
 
     def note(self, task: Task) -> None:
         """Note what a task wants; what is not set and has no default is a `UsageError` at once."""
-        for table in _tables(task):
-            for name, default in wanted_variables(table).items():
+        for wanted in _wanted(task):
+            for name, default in wanted.items():
                 if name in self._env:
                     self._wanted.setdefault(name, task.name)
                     self.values.setdefault(str(task.path), {})[name] = self._env[name]
@@ -210,12 +211,14 @@ class Consent:
             raise UsageError("the variables are not handed out, so nothing was run", code="no-consent")
 
 
-def _tables(task: Task) -> Iterator[Mapping[str, str]]:
-    yield task.config.environment.env
-    yield task.config.solution.env
+def _wanted(task: Task) -> Iterator[Mapping[str, str | None]]:
+    yield wanted_variables(task.config.environment.env)
+    yield wanted_variables(task.config.solution.env)
+    for server in task.config.environment.mcp_servers:
+        yield wanted_in_headers(server.headers)
     for step in task.steps:
-        yield step.verifier.env
-        yield step.verifier_environment.table.env
+        yield wanted_variables(step.verifier.env)
+        yield wanted_variables(step.verifier_environment.table.env)
 
 
 KEY = ".identity"
@@ -330,6 +333,7 @@ NOT_ASKED = (
     "retry",
     "budget",
     "provider_retry",
+    "skip_credential_checks",
 )
 """What may differ between two commands that ask for the same job."""
 

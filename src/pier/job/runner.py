@@ -31,9 +31,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pier.errors import PierError, UsageError
-from pier.job.config import BudgetConfig, fill
+from pier.job.config import AgentConfig, BudgetConfig, JobConfig
 from pier.job.directory import LOG, Job, explained, is_full, write_result
 from pier.job.ledger import Ledger, Outcome, Used, now
+from pier.job.load import fill
 from pier.job.plan import PlannedTrial
 from pier.job.progress import JobLog, Progress
 from pier.job.results import JobNumbers, outcome_of, outcome_of_error
@@ -46,6 +47,7 @@ from pier.trial.run import run_trial
 from pier.trial.spec import TrialServices
 
 if TYPE_CHECKING:
+    from pier.gateway import Gateway
     from pier.job.meter import JobMeter
 
 
@@ -238,17 +240,30 @@ async def _services(job: Job, env: Mapping[str, str], budget: JobBudget) -> Asyn
         images = open_images(backend, builds=job.config.n_concurrent_builds)
         stack.push_async_callback(images.close)
         gateway = None
-        models = {agent.model_name for agent in job.config.agents if agent.model_name and not agent.direct}
-        if models and job.config.regrade_of is None:
+        if _models(job.config) and job.config.regrade_of is None:
             from pier.gateway import Directory, Gateway
             from pier.gateway.budget import Retry
 
             wanted = job.config.provider_retry
             retry = Retry(attempts=wanted.max_attempts, patience=wanted.max_wait_sec)
             gateway = await stack.enter_async_context(Gateway(providers=Directory.load(env), retry=retry))
-            for model in models:
-                await gateway.session(fill(model, env), pool=budget.pool).close()
+            if not job.config.skip_credential_checks:
+                await _check_providers(job.config, env, gateway, budget)
         yield TrialServices(backend=backend, images=images, gateway=gateway, pool=budget.pool, environ=env)
+
+
+def _models(config: JobConfig) -> list[AgentConfig]:
+    return [agent for agent in config.agents if agent.model_name and not agent.direct]
+
+
+async def _check_providers(config: JobConfig, env: Mapping[str, str], gateway: Gateway, budget: JobBudget) -> None:
+    """`UsageError` if a model has no provider, no key, or no price for a budget in money."""
+    for agent in _models(config):
+        model, upstream = fill(agent.model_name, env), None
+        if agent.connection:
+            target = gateway.directory.connected(model, env, **fill(agent.connection, env))
+            model, upstream = target.model, target.provider
+        await gateway.session(model, upstream=upstream, pool=budget.pool).close()
 
 
 @asynccontextmanager

@@ -20,8 +20,9 @@ from pydantic import TypeAdapter, ValidationError
 from pier.agent.contract import Agent, AgentRun, Launch
 from pier.agent.registry import find_agent
 from pier.errors import JobError, TaskError, UsageError
-from pier.job.config import AgentConfig, EnvironmentConfig, JobConfig, fill, job_secrets
+from pier.job.config import AgentConfig, EnvironmentConfig, JobConfig
 from pier.job.ledger import Ledger
+from pier.job.load import fill, job_secrets
 from pier.job.plan import Plan, PlannedTask, PlannedTrial
 from pier.plugin import find
 from pier.redact import Redactor
@@ -121,6 +122,7 @@ class Specs:
             env=config.verifier.env,
             timeout=config.verifier.override_timeout_sec,
             max_timeout=config.verifier.max_timeout_sec,
+            hosts=tuple(config.verifier.extra_allowed_hosts),
             keep_processes=not config.verifier.kill_processes,
         )
         self._multipliers = Multipliers(
@@ -216,6 +218,7 @@ def _agent(agent: AgentConfig, env: Mapping[str, str]) -> AgentChoice:
         hosts=tuple(agent.extra_allowed_hosts),
         mcp_servers=_read(tuple[McpServerTable, ...], agent.mcp_servers, "agents.mcp_servers"),
         budget=agent.budget.model_dump(exclude_none=True),
+        connection=fill(agent.connection, env, "agents"),
     )
 
 
@@ -226,6 +229,12 @@ def _check_agent(choice: AgentChoice, *, job_budget: bool) -> None:
     check_choice(agent, choice)
     if agent.dialect is not None and choice.model is None and not choice.direct:
         raise UsageError(f"the agent {choice.name} needs a model", hint="add -m MODEL", code="no-model")
+    if choice.connection and (choice.direct or (choice.model or "").startswith(("script:", "replay:"))):
+        raise UsageError(
+            f"{', '.join(choice.connection)}: the gateway calls no provider for the agent {choice.name}",
+            hint="give the address and the key with --ae" if choice.direct else "leave it out",
+            code="no-provider",
+        )
     if choice.direct and (choice.budget or job_budget):
         raise UsageError(
             f"the agent {choice.name} calls its provider itself, so no budget of its model can be held",

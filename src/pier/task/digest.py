@@ -2,8 +2,7 @@
 
 It covers `task.toml`, `instruction.md`, `README.md`, `trajectory.json` and the trees `environment`, `tests`,
 `solution` and `steps`, without what the task's `.gitignore` (or a short list of editors' left-overs) excludes.
-
-The patterns of a `.gitignore` file, as far as a single file at the root of a task needs them.
+Directories of tests and solutions may exclude more in `.harborignore` files, which also keep it out of sandboxes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,10 @@ import errno
 import hashlib
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,11 +37,11 @@ class IgnoreRules:
 
     def ignores(self, path: str) -> bool:
         """Whether the file `path` (relative, with `/`) is ignored."""
-        ignored = False
-        for rule in self._rules:
-            if rule.pattern.fullmatch(path):
-                ignored = rule.ignore
-        return ignored
+        return self.decide(path) or False
+
+    def decide(self, path: str) -> bool | None:
+        """Whether a rule ignores `path` (True) or wants it (False); None if none matches. Directories end in `/`."""
+        return next((rule.ignore for rule in reversed(self._rules) if rule.pattern.fullmatch(path)), None)
 
 
 def _parse(line: str) -> _Rule | None:
@@ -99,6 +101,49 @@ def _segment(text: str) -> str:
     return out
 
 
+IGNORE_FILE = ".harborignore"
+
+
+def kept_files(directory: Path, rules: tuple[tuple[Path, IgnoreRules], ...] = ()) -> Iterator[Path]:
+    """The files below a directory of tests or a solution that no `.harborignore` in it excludes. A file's rules count
+    for its own directory and all below; the innermost rule that matches decides, and excluded directories are final."""
+    own = directory / IGNORE_FILE
+    if own.is_file():
+        rules = (*rules, (directory, IgnoreRules(own.read_text(errors="replace").splitlines())))
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        is_directory = path.is_dir() and not path.is_symlink()
+        suffix = "/" if is_directory else ""
+        said = [
+            found for base, each in rules if (found := each.decide(f"{path.relative_to(base)}{suffix}")) is not None
+        ]
+        if path.name == IGNORE_FILE or (said and said[-1]):
+            continue
+        if is_directory:
+            yield from kept_files(path, rules)
+        elif path.is_file() or path.is_symlink():
+            yield path
+
+
+def is_kept(directory: Path, name: str) -> bool:
+    """Whether the file `name` of a directory of tests is there and not excluded."""
+    path = directory / name
+    return path.is_file() and (not (directory / IGNORE_FILE).is_file() or path in kept_files(directory))
+
+
+@contextmanager
+def without_ignored(directory: Path) -> Iterator[Path]:
+    """`directory`, or a copy without what its `.harborignore` files exclude."""
+    if not any(IGNORE_FILE in names for _, _, names in os.walk(directory)):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="pier-task-") as place:
+        for path in kept_files(directory):
+            target = Path(place, path.relative_to(directory))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target, follow_symlinks=False)
+        yield Path(place)
+
+
 _FILES = ("task.toml", "instruction.md", "README.md", "trajectory.json")
 _TREES = ("environment", "tests", "solution", "steps")
 
@@ -131,8 +176,20 @@ def task_files(task: Path) -> list[tuple[str, Path]]:
     found = [root / name for name in _FILES if (root / name).exists()]
     for tree in _TREES:
         found += _walk(root / tree)
+    if any(path.name == IGNORE_FILE for path in found):
+        found = _without_ignored_of(root, found)
     named = ((path.relative_to(root).as_posix(), path) for path in found)
     return sorted((relative, path) for relative, path in named if not rules.ignores(relative))
+
+
+def _without_ignored_of(root: Path, files: list[Path]) -> list[Path]:
+    scopes = [root / "tests", root / "solution", *root.glob("steps/*/tests"), *root.glob("steps/*/solution")]
+    kept = {path for scope in scopes for path in kept_files(scope)}
+    return [
+        path
+        for path in files
+        if path in kept or (path.name != IGNORE_FILE and not any(path.is_relative_to(scope) for scope in scopes))
+    ]
 
 
 def check_containment(task: Path) -> None:

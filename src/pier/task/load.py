@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from pier.errors import TaskError
-from pier.task.digest import check_containment
+from pier.task.digest import check_containment, is_kept
 from pier.task.model import (
     AgentTable,
     Origin,
@@ -125,7 +125,7 @@ def _step(root: Path, config: TaskConfig, table: StepTable | None, verify: bool)
     environment = _verifier_environment(root, home, config, table)
     tests = tuple(dict.fromkeys(d.resolve() for d in (root / "tests", home / "tests") if d.is_dir()))
     script = f"test{_suffix(config)}"
-    has_script = any((directory / script).is_file() for directory in tests)
+    has_script = any(is_kept(directory, script) for directory in tests)
     if verify and not has_script and not (mode == "separate" and environment.bundled):
         raise TaskError(f"{home / 'tests' / script}: the test script is missing", code="task_layout")
     solution = next((d.resolve() for d in (home / "solution", root / "solution") if d.is_dir()), None)

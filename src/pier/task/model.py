@@ -170,6 +170,16 @@ class McpServerTable(Table):
     url: str | None = None
     command: str | None = None
     args: tuple[str, ...] = ()
+    headers: dict[str, str] = Field(default_factory=dict, exclude_if=lambda value: not value)
+    """For HTTP transports. `${NAME}` anywhere in a value is filled in right before use."""
+
+    @field_validator("headers")
+    @classmethod
+    def _are_headers(cls, headers: dict[str, str]) -> dict[str, str]:
+        for name, value in headers.items():
+            if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) or "\r" in value or "\n" in value:
+                raise ValueError(f"invalid HTTP header {name!r}")
+        return headers
 
     @field_validator("transport", mode="before")
     @classmethod
@@ -182,6 +192,8 @@ class McpServerTable(Table):
             raise ValueError("the transport stdio needs `command`")
         if self.transport != "stdio" and not self.url:
             raise ValueError(f"the transport {self.transport} needs `url`")
+        if self.transport == "stdio" and self.headers:
+            raise ValueError("the transport stdio takes no `headers`")
         return self
 
 
@@ -196,7 +208,7 @@ class Environment(PhaseNetwork):
     build_timeout_sec: Seconds = 600.0
     docker_image: str | None = None
     os: Literal["linux", "windows"] = "linux"
-    cpus: int | None = None
+    cpus: int | Annotated[float, Field(allow_inf_nan=False)] | None = None
     memory_mb: int | None = None
     storage_mb: int | None = None
     gpus: int | None = Field(default=None, ge=0)
@@ -539,6 +551,25 @@ def _fill(key: str, value: str, where: str, environ: Mapping[str, str], code: st
         code=code,
         blame="user",
     )
+
+
+_IN_HEADER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+
+
+def resolve_headers(
+    headers: Mapping[str, str], *, where: str, environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """HTTP headers with their templates filled in, which may be a part of a value: `Bearer ${TOKEN}`."""
+    known = os.environ if environ is None else environ
+    return {
+        name: _IN_HEADER.sub(lambda match, name=name: _fill(name, match[0], where, known, "missing_variable"), value)
+        for name, value in headers.items()
+    }
+
+
+def wanted_in_headers(headers: Mapping[str, str]) -> dict[str, str | None]:
+    """The variables of the runner that `headers` ask for, each with its default."""
+    return {match[1]: match[2] for value in headers.values() for match in _IN_HEADER.finditer(value)}
 
 
 def wanted_variables(env: Mapping[str, str]) -> dict[str, str | None]:

@@ -29,6 +29,7 @@ from pier.errors import AgentError, JobError, PierError, ProviderError, StorageE
 from pier.redact import Redactor
 from pier.sandbox.contract import Change, Mount, OnOutput, Result, Sandbox
 from pier.task import Task, TaskStep
+from pier.task.model import resolve_headers
 from pier.tree import Tree
 from pier.trial.record import TrialRecord
 from pier.trial.result import AgentResult, captured, storage_fault
@@ -120,6 +121,7 @@ def describe_run(
     home: str,
     env: Mapping[str, str],
     solution_env: Mapping[str, str],
+    environ: Mapping[str, str] | None = None,
 ) -> AgentRun:
     """The agent's inputs for one step; the model's endpoint is added when its session is open."""
     deadline = Deadline(
@@ -134,7 +136,7 @@ def describe_run(
         home=home,
         env={**env, **solution_env} if is_oracle else dict(env),
         options=dict(spec.agent.options),
-        mcp_servers=_mcp_servers(spec.task, spec.agent),
+        mcp_servers=_mcp_servers(spec.task, spec.agent, environ),
         skills_dir=environment.skills_dir,
         seconds=deadline.seconds,
         solution=step.solution if is_oracle else None,
@@ -142,9 +144,19 @@ def describe_run(
     )
 
 
-def _mcp_servers(task: Task, choice: AgentChoice) -> tuple[McpServer, ...]:
+def _mcp_servers(task: Task, choice: AgentChoice, environ: Mapping[str, str] | None) -> tuple[McpServer, ...]:
     tables = (*task.config.environment.mcp_servers, *choice.mcp_servers)
-    return tuple(McpServer(t.name, t.transport, t.url, t.command, t.args) for t in tables)
+    return tuple(
+        McpServer(
+            table.name,
+            table.transport,
+            table.url,
+            table.command,
+            table.args,
+            resolve_headers(table.headers, where=f"the MCP server {table.name}", environ=environ),
+        )
+        for table in tables
+    )
 
 
 def user_text(user: str | int | None) -> str | None:
@@ -211,8 +223,13 @@ async def model_session(
 
     labels = {"trial": spec.name, "task": spec.task.name}
     budget = Budget(**spec.agent.budget)
+    model, upstream = spec.agent.model, None
+    if spec.agent.connection:
+        target = services.gateway.directory.connected(model, services.environ, **spec.agent.connection)
+        model, upstream = target.model, target.provider
     session = services.gateway.session(
-        spec.agent.model,
+        model,
+        upstream=upstream,
         budget=budget,
         pool=services.pool,
         recording=logs / RECORDING,

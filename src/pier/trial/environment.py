@@ -134,13 +134,14 @@ def plan_network(
     override: NetworkPolicy | None = None,
     hosts: tuple[str, ...] = (),
     agent_hosts: tuple[str, ...] = (),
+    verifier_hosts: tuple[str, ...] = (),
 ) -> NetworkPlan:
     """The task's policies with what the run adds. An override holds for every phase."""
     baseline = with_hosts(override or environment.policy, hosts)
     planned: list[StepNetwork] = []
     for step in steps:
         agent = baseline if override else (step.agent.policy or baseline)
-        verifier = _verifier_policy(step, baseline, override)
+        verifier = with_hosts(_verifier_policy(step, baseline, override), verifier_hosts)
         planned.append(StepNetwork(with_hosts(agent, agent_hosts), verifier, step.verifier_mode == "shared"))
     return NetworkPlan(baseline, tuple(planned))
 

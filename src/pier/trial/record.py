@@ -199,6 +199,7 @@ def trial_config(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:
             "max_timeout_sec": spec.verifier.max_timeout,
             "env": env_on_disk(spec.verifier.env, environ),
             "disable": not spec.verifier.enabled,
+            **({"extra_allowed_hosts": _bare(spec.verifier.hosts)} if spec.verifier.hosts else {}),
         },
         "artifacts": [artifact.model_dump(mode="json") for artifact in spec.artifacts],
         "extra_instructions": list(spec.extra_instructions),
@@ -249,12 +250,13 @@ def _agent(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:
         "name": None if by_path else choice.name,
         "import_path": choice.name if by_path else None,
         "model_name": choice.model,
+        **choice.connection,
         "kwargs": dict(choice.options),
         "env": env_on_disk(choice.env, environ),
         "override_timeout_sec": choice.timeout,
         "override_setup_timeout_sec": choice.setup_timeout,
         "max_timeout_sec": choice.max_timeout,
-        "extra_allowed_hosts": [host.partition(":")[0] for host in choice.hosts],
+        "extra_allowed_hosts": _bare(choice.hosts),
         "mcp_servers": [server.model_dump(mode="json") for server in choice.mcp_servers],
     }
 
@@ -266,14 +268,19 @@ def _environment(choice: SandboxChoice, environ: Mapping[str, str]) -> dict[str,
         "type": choice.backend if known else None,
         "import_path": None if known else BACKENDS.get(choice.backend, choice.backend),
         "force_build": choice.force_build,
-        "override_cpus": int(limits.cpus) if limits.cpus and limits.cpus.is_integer() else None,
+        "override_cpus": int(limits.cpus) if limits.cpus and float(limits.cpus).is_integer() else limits.cpus,
         "override_memory_mb": limits.memory // _MEGABYTE if limits.memory else None,
         "override_storage_mb": limits.disk // _MEGABYTE if limits.disk else None,
         "override_gpus": choice.gpus,
         "env": env_on_disk(choice.env, environ),
-        "extra_allowed_hosts": [host.partition(":")[0] for host in choice.hosts],
+        "extra_allowed_hosts": _bare(choice.hosts),
         "kwargs": {**_image(choice), **_processes(choice), **_network(choice.network)},
     }
+
+
+def _bare(hosts: tuple[str, ...]) -> list[str]:
+    """Without ports, which Harbor does not know."""
+    return [host.partition(":")[0] for host in hosts]
 
 
 def _image(choice: SandboxChoice) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from pier.sandbox.compose import Composition
 from pier.sandbox.contract import Mount, Sandbox
 from pier.secret import looks_secret, secret_values, secrets_in, secrets_in_text
 from pier.task import resolve_env
+from pier.task.model import wanted_in_headers
 from pier.trial.agent import Brought, bring_agent, make_agent
 from pier.trial.environment import (
     SERVICES,
@@ -122,6 +123,9 @@ class _Trial:
         servers = (*config.environment.mcp_servers, *spec.agent.mcp_servers)
         known = [dict(spec.agent.options), *(server.model_dump(mode="json") for server in servers)]
         yield from secrets_in(known, self.environ)
+        for server in servers:
+            wanted = {name: f"${{{name}}}" for name in wanted_in_headers(server.headers)}
+            yield from secret_values(wanted, self.environ, given=True)
         yield from secrets_in_text(spec.task.origin.git_url or "")
 
     async def run(self) -> TrialResult:
@@ -194,6 +198,7 @@ class _Trial:
             override=spec.sandbox.network,
             hosts=spec.sandbox.hosts,
             agent_hosts=(*reach, *spec.agent.hosts),
+            verifier_hosts=spec.verifier.hosts,
         )
         check_network(plan, capabilities, backend.name, also=(PUBLIC,) if spec.agent.install else ())
         for key in spec.task.unknown:

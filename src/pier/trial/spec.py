@@ -50,6 +50,8 @@ class AgentChoice:
     """The agent is installed in the sandbox, with the network open while that lasts, instead of mounted in a pack."""
     budget: Mapping[str, Any] = field(default_factory=dict)
     """Limits of the model session, by the names of the fields of `pier.gateway.Budget`."""
+    connection: Mapping[str, str] = field(default_factory=dict)
+    """What replaces the model's own address, key and format: `base_url`, `model_api_key_name`, `model_api_format`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class VerifierChoice:
     env: Mapping[str, str] = field(default_factory=dict)
     timeout: float | None = None
     max_timeout: float | None = None
+    hosts: tuple[str, ...] = ()
     keep_processes: bool = True
     """Whether what the agent left running goes on while the tests run, unless the task says that it must not."""
 

@@ -120,7 +120,9 @@ async def _run_agent(
         env = resolve_env(spec.agent.env, where="the agent's variables", environ=environ)
         solution = resolve_env(spec.task.config.solution.env, where="solution.env", environ=environ)
         home = await home_of(sandbox, user_text(step.agent.user), before)
-        run = describe_run(spec, step, agent, workdir=stage.workdir, home=home, env=env, solution_env=solution)
+        run = describe_run(
+            spec, step, agent, workdir=stage.workdir, home=home, env=env, solution_env=solution, environ=environ
+        )
         await stage.switch_network(policy)
     told = Told(agent.name, stage.agent_version, spec.agent.model, spec.name)
 

@@ -1,0 +1,385 @@
+"""Job files and flags into a `JobConfig`, and a `JobConfig` as it may be written to disk.
+
+Several files are layers: later ones win for single values, lists are joined, an empty list clears. Keys of Harbor that
+ask for what pier does not do are refused by name; left at their neutral value they are ignored.
+
+`${NAME}` templates stay templates in every file: they are filled in memory only, right before use. A literal value that
+is secret (see `pier.secret`) is written as `${NAME}` when the host's variable of that name holds the same, else as
+`****`, and a secret inside a longer text as `[REDACTED]`; such a value cannot be read back, so resuming from the files
+alone asks for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from pier.errors import UsageError
+from pier.job.config import JobConfig, Setting, expected, model_in
+from pier.job.unsupported import unsupported
+from pier.redact import REDACTED, Redactor
+from pier.sandbox import BACKENDS
+from pier.secret import HIDDEN, is_secret, looks_secret, secrets_in, secrets_in_text, value_on_disk
+
+MAX_FILE = 16 * 1024 * 1024
+"""A job file larger than this is a mistake, and YAML of that size would take minutes to parse."""
+
+_NEUTRAL: tuple[Any, ...] = (None, False, [], {})
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """One job file as it stands."""
+    text = _read_text(path)
+    try:
+        data = json.loads(text) if path.suffix == ".json" else _read_yaml(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise UsageError(f"{path}: must be a table of names and values")
+    return data
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_FILE:
+            raise UsageError(f"cannot read {path}: larger than {MAX_FILE >> 20} MB")
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+
+
+def _read_yaml(text: str) -> Any:
+    """The content of a YAML file; a `ValueError` if it is none. The parser is loaded for those who need it."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def merge(low: dict[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """`high` over `low`: tables by key, lists joined (an empty one clears), everything else replaced."""
+    merged = dict(low)
+    for key, value in high.items():
+        before = merged.get(key)
+        if isinstance(before, dict) and isinstance(value, dict):
+            merged[key] = merge(before, value)
+        elif isinstance(before, list) and isinstance(value, list) and value:
+            merged[key] = before + value
+        else:
+            merged[key] = value
+    return merged
+
+
+def parse(data: dict[str, Any], origin: str) -> JobConfig:
+    """`data` as a configuration; errors name `origin` and the key."""
+    cleaned = _drop_neutral(data, "", origin)
+    try:
+        return JobConfig.model_validate(cleaned)
+    except ValidationError as error:
+        raise UsageError(f"{origin}: " + "; ".join(_complaints(error)), code="job-config") from error
+    except RecursionError as error:
+        raise UsageError(f"{origin}: nested too deeply", code="job-config") from error
+
+
+def _drop_neutral(data: dict[str, Any], prefix: str, origin: str) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for key, value in data.items():
+        if (error := unsupported(f"{prefix}{key}")) is not None:
+            if not any(value is neutral or value == neutral for neutral in _NEUTRAL):
+                raise UsageError(f"{origin}: {error.message}", hint=error.hint, code=error.code)
+        elif not prefix and isinstance(value, list):
+            kept[key] = [_drop_neutral(v, f"{key}.", origin) if isinstance(v, dict) else v for v in value]
+        elif not prefix and isinstance(value, dict):
+            kept[key] = _drop_neutral(value, f"{key}.", origin)
+        else:
+            kept[key] = value
+    return kept
+
+
+def _complaints(error: ValidationError) -> Iterator[str]:
+    for found in error.errors(include_url=False, include_context=False):
+        place = found["loc"]
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+        model, field = _find(place)
+        if found["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(place[-1]), model.model_fields if model else (), n=1)
+            yield f"unknown key {where}" + (f", did you mean {near[0]!r}?" if near else "")
+            continue
+        said = found["msg"].removeprefix("Value error, ") if found["type"] == "value_error" else None
+        wanted = said or f"expected {expected(field)}" if field else said or found["msg"]
+        yield f"invalid value{_shown(found['input'], place)} for {where or 'the file'}: {wanted}"
+
+
+def _shown(value: Any, place: tuple[int | str, ...]) -> str:
+    """The value, unless it may be a secret or would be long."""
+    if isinstance(value, dict | list) or {"env", "kwargs", "headers", "mcp_servers"} & {*place}:
+        return ""
+    return f" {value!r}" if len(repr(value)) <= 80 else ""
+
+
+def _find(place: tuple[int | str, ...]) -> tuple[type[BaseModel] | None, FieldInfo | None]:
+    """The table and the field at a place; None where the place leads into a plain value."""
+    model: type[BaseModel] | None = JobConfig
+    field: FieldInfo | None = None
+    for part in place:
+        if isinstance(part, str):
+            field = model.model_fields.get(part) if model else None
+            if part != place[-1]:
+                model = model_in(field.annotation) if field else None
+    return model, field
+
+
+_APART = ("agents.name", "agents.model_name", "datasets.path", "datasets.name", "datasets.registry_path", "tasks.path")
+"""Settings that choose agents and sources, and so replace those of the job files."""
+
+
+def apply_flags(config: dict[str, Any], given: Iterable[tuple[Setting, Any]]) -> dict[str, Any]:
+    """`config` (as read from job files) with what the command line says on top. An agent, a model or a source replaces
+    those of the files; other flags of agents and datasets apply to each of them."""
+    merged: dict[str, Any] = json.loads(json.dumps(config, default=str))
+    apart: dict[str, Any] = {}
+    layer: list[tuple[str, Any, bool]] = []
+    for setting, text in given:
+        if setting.key in _APART:
+            apart[setting.key] = text
+        else:
+            layer.append((setting.key, flag_value(setting, text), bool(setting.flag and setting.flag.joins)))
+    merged["agents"] = _agents(merged.get("agents") or [{}], apart)
+    _choose_sources(merged, apart)
+    if not merged["datasets"] and any(key.startswith("datasets.") for key, _, _ in layer):
+        raise UsageError("a selection of tasks is given, but no dataset to select from", hint="pier run DIRECTORY")
+    for key, value, joins in layer:
+        root, _, inner = key.partition(".")
+        if root in ("agents", "datasets"):
+            for table in merged[root]:
+                _put(table, inner, value, joins)
+        else:
+            _put(merged, key, value, joins)
+    return merged
+
+
+def flag_value(setting: Setting, text: Any) -> Any:
+    """The value that a flag's text stands for."""
+    flag = setting.flag
+    if flag is not None and flag.entry:
+        return {flag.entry: text}
+    match flag.form if flag else "value":
+        case "pairs":
+            return _pairs(setting.names[-1], text)
+        case "typed-pairs":
+            return {name: _typed(value) for name, value in _pairs(setting.names[-1], text).items()}
+        case "json":
+            return _json_list(setting.names[0], text)
+        case "text-file":
+            return [_read_text(Path(path)) for path in text]
+        case "mcp-file":
+            return [server for path in text for server in _mcp_servers(Path(path))]
+        case _:
+            return list(text) if isinstance(text, tuple) else text
+
+
+def _pairs(flag: str, rows: Iterable[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for row in rows:
+        name, equals, value = row.partition("=")
+        if not equals or not name:
+            raise UsageError(f"invalid value {row!r} for {flag}: expected NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def _typed(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _agents(agents: list[dict[str, Any]], apart: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if name := apart.get("agents.name"):
+        agents = [{"import_path" if ":" in name else "name": name}]
+    if models := apart.get("agents.model_name"):
+        if len(agents) > 1:
+            raise UsageError("-m together with a job file of several agents is ambiguous", hint="give -a as well")
+        agents = [{**agents[0], "model_name": model} for model in models]
+    return [dict(agent) for agent in agents]
+
+
+def _choose_sources(merged: dict[str, Any], apart: Mapping[str, Any]) -> None:
+    paths, names, tasks = (apart.get(key) or () for key in ("datasets.path", "datasets.name", "tasks.path"))
+    if paths or names or tasks:
+        merged["datasets"] = [{"path": path} for path in paths]
+        merged["datasets"] += [_named_dataset(name, apart.get("datasets.registry_path")) for name in names]
+        merged["tasks"] = [_one_task(task) for task in tasks]
+    for key in ("datasets", "tasks"):
+        merged[key] = [_absolute(source) for source in merged.get(key) or []]
+
+
+def _named_dataset(name: str, registry: str | None) -> dict[str, Any]:
+    if registry is None:
+        raise UsageError(f"-d {name}: pier has no built-in registry", hint=f"-d {name} --registry-path registry.json")
+    short, _, version = name.partition("@")
+    return {"name": short, "registry_path": registry, **({"version": version} if version else {})}
+
+
+def _one_task(task: str) -> dict[str, Any]:
+    url, _, inside = task.partition("#")
+    if not inside:
+        return {"path": task}
+    base, at, commit = url.rpartition("@") if "@" in url.rpartition("/")[2] else (url, "", "")
+    return {"git_url": base or url, "path": inside, **({"git_commit_id": commit} if at else {})}
+
+
+def _absolute(source: dict[str, Any]) -> dict[str, Any]:
+    """Paths on this machine are kept whole, so that a job can be resumed from anywhere."""
+    made = dict(source)
+    for key in ("path", "registry_path"):
+        value = made.get(key)
+        if isinstance(value, str) and not made.get("git_url") and Path(value.partition("#")[0]).exists():
+            base, mark, rest = value.partition("#")
+            made[key] = f"{Path(base).resolve()}{mark}{rest}"
+    return made
+
+
+def _mcp_servers(path: Path) -> list[dict[str, Any]]:
+    try:
+        data = json.loads(_read_text(path))
+        servers = data["mcpServers"] if isinstance(data, dict) and "mcpServers" in data else data
+        if isinstance(servers, dict):
+            servers = [{"name": name, **table} for name, table in servers.items()]
+        return [{"transport" if key == "type" else key: row[key] for key in row} for row in servers]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(f"{path}: not a list of MCP servers: {error}") from error
+
+
+def _json_list(flag: str, text: str) -> list[Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"invalid value for {flag}: not JSON: {error}") from error
+    if not isinstance(value, list):
+        raise UsageError(f"invalid value for {flag}: expected a JSON list")
+    return value
+
+
+def _put(table: dict[str, Any], key: str, value: Any, joins: bool) -> None:
+    """Set one value: a table is updated, a list replaced unless it `joins` the one that is there."""
+    *outer, last = key.split(".")
+    for part in outer:
+        table = table.setdefault(part, {})
+    before = table.get(last)
+    if isinstance(value, dict):
+        value = {**(before or {}), **value}
+    elif joins and isinstance(value, list):
+        value = [*(before or []), *value]
+    table[last] = value
+
+
+def read_job(files: Iterable[str], given: Iterable[tuple[Setting, Any]] = ()) -> JobConfig:
+    """The configuration that job files and flags make together."""
+    merged: dict[str, Any] = {}
+    for name in files:
+        merged = merge(merged, read_file(Path(name)))
+    for key in ("agents", "datasets", "tasks"):
+        if merged.get(key, ...) is None:
+            del merged[key]
+    if merged:
+        parse(merged, ", ".join(files))
+    return parse(apply_flags(merged, given), "the command line")
+
+
+_TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+
+_HARBOR_BACKENDS = ("docker",)
+"""Backends that Harbor knows by the same name."""
+
+
+def to_disk(config: JobConfig, env: Mapping[str, str]) -> dict[str, Any]:
+    """A configuration as it may stand on disk, in a shape that Harbor reads too."""
+    data = config.model_dump(mode="json")
+    backend = config.environment.backend
+    known = backend in _HARBOR_BACKENDS
+    data["environment"]["type"] = backend if known else None
+    data["environment"]["import_path"] = None if known else BACKENDS.get(backend, backend)
+    return hide(data, env)
+
+
+def fill(value: Any, env: Mapping[str, str], where: str = "") -> Any:
+    """`value` with each string that is one whole template replaced by what it stands for."""
+    if isinstance(value, dict):
+        return {key: fill(each, env, f"{where}.{key}".lstrip(".")) for key, each in value.items()}
+    if isinstance(value, list):
+        return [fill(each, env, f"{where}[{index}]") for index, each in enumerate(value)]
+    if not isinstance(value, str) or not (match := _TEMPLATE.fullmatch(value)):
+        if isinstance(value, str) and (value == HIDDEN or REDACTED in value):
+            raise UsageError(
+                f"{where}: this value is secret and was not written to disk",
+                hint="run the command that started the job again, it continues the job",
+                code="hidden-value",
+            )
+        return value
+    name, default = match.groups()
+    if name in env:
+        return env[name]
+    if default is None:
+        raise UsageError(f"{where}: the variable {name} is not set", hint=f"export {name}=... or use --env-file")
+    return default
+
+
+def hide(value: Any, env: Mapping[str, str]) -> Any:
+    """A configuration as it may be written to disk."""
+    return Redactor(job_secrets(value, env)).value(_hide(value, env))
+
+
+def _hide(value: Any, env: Mapping[str, str], name: str = "", *, given: bool = False) -> Any:
+    if isinstance(value, dict):
+        theirs = given or name in ("env", "headers")
+        return {key: _hide(each, env, str(key), given=theirs) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_hide(each, env, name, given=given) for each in value]
+    return value_on_disk(name, value, env, given=given) if isinstance(value, str) else value
+
+
+def job_secrets(config: Any, env: Mapping[str, str]) -> Iterator[str]:
+    """The secrets of a job: those of its configuration, of its env file, and the keys of this machine's environment,
+    which a provider may send back."""
+    yield from secrets_in(config, env)
+    for name, value in env.items():
+        if os.environ.get(name) != value:
+            if is_secret(name, value, given=True):
+                yield value
+            yield from secrets_in_text(value)
+        elif looks_secret(name):
+            yield value
+
+
+def read_env_file(path: Path) -> dict[str, str]:
+    """The variables of an `.env` file: `NAME=value` lines, `export` allowed, quotes removed, `#` starts a comment."""
+    found: dict[str, str] = {}
+    for number, row in enumerate(_read_text(path).splitlines(), 1):
+        line = row.strip().removeprefix("export ").strip()
+        if not line or line.startswith("#"):
+            continue
+        name, equals, value = line.partition("=")
+        if not equals or not name.strip().isidentifier():
+            raise UsageError(f"{path}:{number}: not of the form NAME=value")
+        found[name.strip()] = _unquote(value.strip())
+    return found
+
+
+def _unquote(value: str) -> str:
+    if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
+        return value[1:-1]
+    return value.partition(" #")[0].rstrip()

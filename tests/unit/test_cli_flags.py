@@ -1,0 +1,123 @@
+"""The command line as a whole: one meaning for each short flag, `--debug` everywhere, completion, the first steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from pier.cli.main import COMMANDS, FIRST_STEPS, cli, main
+from pier.cli.options import COMMON, GroupedOption
+from pier.cli.run import run
+
+pytestmark = pytest.mark.plain
+
+MEANING = {
+    "-a": {"--agent"},
+    "-c": {"--config"},
+    "-d": {"--dataset"},
+    "-e": {"--env"},
+    "-f": {"--follow"},
+    "-h": {"--help"},
+    "-i": {"--include-task-name", "--include"},
+    "-k": {"--n-attempts", "--attempts"},
+    "-l": {"--n-tasks"},
+    "-m": {"--model"},
+    "-n": {"--n-concurrent", "--concurrency"},
+    "-o": {"--jobs-dir", "--output", "--recording", "--out"},
+    "-p": {"--path", "--job-path"},
+    "-q": {"--quiet"},
+    "-r": {"--max-retries"},
+    "-t": {"--task"},
+    "-u": {"--user"},
+    "-v": {"--volume"},
+    "-w": {"--workdir"},
+    "-x": {"--exclude-task-name", "--exclude"},
+    "-y": {"--yes"},
+}
+"""What each short flag stands for; several names where one idea has them (`-o` is where results are written)."""
+
+
+def commands(command: click.Command, context: click.Context) -> Iterator[tuple[click.Command, click.Context]]:
+    yield command, context
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            assert inner is not None
+            yield from commands(inner, click.Context(inner, parent=context, info_name=name))
+
+
+ALL = list(commands(cli, click.Context(cli, info_name="pier")))
+
+
+def test_a_short_flag_means_one_thing_everywhere() -> None:
+    for command, context in ALL:
+        for param in command.get_params(context):
+            short = (
+                [name for name in param.opts if not name.startswith("--")] if isinstance(param, click.Option) else []
+            )
+            for name in short:
+                assert MEANING[name] & set(param.opts), f"{context.command_path} {name}: {param.opts}"
+
+
+def test_every_command_has_debug() -> None:
+    for command, context in ALL:
+        assert any("--debug" in param.opts for param in command.get_params(context)), context.command_path
+
+
+def test_debug_shows_the_traceback_of_an_error(tmp_path: Path) -> None:
+    for args in (["--debug", "task", "list", "nowhere"], ["task", "list", "nowhere", "--debug"]):
+        done = subprocess.run([sys.executable, "-m", "pier", *args], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 2 and "Traceback" in done.stderr and "version" in done.stderr
+
+
+def test_help_shows_ten_flags_first_and_all_in_groups() -> None:
+    params = [param for param in run.get_params(click.Context(run)) if isinstance(param, GroupedOption)]
+    assert len([param for param in params if param.group == COMMON]) == 10
+    assert {param.group for param in params} == {COMMON, *run.groups}
+    assert run.get_help(click.Context(run)).index(f"{COMMON}:") < run.get_help(click.Context(run)).index("Tasks:")
+
+
+def test_pier_alone_says_what_to_do_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 0 and capsys.readouterr().out.strip() == FIRST_STEPS
+    (tmp_path / "jobs").mkdir()
+    with pytest.raises(SystemExit):
+        main([])
+    assert all(name in capsys.readouterr().out for name in ["Commands:"])
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("pier ", set(COMMANDS)),
+        ("pier run --n-c", {"--n-concurrent", "--n-concurrent-builds"}),
+        ("pier run -a cl", {"claude-code", "cline"}),
+        ("pier run -e d", {"docker"}),
+        ("pier run --api-format openai", {"openai_responses", "openai_chat_completions"}),
+    ],
+)
+def test_completion_knows_commands_flags_and_values(words: str, found: set[str]) -> None:
+    env = os.environ | {
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+        "_PIER_COMPLETE": "bash_complete",
+    }
+    done = subprocess.run([sys.executable, "-m", "pier"], env=env, capture_output=True, text=True, check=False)
+    assert {row.partition(",")[2] for row in done.stdout.split()} == found
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["completion", shell])
+    assert stopped.value.code == 0 and "_PIER_COMPLETE" in capsys.readouterr().out
