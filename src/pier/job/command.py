@@ -17,10 +17,11 @@ import click
 from pier.job.config import JobConfig, to_disk
 from pier.job.directory import Job, open_existing, open_for, open_regrade, read_config, result_of
 from pier.job.ledger import Ledger
+from pier.job.outcome import size_of
 from pier.job.plan import Plan, plan_job
 from pier.job.progress import PlainProgress, Progress
-from pier.job.results import size_of
 from pier.job.runner import Interrupts, Wanted, void
+from pier.job.view import JobView
 
 _WARNINGS = 10
 
@@ -106,11 +107,13 @@ def _run(job: Job, env: Mapping[str, str], show: Show) -> int:
         click.echo(f"continuing {job.directory}: {done} of {total} trials are done", err=True)
     interrupted = _run_owed(job, env, progress)
     if show is Show.JSON:
-        click.echo(json.dumps({**result_of(job.ledger, job.config), "directory": str(job.directory)}))
+        result = result_of(JobView.of(job.ledger), [metric.type for metric in job.config.metrics])
+        click.echo(json.dumps({**result, "directory": str(job.directory)}))
     elif show is Show.FULL:
-        from pier.job.progress import print_report
+        from pier.job.report import print_report
 
-        print_report(job.directory, job.ledger, seconds=progress.seconds, interrupted=interrupted, stopped=job.stopped)
+        view = JobView.of(job.ledger)
+        print_report(view, seconds=progress.seconds, interrupted=interrupted, stopped=job.stopped)
     return exit_code(job.ledger, graded=not job.config.verifier.disable, interrupted=interrupted)
 
 

@@ -32,13 +32,15 @@ from typing import TYPE_CHECKING, Any
 
 from pier.errors import PierError, UsageError
 from pier.job.config import BudgetConfig, fill
-from pier.job.directory import LOG, Job, explained, is_full, write_result
-from pier.job.ledger import Ledger, Outcome, Used, now
+from pier.job.directory import Job, explained, is_full, write_result
+from pier.job.ledger import Ledger, Used, now
+from pier.job.outcome import Outcome, outcome_of, outcome_of_error
 from pier.job.plan import PlannedTrial
 from pier.job.progress import JobLog, Progress
-from pier.job.results import JobNumbers, outcome_of, outcome_of_error
+from pier.job.results import JobNumbers
 from pier.job.schedule import Schedule, Watcher
 from pier.job.specs import Specs
+from pier.job.view import LOG
 from pier.lease import Lease, sweep
 from pier.sandbox import open_backend
 from pier.trial.images import open_images
