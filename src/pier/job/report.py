@@ -24,7 +24,7 @@ from pier.job.progress import describe_outcome, first_line
 from pier.job.results import Comparison, Interval, Summary, Totals, calls_of, compare, describe, describe_calls
 from pier.job.view import LOG, RESULT, TRIAL_LOG, JobView, TrialRow, has_finished, rewards_by_task, summary_of
 from pier.sizes import size_text
-from pier.tree import Tree
+from pier.tree import Tree, TreeError
 from pier.trial.record import printable
 
 _HEADINGS = ("agent", "model", "dataset", "verdicts", "mean reward (95%)", "pass@k")
@@ -257,6 +257,8 @@ class _LogReader:
             stream = self._tree.open(self._path)
         except FileNotFoundError:
             return
+        except TreeError as error:
+            raise JobError(str(error), code="no-log") from None
         with stream:
             inode = os.fstat(stream.fileno()).st_ino
             if inode != self._inode:
@@ -314,7 +316,10 @@ def print_comparison(views: Sequence[JobView], *, as_json: bool) -> None:
     if differing:
         click.echo()
         print_columns(
-            [(key, *(json.dumps(value) for value in values)) for key, values in differing.items()],
+            [
+                (key, *("-" if value is None else json.dumps(value) for value in values))
+                for key, values in differing.items()
+            ],
             ("configuration", *(view.name for view in views)),
         )
 
@@ -369,11 +374,11 @@ def _comparison_data(
 
 
 def _config_differences(views: Sequence[JobView]) -> dict[str, list[Any]]:
-    """The keys in which the configurations of jobs differ, with the value in each."""
+    """The keys in which the configurations of jobs differ, with the value in each; None where it is not stated."""
     flat = [_flatten(view.config or {}) for view in views]
-    keys = dict.fromkeys(key for each in flat for key in each)
-    values = {key: [each.get(key) for each in flat] for key in keys if key.partition(".")[0] not in NOT_ASKED}
-    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+    keys = dict.fromkeys(key for each in flat for key in each if key.partition(".")[0] not in NOT_ASKED)
+    stated = {key: {json.dumps(each[key]) for each in flat if each.get(key) not in (None, [], {})} for key in keys}
+    return {key: [each.get(key) for each in flat] for key in keys if len(stated[key]) > 1}
 
 
 def _flatten(value: Any, key: str = "") -> dict[str, Any]:
