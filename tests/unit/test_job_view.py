@@ -168,6 +168,19 @@ def test_no_link_is_followed_out_of_a_job(tmp_path: Path) -> None:
     assert JobView.open(job).state == "broken"
 
 
+@pytest.mark.parametrize("name", ["../outside", "linked"])
+def test_a_journal_cannot_name_a_trial_elsewhere(tmp_path: Path, name: str) -> None:
+    ledger = write_job(tmp_path / "j", [GOOD])
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "result.json").write_text(json.dumps(result("outside")))
+    (tmp_path / "j" / "linked").symlink_to(tmp_path / "outside")
+    journal = tmp_path / "j" / JOURNAL
+    journal.write_text(journal.read_text().replace(ledger.plan.trials[0].name, name))
+    with pytest.raises(JobError) as caught:
+        JobView.open(tmp_path / "j").trial(name)
+    assert caught.value.code == "no_trial"
+
+
 @pytest.mark.parametrize(
     ("content", "state"), [(None, "unfinished"), (b"", "broken"), (b'{"trial', "broken"), (b"[]", "broken")]
 )

@@ -39,7 +39,7 @@ def run_and_report(config: JobConfig, env: Mapping[str, str], show: Show, *, yes
     warn = _Warnings()
     with open_for(config, env, yes=yes, check=lambda: _check(config, env), warn=warn) as job:
         if show is Show.FULL:
-            warn.say()
+            warn.show()
         return _run(job, env, show)
 
 
@@ -49,7 +49,7 @@ class _Warnings(list[str]):
     def __call__(self, text: str) -> None:
         self.append(text)
 
-    def say(self) -> None:
+    def show(self) -> None:
         for text in self[:_WARNINGS]:
             click.echo(f"warning: {text}", err=True)
         if len(self) > _WARNINGS:

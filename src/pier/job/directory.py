@@ -226,8 +226,8 @@ def open_for(
     check: Callable[[], None] = lambda: None,
     warn: Warn = lambda _: None,
 ) -> Iterator[Job]:
-    """The job that `config` asks for: continued if it is there already, else made, after `check` had its say. `warn` is
-    called with warnings about its tasks."""
+    """The job that `config` asks for: continued if it is there already, else made, after `check`. `warn` is called with
+    warnings about its tasks."""
     with _open(config, *plan_job(config, env, yes=yes, warn=warn), check) as job:
         yield job
 

@@ -36,7 +36,7 @@ class Progress:
         self.running: dict[str, tuple[str, float]] = {}
         """By trial name: its phase and when it began."""
         self.details: dict[str, str] = {}
-        """By trial name: how far the work of its phase is, if it says."""
+        """By trial name: how far the work of its phase is, where that is known."""
 
     @property
     def done(self) -> int:
@@ -191,19 +191,19 @@ class JobLog:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._redactor = redactor
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Add a line."""
         os.write(self._fd, f"{now()} {self._redactor.text(text)}\n".encode(errors="replace"))
 
     def started(self, trial: PlannedTrial, number: int) -> None:
         if number > 1:
-            self.say(f"{trial.name}: try {number} starts")
+            self.write(f"{trial.name}: try {number} starts")
 
     def ended(self, trial: PlannedTrial, outcome: Outcome) -> None:
-        self.say(f"{trial.name}: {describe_outcome(outcome)}")
+        self.write(f"{trial.name}: {describe_outcome(outcome)}")
 
     def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None:
-        self.say(f"{trial.name}: {describe_outcome(outcome)}; again in {wait:.1f} s")
+        self.write(f"{trial.name}: {describe_outcome(outcome)}; again in {wait:.1f} s")
 
     def close(self) -> None:
         os.close(self._fd)

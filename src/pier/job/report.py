@@ -87,7 +87,7 @@ def print_columns(rows: list[tuple[str, ...]], headings: tuple[str, ...] = ()) -
     for row in everything:
         for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
             shown = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            click.secho(shown, bold=row is headings)
+            click.secho(printable(shown), bold=row is headings)
 
 
 def _means(summary: Summary) -> str:
@@ -221,7 +221,7 @@ _POLL = 0.2
 
 def print_log(view: JobView, trial: str | None, *, follow: bool, as_json: bool) -> None:
     """Print the log of a job, or of one of its trials; with `follow`, go on until the job or that trial has ended."""
-    path = f"{view.trial(trial).name}/{TRIAL_LOG}" if trial else LOG
+    path = f"{view.trial(trial).directory.name}/{TRIAL_LOG}" if trial else LOG
     with Tree(view.directory.resolve()) as tree:
         reader = _LogReader(tree, path)
         ended = False

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pier.files import write_json
+from pier.tree import TreeError, open_regular
 
 if TYPE_CHECKING:
     from pier.gateway.metrics import GatewayMetrics
@@ -385,8 +386,9 @@ class JobNumbers:
 
 def _read(directory: Path) -> dict[str, Any]:
     try:
-        found = json.loads((directory / NUMBERS).read_bytes())
-    except (OSError, ValueError):
+        with open_regular(directory / NUMBERS) as stream:
+            found = json.load(stream)
+    except (OSError, TreeError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

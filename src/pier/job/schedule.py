@@ -25,7 +25,7 @@ SetAside = Callable[[PlannedTrial, int], str | None]
 
 
 class Watcher(Protocol):
-    """Who wants to know what happens."""
+    """Is notified of what happens."""
 
     def started(self, trial: PlannedTrial, number: int) -> None: ...
 

@@ -167,6 +167,10 @@ class JobView:
         row = next((row for row in self.trials if row.name == name), None)
         if row is None:
             raise UsageError(f"{self.directory} has no trial {name}", hint=f"pier job show {self.directory} --trials")
+        with Tree(self.directory.resolve()) as tree:
+            entry = tree.find(name)
+        if Path(name).name != name or (entry is not None and entry.kind != "directory"):
+            raise JobError(f"{self.directory / name} is not a directory of this job", code="no_trial")
         return TrialView.open(self.directory / name, row)
 
 
