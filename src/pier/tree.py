@@ -135,6 +135,16 @@ class Tree:
                     waiting.append(_listed(walk.here, f"{found.path}/"))
                     left -= len(waiting[-1])
 
+    def listed(self, below: str = "") -> list[Entry]:
+        """What is in the tree's directory, or in one below it, by name; nothing if that is missing or behind a link."""
+        try:
+            with self._walk(below) as walk:
+                return _listed(walk.here, f"{below}/" if below else "")[::-1]
+        except OSError as error:
+            if error.errno in _NOT_THERE:
+                return []
+            raise
+
     def _walk(self, below: str) -> Descent:
         top = open_in(self.fd, below, READ_DIRECTORY, STRICT)
         try:

@@ -1,4 +1,4 @@
-"""What pier writes, read by the packages of the peers themselves: Harbor and datacurve's pier."""
+"""What pier writes, read by the peers themselves, and what they write, read by pier: Harbor and datacurve's pier."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pier.job.view import JobView
 from tests.job_tasks import make_task, pier, trials_of
 
 ROOT = Path(__file__).parents[2]
@@ -129,3 +130,46 @@ def test_a_job_is_read_by_the_models_and_the_viewer_of(peer: str, job: Path) -> 
     assert [trial[0] for trial in read["trials"]] == names
     assert [trial[1] for trial in read["trials"]] == [{"reward": 1}] * 2 + [None] * 2
     assert [trial[2] for trial in read["trials"]] == [None] * 2 + ["RewardFileNotFoundError"] * 2
+
+
+@pytest.mark.parametrize("peer", PACKAGES)
+def test_a_job_that_was_run_by_a_peer_is_read(peer: str, tmp_path: Path) -> None:
+    """Whole, then with a trial that never ended, a torn result, and no word of the job's end."""
+    for name, more in {"good": {}, "bad": {"solve": "true"}, "silent": {"test": "true"}}.items():
+        task = make_task(tmp_path / "tasks" / name, **more)
+        (task / "environment" / "Dockerfile").write_text("FROM scratch\n")
+        (task / "task.toml").write_text('schema_version = "1.1"\n')
+    program = python_of(peer).with_name(PACKAGES[peer])
+    flags = ["-a", "oracle", "-k", "2", "--job-name", "j"]
+    env = {**os.environ, "PEER": PACKAGES[peer], "PYTHONPATH": str(ROOT), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    command = [
+        program,
+        "run",
+        "-p",
+        "tasks",
+        *flags,
+        "--environment-import-path",
+        "tests.peer_environment:HostEnvironment",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = tmp_path / "jobs" / "j"
+    view = JobView.open(job)
+    assert (view.state, view.is_ours, view.n_trials, view.problems) == ("done", False, 6, ())
+    rewards = {row.task: row.outcome.rewards for row in view.trials if row.outcome}
+    assert rewards == {"good": {"reward": 1}, "bad": {"reward": 0}, "silent": None}
+    theirs = json.loads((job / "result.json").read_text())["stats"]
+    assert [group.key for group in view.groups] == list(theirs["evals"]) == ["oracle__tasks"]
+    assert (view.totals.done, view.totals.errors) == (theirs["n_completed_trials"], {"task": 2})
+    assert (view.totals.mean.value, view.groups[0].summary.pass_at_k) == (0.5, {1: 0.5, 2: 0.5})
+    first, second, *_ = (job / row.name for row in view.trials)
+    trial = view.trial(first.name)
+    assert list(trial.phases) == ["environment_setup", "agent_setup", "agent_execution", "verifier"]
+    assert first / "trial.log" in trial.files.logs and first / "artifacts" in trial.files.artifacts
+    assert "4/6" in pier("job", "show", "jobs/j", cwd=tmp_path).stdout
+    (first / "result.json").unlink()
+    (second / "result.json").write_bytes((second / "result.json").read_bytes()[:100])
+    (job / "result.json").unlink()
+    torn = JobView.open(job)
+    assert torn.state == "unfinished" and [row.state for row in torn.trials[:3]] == ["unfinished", "broken", "done"]
+    assert {row.task for row in torn.trials} == {"good", "bad", "silent"} and torn.n_trials == 6

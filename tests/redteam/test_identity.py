@@ -11,12 +11,13 @@ import pytest
 
 from pier.errors import JobError
 from pier.job.config import JobConfig
-from pier.job.directory import agent_labels, open_for, result_of
-from pier.job.ledger import JOURNAL, Fault, Ledger, Outcome
+from pier.job.directory import open_for, result_of
+from pier.job.ledger import JOURNAL, Ledger
+from pier.job.outcome import Fault, Outcome
 from pier.job.plan import Plan, plan_job
 from pier.job.progress import Progress
 from pier.job.results import Cost, main_reward
-from pier.job.view import list_jobs
+from pier.job.view import JobView, agent_labels, list_jobs
 from tests.job_tasks import pier, rewards_of
 from tests.redteam import route
 from tests.trial_runs import TOML, write_task
@@ -162,7 +163,7 @@ def test_no_two_agents_share_a_place_in_evals(tasks: Path, tmp_path: Path) -> No
     ledger = Ledger.create(tmp_path)
     ledger.adopt_plan(plan(tasks, *agents, *options))
     ledger.close()
-    found = result_of(ledger, configure(tasks))["stats"]["evals"]
+    found = result_of(JobView.of(ledger))["stats"]["evals"]
     assert len(found) == 5 and "command__y__tasks" in found
 
 
@@ -178,9 +179,14 @@ def test_there_is_one_mean_reward(tasks: Path, tmp_path: Path) -> None:
         ledger.begin(trial.id)
         ledger.end(trial.id, outcome)
     ledger.close()
-    (group,) = result_of(ledger, configure(tasks))["stats"]["evals"].values()
+    (group,) = result_of(JobView.of(ledger))["stats"]["evals"].values()
     (row,) = list_jobs(tmp_path / "jobs")
-    assert group["pier"]["mean"]["reward"] == row.mean == Progress(5, outcomes).mean.value == pytest.approx(2 / 3)
+    assert (
+        group["pier"]["mean"]["reward"]
+        == row.totals.mean.value
+        == Progress(5, outcomes).totals.mean.value
+        == pytest.approx(2 / 3)
+    )
     assert [main_reward(each) for each in ({"a": 0.5}, {"a": 1, "b": 0}, {"reward": 0.0, "b": 1})] == [0.5, None, 0.0]
 
 
@@ -191,14 +197,14 @@ def test_a_cost_that_is_known_in_part_is_not_a_sum(tasks: Path, tmp_path: Path) 
     first, second, third = ledger.plan.trials
     ledger.end(first.id, Outcome(rewards={"reward": 1.0}, cost=0.5))
     ledger.end(second.id, Outcome(fault=Fault("E", "e", "infra", True, "m"), cost=0.0))
-    assert result_of(ledger, configure(tasks))["stats"]["cost_usd"] == 0.5
+    assert result_of(JobView.of(ledger))["stats"]["cost_usd"] == 0.5
     ledger.end(third.id, Outcome(rewards={"reward": 1.0}))
     ledger.close()
-    result = result_of(ledger, configure(tasks))
+    result = result_of(JobView.of(ledger))
     assert result["stats"]["cost_usd"] is None
     assert result["pier"]["cost"] == {"known_usd": 0.5, "trials_unknown": 1}
     assert [str(Cost(0.5, 1)), str(Cost(0.5)), str(Cost(None, 2)), str(Cost())] == [
-        *("at least $0.5000", "$0.5000", "unknown", "$0.0000"),
+        *("at least $0.5000 (1 unknown)", "$0.5000", "unknown", "$0.0000"),
     ]
 
 

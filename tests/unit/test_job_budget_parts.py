@@ -8,9 +8,9 @@ import pytest
 
 from pier.gateway.budget import Reservation
 from pier.job.config import BudgetConfig, RetryConfig
-from pier.job.ledger import Ledger, Outcome, Used
+from pier.job.ledger import Ledger, Used
+from pier.job.outcome import Outcome, outcome_of
 from pier.job.plan import PlannedTrial
-from pier.job.results import outcome_of
 from pier.job.runner import JobBudget
 from pier.job.schedule import Schedule
 from pier.trial.result import AgentInfo, ExceptionInfo, TrialResult

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pier.job.results import GradedTrial, confidence, pass_at_k, summarise
+from pier.job.results import GradedTrial, compare, confidence, pass_at_k, summarise
 
 pytestmark = pytest.mark.plain
 
@@ -99,3 +99,50 @@ def test_an_interval_holds_the_mean(groups: list[list[float]]) -> None:
     assert found is not None
     mean = math.fsum(values) / len(values)
     assert 0 <= found.low <= mean + 1e-9 and mean - 1e-9 <= found.high <= 1
+
+
+def test_a_comparison_counts_only_tasks_with_verdicts_in_both() -> None:
+    found = compare({"a": [1, 1], "b": [0], "c": [1], "d": []}, {"a": [1, 0], "b": [1], "d": [1], "e": [1]})
+    assert found.n_paired == 2 and found.difference == pytest.approx(0.25)
+    assert (found.wins, found.losses, found.p_value) == (1, 1, 1.0)
+    rows = {row.task: (row.first, row.second, row.difference) for row in found.tasks}
+    assert rows == {
+        "a": (1, 0.5, -0.5),
+        "b": (0, 1, 1),
+        "c": (1, None, None),
+        "d": (None, 1, None),
+        "e": (None, 1, None),
+    }
+
+
+def test_a_paired_interval_of_a_known_case() -> None:
+    """Bonett and Price's interval for 59 discordant of 80 pairs, 43 to 16."""
+    first = {str(n): [float(n < 16)] for n in range(80)}
+    second = {str(n): [float(16 <= n < 59)] for n in range(80)}
+    found = compare(first, second)
+    assert found.difference == pytest.approx(27 / 80) and found.interval is not None
+    centre, spread = 27 / 82, (44 + 17) / 82
+    half = 1.959964 * math.sqrt((spread - centre**2) / 82)
+    assert (found.interval.low, found.interval.high) == (pytest.approx(centre - half), pytest.approx(centre + half))
+    assert found.p_value == pytest.approx(2 * sum(math.comb(59, k) for k in range(17)) / 2**59)
+
+
+def test_equal_tasks_do_not_make_a_difference_certain() -> None:
+    found = compare({"a": [1], "b": [1]}, {"a": [1], "b": [1]})
+    assert (
+        found.difference == 0 and found.interval is not None and found.interval.low < -0.3 < 0.3 < found.interval.high
+    )
+    assert compare({"a": [1]}, {"a": [0]}).interval is None
+    assert compare({}, {}).difference is None
+
+
+def test_an_interval_of_one_task_is_newcombes() -> None:
+    """The tenth method of Newcombe (1998) for 56/70 against 48/80."""
+    (row,) = compare({"a": [1.0] * 48 + [0.0] * 32}, {"a": [1.0] * 56 + [0.0] * 14}).tasks
+    assert row.interval is not None
+    assert (row.interval.low, row.interval.high) == (pytest.approx(0.0524, abs=1e-4), pytest.approx(0.3339, abs=1e-4))
+
+
+def test_rewards_beyond_one_have_an_interval_too() -> None:
+    found = compare({"a": [10.0], "b": [20.0]}, {"a": [12.0], "b": [24.0]})
+    assert found.interval is not None and found.interval.low == pytest.approx(3 - 1.96, abs=1e-3)

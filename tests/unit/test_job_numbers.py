@@ -10,7 +10,7 @@ import pytest
 
 from pier.gateway import Budget, Gateway
 from pier.gateway.budget import Retry
-from pier.job.results import NUMBERS, JobNumbers, calls_of, in_words
+from pier.job.results import NUMBERS, JobNumbers, calls_of, describe_calls
 from tests.gateway_fakes import PATHS, fake_provider, post, replies, request_body
 
 pytestmark = pytest.mark.plain
@@ -46,7 +46,7 @@ async def test_numbers_go_on_over_the_runs_of_a_job(tmp_path: Path) -> None:
         assert values["p50"] is not None and values["p99"] >= values["p50"] and values["mean"] >= 0, stage
     kept = json.loads((tmp_path / NUMBERS).read_text())
     assert kept["call_seconds"]["count"] == 7 and kept["upstream_first_byte_seconds"]["count"] == 8
-    words = in_words(told)
+    words = describe_calls(told)
     assert words.startswith("model calls: 5 answered, 2 refused, first byte within ")
     assert "3 retries" in words and "s of waiting for limits" in words and "recorded" not in words
 

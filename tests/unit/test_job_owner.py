@@ -31,7 +31,7 @@ def test_the_second_is_told_who_the_first_is(tmp_path: Path) -> None:
     with _holder(tmp_path) as child:
         with pytest.raises(JobError, match=f"process {child.pid} "), owning(tmp_path):
             pass
-        assert f"process {child.pid} " in (current_owner(tmp_path) or "")
+        assert f"process {child.pid} " in str(current_owner(tmp_path))
         child.communicate(b"", timeout=60)
     assert current_owner(tmp_path) is None
 
@@ -41,7 +41,7 @@ def test_a_dead_owner_is_followed(tmp_path: Path) -> None:
         os.kill(child.pid, signal.SIGKILL)
         child.wait(60)
         with owning(tmp_path):
-            assert f"({os.getpid()})" in (current_owner(tmp_path) or "")
+            assert f"({os.getpid()})" in str(current_owner(tmp_path))
 
 
 def test_the_same_process_owns_only_once(tmp_path: Path) -> None:

@@ -10,10 +10,13 @@ import pytest
 from rich.console import Console
 
 from pier.job.command import exit_code
-from pier.job.ledger import Fault, Ledger, Outcome
+from pier.job.ledger import Ledger
 from pier.job.live import LiveProgress
+from pier.job.outcome import Fault, Outcome
 from pier.job.plan import PlannedTask, make_plan
-from pier.job.progress import PlainProgress, Progress, next_command, print_report, tell
+from pier.job.progress import PlainProgress, Progress, describe_outcome
+from pier.job.report import next_command, print_report
+from pier.job.view import JobView
 
 pytestmark = pytest.mark.plain
 
@@ -32,7 +35,8 @@ def test_numbers_add_up_and_earlier_trials_count() -> None:
     progress.ended(first, GOOD)
     progress.started(second, 1)
     progress.retrying(second, BROKEN, 1.0)
-    assert (progress.done, progress.verdicts, progress.retries, progress.cost.known) == (3, 3, 1, 0.5)
+    totals = progress.totals
+    assert (totals.done, totals.verdicts, progress.retries, totals.cost.known) == (3, 3, 1, 0.5)
     assert "3/5 trials" in progress.line() and "mean reward 0.667" in progress.line()
 
 
@@ -89,8 +93,8 @@ def test_the_live_view_shows_phases_and_what_is_beyond() -> None:
 
 
 def test_what_others_wrote_cannot_move_the_cursor() -> None:
-    assert "\x1b" not in tell(BROKEN) and "and more" not in tell(BROKEN)
-    assert tell(Outcome()) == "no verdict"
+    assert "\x1b" not in describe_outcome(BROKEN) and "and more" not in describe_outcome(BROKEN)
+    assert describe_outcome(Outcome()) == "no verdict"
 
 
 @pytest.mark.parametrize(
@@ -111,9 +115,10 @@ def test_the_report_says_what_comes_next(
         ledger.begin(trial.id)
         ledger.end(trial.id, outcome)
     ledger.close()
-    print_report(tmp_path, ledger)
+    view = JobView.open(tmp_path)
+    print_report(view)
     shown = capsys.readouterr().out
-    assert words in shown and words in next_command(tmp_path, ledger)
+    assert words in shown and words in (next_command(view) or "")
     assert str(tmp_path) in shown
     heading, row = (line.split() for line in shown.splitlines()[:2])
     assert heading[:4] == ["agent", "model", "dataset", "verdicts"] and row[0] == PLAN.agents[0]["name"]

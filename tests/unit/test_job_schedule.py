@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pier.job.config import RetryConfig
-from pier.job.ledger import Fault, Ledger, Outcome
+from pier.job.ledger import Ledger
+from pier.job.outcome import Fault, Outcome
 from pier.job.plan import PlannedTask, PlannedTrial, make_plan
 from pier.job.progress import Progress
 from pier.job.schedule import Backoff, RunTry, Schedule

@@ -1,8 +1,10 @@
-"""`pier job`: look at, resume, retry and regrade jobs."""
+"""`pier job`: look at, compare, follow, stop, resume, retry, regrade and remove jobs."""
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from pier.cli.options import LimitsCommand
 from pier.cli.run import run
 
 DIRECTORY = click.argument("directory", type=click.Path(path_type=Path), required=False)
+DIRECTORIES = click.argument("directories", type=click.Path(path_type=Path), nargs=-1, required=True)
 JOB_PATH = click.option("-p", "--job-path", type=click.Path(path_type=Path), hidden=True)
 ENV_FILE = click.option("--env-file", type=click.Path(dir_okay=False), help="A file of NAME=value lines.")
 CONCURRENT = click.option("-n", "--n-concurrent", type=click.IntRange(1), help="How many trials run at once.")
@@ -21,7 +24,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for prog
 
 @click.group(name="job")
 def job() -> None:
-    """Look at, resume, retry and regrade jobs. A job is a directory, usually below `jobs`."""
+    """Look at, compare, stop, resume, retry, regrade and remove jobs. A job is a directory, usually below `jobs`."""
 
 
 job.add_command(run, "start")
@@ -31,8 +34,9 @@ job.add_command(run, "start")
 @click.argument("jobs_dir", type=click.Path(path_type=Path), default=Path("jobs"))
 @JSON
 def list_(jobs_dir: Path, as_json: bool) -> None:
-    """List the jobs in JOBS_DIR, newest first."""
-    from pier.job.view import list_jobs, print_jobs
+    """List the jobs in JOBS_DIR, newest first: of pier, of Harbor and of datacurve pier."""
+    from pier.job.report import print_jobs
+    from pier.job.view import list_jobs
 
     print_jobs(list_jobs(jobs_dir), jobs_dir, as_json=as_json)
 
@@ -44,9 +48,80 @@ def list_(jobs_dir: Path, as_json: bool) -> None:
 @JSON
 def show(directory: Path | None, job_path: Path | None, trials: bool, as_json: bool) -> None:
     """Show where a job stands."""
-    from pier.job.view import show_job
+    from pier.job.report import print_job
+    from pier.job.view import JobView
 
-    show_job(_directory(directory, job_path), trials=trials, as_json=as_json)
+    print_job(JobView.open(_directory(directory, job_path)), trials=trials, as_json=as_json)
+
+
+@job.command()
+@DIRECTORIES
+@JSON
+def compare(directories: tuple[Path, ...], as_json: bool) -> None:
+    """Compare jobs with the first of them, or the agents of one job: over all tasks and task by task."""
+    from pier.job.report import print_comparison
+    from pier.job.view import JobView
+
+    print_comparison([JobView.open(directory) for directory in directories], as_json=as_json)
+
+
+@job.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("trial", required=False)
+@click.option("-f", "--follow", is_flag=True, help="Wait for more until the job, or the trial, has ended.")
+@click.option("--json", "as_json", is_flag=True, help="Print each line as a JSON object.")
+def logs(directory: Path, trial: str | None, follow: bool, as_json: bool) -> None:
+    """Print the log of a job, or of one of its trials."""
+    from pier.job.report import print_log
+    from pier.job.view import JobView
+
+    print_log(JobView.open(directory), trial, follow=follow, as_json=as_json)
+
+
+@job.command()
+@DIRECTORIES
+@JSON
+def stop(directories: tuple[Path, ...], as_json: bool) -> None:
+    """Stop jobs that run, in good order: no new trial starts, those that run are ended and cleaned up.
+
+    Waits until they have stopped. Stopping a job that is stopping already limits its clean-up to five seconds.
+    """
+    from pier.job.ledger import stop_owner
+    from pier.job.view import JobView
+
+    views = [JobView.open(directory) for directory in directories]
+    for view in views:
+        if view.owner is not None:
+            stop_owner(view.directory, view.owner)
+    for view in views:
+        _wait_for_end(view.directory)
+    if as_json:
+        rows = [{"directory": str(view.directory), "was_running": view.owner is not None} for view in views]
+        click.echo(json.dumps(rows))
+        return
+    for view in views:
+        text = f"stopped; go on with: pier job resume {view.directory}" if view.owner else "not running"
+        click.echo(f"{view.directory}: {text}")
+
+
+@job.command()
+@DIRECTORIES
+@click.option("--stop", "first_stop", is_flag=True, help="Stop jobs that run, instead of refusing to remove them.")
+@JSON
+def rm(directories: tuple[Path, ...], first_stop: bool, as_json: bool) -> None:
+    """Remove jobs with all their trials."""
+    from pier.job.directory import remove_job
+    from pier.job.ledger import current_owner, stop_owner, taken
+
+    for directory in directories:
+        if owner := current_owner(directory):
+            if not first_stop:
+                raise taken(directory, owner)
+            stop_owner(directory, owner)
+            _wait_for_end(directory)
+        remove_job(directory)
+    names = [str(directory) for directory in directories]
+    click.echo(json.dumps({"removed": names}) if as_json else "\n".join(f"removed {name}" for name in names))
 
 
 @job.command(cls=LimitsCommand)
@@ -115,6 +190,13 @@ def _directory(argument: Path | None, option: Path | None) -> Path:
     if found is None:
         raise click.UsageError("Missing argument 'DIRECTORY'.")
     return found
+
+
+def _wait_for_end(directory: Path) -> None:
+    from pier.job.ledger import current_owner
+
+    while current_owner(directory):
+        time.sleep(0.05)
 
 
 def _how(flags: dict[str, Any]) -> tuple[dict[str, str], Any, int | None]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
+    from pier.job.view import TrialView
     from pier.trial.result import Integrity, TrialResult
 
 
@@ -22,23 +24,46 @@ def trial() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def show(directory: Path, as_json: bool) -> None:
     """Show how a trial ended: its rewards, what went wrong, how far the verdict can be trusted, where files are."""
-    from pier.trial.result import read_result
+    from pier.job.view import TrialView
 
-    result = read_result(directory)
+    view = TrialView.open(directory)
     if as_json:
-        click.echo(json.dumps(result.model_dump(mode="json"), indent=2))
+        click.echo(json.dumps(_data(view), indent=2))
         return
     from pier.trial.record import printable
 
-    for line in _lines(result, directory):
+    for line in _lines(view):
         click.echo(printable(line))
 
 
-def _lines(result: TrialResult, directory: Path) -> list[str]:
-    model = result.agent_info.model_info
-    agent = result.agent_info.name + (f" on {model.name}" if model else "")
-    lines = [f"trial    {result.trial_name}", f"task     {result.task_name}", f"agent    {agent}"]
-    lines.append(f"reward   {_rewards(result.rewards) if result.has_verdict else 'none: there is no verdict'}")
+def _data(view: TrialView) -> dict[str, Any]:
+    """The result, if there is one, and what is known without it."""
+    files = {kind: [str(path) for path in paths] for kind, paths in asdict(view.files).items()}
+    result = view.result.model_dump(mode="json") if view.result else {"trial_name": view.name, "task_name": view.task}
+    return {**result, "state": view.state, "problem": view.problem, "files": files}
+
+
+def _lines(view: TrialView) -> list[str]:
+    agent = view.agent + (f" on {view.model}" if view.model else "")
+    lines = [f"trial    {view.name}", f"task     {view.task}", f"agent    {agent}"]
+    if view.state != "done":
+        lines.append(f"state    {view.state}")
+    lines += _result_lines(view.result, view.directory) if view.result else [f"problem  {view.problem}"]
+    if view.outcome is not None and any(count is not None for count in view.outcome.tokens):
+        names = zip(("input", "cached", "output"), view.outcome.tokens, strict=True)
+        lines.append("tokens   " + ", ".join(f"{count} {name}" for name, count in names if count is not None))
+    if view.outcome is not None and view.model:
+        lines.append(f"cost     {'unknown' if view.outcome.cost is None else f'${view.outcome.cost:.4f}'}")
+    if view.phases:
+        lines.append("seconds  " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in view.phases.items()))
+    if view.result is not None and view.result.pier is not None:
+        lines += [f"warning  {warning}" for warning in view.result.pier.warnings]
+    lines += [f"trace    {path}" for path in view.files.trajectories]
+    return [*lines, f"files    {view.directory}"]
+
+
+def _result_lines(result: TrialResult, directory: Path) -> list[str]:
+    lines = [f"reward   {_rewards(result.rewards) if result.has_verdict else 'none: there is no verdict'}"]
     if result.pier is not None and result.pier.n_steps is not None:
         lines.append(f"steps    {result.pier.graded_steps or 0} of {result.pier.n_steps} graded")
     for step in result.step_results or ():
@@ -49,16 +74,10 @@ def _lines(result: TrialResult, directory: Path) -> list[str]:
         first, *rest = error.exception_message.strip().splitlines() or [""]
         lines.append(f"error    {error.exception_type}{blame}: {first}")
         lines += [f"         {line.rstrip()}" for line in rest]
-    if (told := _advice(result, directory)) is not None:
-        lines.append(f"  try    {told}")
+    if (advice := _advice(result, directory)) is not None:
+        lines.append(f"  try    {advice}")
     parts = [result.integrity, *(step.integrity for step in result.step_results or ())]
-    for integrity in parts:
-        lines += _integrity_lines(integrity)
-    if result.pier is not None:
-        spent = ", ".join(f"{name} {seconds:.2f}" for name, seconds in result.pier.phases.items())
-        lines.append(f"seconds  {spent}")
-        lines += [f"warning  {warning}" for warning in result.pier.warnings]
-    return [*lines, f"files    {directory}"]
+    return [*lines, *(line for integrity in parts for line in _integrity_lines(integrity))]
 
 
 def _rewards(rewards: dict[str, float] | None) -> str:

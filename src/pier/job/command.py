@@ -18,10 +18,11 @@ from pier.job.config import JobConfig
 from pier.job.directory import Job, open_existing, open_for, open_regrade, read_config, result_of
 from pier.job.ledger import Ledger
 from pier.job.load import to_disk
+from pier.job.outcome import size_of
 from pier.job.plan import Plan, plan_job
 from pier.job.progress import PlainProgress, Progress
-from pier.job.results import size_of
 from pier.job.runner import Interrupts, Wanted, void
+from pier.job.view import JobView
 
 _WARNINGS = 10
 
@@ -39,7 +40,7 @@ def run_and_report(config: JobConfig, env: Mapping[str, str], show: Show, *, yes
     warn = _Warnings()
     with open_for(config, env, yes=yes, check=lambda: _check(config, env), warn=warn) as job:
         if show is Show.FULL:
-            warn.say()
+            warn.show()
         return _run(job, env, show)
 
 
@@ -49,7 +50,7 @@ class _Warnings(list[str]):
     def __call__(self, text: str) -> None:
         self.append(text)
 
-    def say(self) -> None:
+    def show(self) -> None:
         for text in self[:_WARNINGS]:
             click.echo(f"warning: {text}", err=True)
         if len(self) > _WARNINGS:
@@ -107,11 +108,13 @@ def _run(job: Job, env: Mapping[str, str], show: Show) -> int:
         click.echo(f"continuing {job.directory}: {done} of {total} trials are done", err=True)
     interrupted = _run_owed(job, env, progress)
     if show is Show.JSON:
-        click.echo(json.dumps({**result_of(job.ledger, job.config), "directory": str(job.directory)}))
+        result = result_of(JobView.of(job.ledger), [metric.type for metric in job.config.metrics])
+        click.echo(json.dumps({**result, "directory": str(job.directory)}))
     elif show is Show.FULL:
-        from pier.job.progress import print_report
+        from pier.job.report import print_report
 
-        print_report(job.directory, job.ledger, seconds=progress.seconds, interrupted=interrupted, stopped=job.stopped)
+        view = JobView.of(job.ledger)
+        print_report(view, seconds=progress.seconds, interrupted=interrupted, stopped=job.stopped)
     return exit_code(job.ledger, graded=not job.config.verifier.disable, interrupted=interrupted)
 
 

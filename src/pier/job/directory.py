@@ -1,9 +1,7 @@
-"""A job as a directory: made, found again, opened by its one owner, and repaired after a crash.
+"""Makes, finds, opens and repairs the directory of a job, and writes the files that other programs read.
 
-The files of a job's directory that other programs read: `config.json`, `lock.json`, `result.json`.
-
-Their shapes are Harbor's. They are derived from the ledger (and the numbers of model calls from `gateway.json`), so
-losing one loses nothing.
+`config.json`, `lock.json` and `result.json` have Harbor's shapes. They are derived from the ledger (and the numbers of
+model calls from `gateway.json`), so losing one loses nothing.
 
     <job>/config.json      what was asked for, without secrets
     <job>/lock.json        the plan: every trial with the digest of its task
@@ -13,8 +11,6 @@ losing one loses nothing.
     <job>/journal.jsonl    the truth (`pier.job.ledger`)
     <job>/.retries/        tries that no longer count, as they were
     <job>/<trial>/         one directory per trial
-
-What to say when a job's files cannot be written.
 """
 
 from __future__ import annotations
@@ -24,8 +20,8 @@ import errno
 import hashlib
 import json
 import os
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -36,13 +32,17 @@ import click
 
 from pier import __version__
 from pier.agent.registry import pack_spec
+from pier.beneath import remove
 from pier.errors import JobError, PierError
 from pier.files import read_journal, write, write_json
 from pier.job.config import JobConfig
-from pier.job.ledger import JOURNAL, OWNER, VERSION, Ledger, Outcome, current_owner, not_a_job, now, owning
+from pier.job.ledger import JOURNAL, OWNER, VERSION, Ledger, current_owner, not_a_job, now, owning
 from pier.job.load import parse, read_file, to_disk
+from pier.job.outcome import read_outcome, size_of
 from pier.job.plan import KEY, NOT_ASKED, MakePlan, Plan, PlannedTask, PlannedTrial, Warn, make_key, plan_job, read_key
-from pier.job.results import Cost, GradedTrial, Summary, calls_of, read_outcome, size_of, summarise
+from pier.job.results import Summary, calls_of, describe
+from pier.job.view import CONFIG, LOCK, RESULT, Group, JobView
+from pier.trial.result import lock_row
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -76,11 +76,8 @@ def _system_error(error: BaseException) -> OSError | None:
     return error if isinstance(error, OSError) else None
 
 
-CONFIG, LOCK, RESULT, LOG, RETRIES = "config.json", "lock.json", "result.json", "job.log", ".retries"
-
-
-def write_config(directory: Path, data: dict[str, Any]) -> None:
-    write_json(directory / CONFIG, data)
+RETRIES = ".retries"
+_REMOVED = ".removed"
 
 
 def write_lock(directory: Path, config: dict[str, Any], plan: Plan) -> None:
@@ -90,7 +87,7 @@ def write_lock(directory: Path, config: dict[str, Any], plan: Plan) -> None:
     for trial in plan.trials:
         place = (trial.task, trial.agent)
         if place not in texts:
-            texts[place] = json.dumps(_trial_lock(plan.tasks[trial.task], plan.agents[trial.agent], config))
+            texts[place] = json.dumps(_lock_row(plan.tasks[trial.task], plan.agents[trial.agent], config))
         rows.append(texts[place])
     head = {
         "schema_version": 3,
@@ -115,177 +112,70 @@ def _packs(agents: Iterable[dict[str, Any]]) -> dict[str, dict[str, str | None]]
     return found
 
 
-_SHARED_SETTINGS = (
-    "timeout_multiplier",
-    "agent_timeout_multiplier",
-    "verifier_timeout_multiplier",
-    "agent_setup_timeout_multiplier",
-    "environment_build_timeout_multiplier",
-)
-
-
-def _trial_lock(task: PlannedTask, agent: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "schema_version": 2,
-        "task": {
-            "name": task.name,
-            "type": "git" if task.git_url else "local",
-            "digest": task.digest,
-            "source": task.source,
-            "path": task.git_path or task.path,
-            "git_url": task.git_url,
-            "git_commit_id": task.git_commit_id,
-        },
-        **{key: config[key] for key in _SHARED_SETTINGS},
-        "agent": agent,
-        "environment": config["environment"],
-        "verifier": config["verifier"],
-    }
+def _lock_row(task: PlannedTask, agent: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    git = {"git_url": task.git_url, "git_commit_id": task.git_commit_id}
+    reference = {"path": task.git_path or task.path, **git}
+    return lock_row(task.name, task.digest, task.source, reference, {**config, "agent": agent})
 
 
 def write_result(ledger: Ledger, config: JobConfig, running: int = 0, *, durable: bool = False) -> None:
     """Write where the job stands, as Harbor's `result.json`."""
-    text = json.dumps(result_of(ledger, config, running), indent=2)
-    write(ledger.directory / RESULT, text + "\n", durable=durable)
+    result = result_of(JobView.of(ledger), [metric.type for metric in config.metrics], running)
+    write(ledger.directory / RESULT, json.dumps(result, indent=2) + "\n", durable=durable)
 
 
-def result_of(ledger: Ledger, config: JobConfig, running: int = 0) -> dict[str, Any]:
-    """Where the job stands, as Harbor's `JobResult`; `pier` holds what Harbor has no place for."""
-    planned = {trial.id for trial in ledger.plan.trials}
-    counted = {id: outcome for id, outcome in ledger.outcomes.items() if id in planned}
-    cost = cost_of(counted.values())
+def result_of(view: JobView, metrics: Sequence[str] = (), running: int = 0) -> dict[str, Any]:
+    """Where a job stands, as Harbor's `JobResult`; `pier` holds what Harbor has no place for."""
+    totals = view.totals
     stats = {
-        "n_completed_trials": len(counted),
-        "n_errored_trials": sum(outcome.fault is not None for outcome in counted.values()),
+        "n_completed_trials": totals.done,
+        "n_errored_trials": totals.errors.total(),
         "n_running_trials": running,
-        "n_pending_trials": max(len(planned) - len(counted) - running, 0),
+        "n_pending_trials": max(view.n_trials - totals.done - running, 0),
         "n_cancelled_trials": 0,
-        "n_retries": ledger.n_retries,
-        **usage(counted.values()),
-        "evals": {group.key: _eval_stats(group, config) for group in groups_of(ledger)},
+        "n_retries": view.n_retries,
+        "n_input_tokens": totals.tokens.input,
+        "n_cache_tokens": totals.tokens.cached,
+        "n_output_tokens": totals.tokens.output,
+        "cost_usd": totals.cost.total,
+        "evals": {group.key: _eval_stats(group, metrics) for group in view.groups},
     }
+    part = {"cost": {"known_usd": totals.cost.known, "trials_unknown": totals.cost.unknown}}
     return {
-        "id": ledger.id,
-        "started_at": ledger.created_at,
+        "id": view.id,
+        "started_at": view.created_at,
         "updated_at": now(),
-        "finished_at": ledger.finished_at,
-        "n_total_trials": len(planned),
+        "finished_at": view.finished_at,
+        "n_total_trials": view.n_trials,
         "stats": stats,
         "pier": {
-            "faults_by_blame": Counter(outcome.fault.blame for outcome in counted.values() if outcome.fault),
-            "model_calls": calls_of(ledger.directory),
-            **({"cost": {"known_usd": cost.known, "trials_unknown": cost.unknown}} if cost.unknown else {}),
+            "faults_by_blame": totals.errors,
+            "model_calls": calls_of(view.directory),
+            **(part if totals.cost.unknown else {}),
         },
     }
 
 
-def usage(outcomes: Collection[Outcome]) -> dict[str, float | int | None]:
-    """Tokens summed up, None where nothing is known; and the cost, None if a part of it is unknown."""
-    totals: dict[str, float | int | None] = dict.fromkeys(("n_input_tokens", "n_cache_tokens", "n_output_tokens"))
-    for outcome in outcomes:
-        for key, value in zip(totals, outcome.tokens, strict=True):
-            if value is not None:
-                totals[key] = (totals[key] or 0) + value
-    return {**totals, "cost_usd": cost_of(outcomes).total}
-
-
-def cost_of(outcomes: Iterable[Outcome]) -> Cost:
-    """What trials cost together."""
-    cost = Cost()
-    for outcome in outcomes:
-        cost.add(outcome.cost)
-    return cost
-
-
-class ResultGroup:
-    """The trials of one agent of the plan on one dataset, which are reported together."""
-
-    def __init__(self, agent: str, model: str | None, short: str | None, dataset: str) -> None:
-        self.agent, self.model, self.dataset = agent, model, dataset
-        self.key = "__".join(part for part in (agent, short, dataset) if part)
-        """In `evals`: as Harbor writes it, with more where two groups would have the same."""
-        self.trials: list[tuple[str, str, Outcome | None]] = []
-        """Each trial's name, its task's name and how it ended (None if it has not)."""
-
-    @property
-    def steps(self) -> tuple[int, int] | None:
-        """How many steps of the trials that have ended were graded, and how many there are; None without steps."""
-        found = [outcome.steps for _, _, outcome in self.trials if outcome is not None and outcome.steps is not None]
-        return (sum(graded for graded, _ in found), sum(total for _, total in found)) if found else None
-
-    def summary(self) -> Summary:
-        return summarise(GradedTrial(task, outcome.rewards if outcome else None) for _, task, outcome in self.trials)
-
-
-def groups_of(ledger: Ledger) -> list[ResultGroup]:
-    """All planned trials by agent and dataset, in the order of the plan."""
-    groups: dict[tuple[int, str], ResultGroup] = {}
-    plan = ledger.plan
-    labels = agent_labels(plan.agents)
-    for trial in plan.trials:
-        task = plan.tasks[trial.task]
-        key = (trial.agent, task.source or "adhoc")
-        if key not in groups:
-            name, short = labels[trial.agent]
-            groups[key] = ResultGroup(name, plan.agents[trial.agent].get("model_name"), short, key[1])
-        groups[key].trials.append((trial.name, task.name, ledger.outcomes.get(trial.id)))
-    return list(groups.values())
-
-
-def agent_labels(agents: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None]]:
-    """What each agent and its model are called, no two alike. A model goes without its provider, as in Harbor, where
-    that is enough; agents that are otherwise the same show the options in which they differ, or are numbered."""
-    names = [str(agent.get("name") or agent.get("import_path")) for agent in agents]
-    models: list[str | None] = [agent.get("model_name") for agent in agents]
-    short = [model.partition("/")[2] or model if model else None for model in models]
-    providers: dict[tuple[str, str | None], set[str | None]] = defaultdict(set)
-    for name, brief, model in zip(names, short, models, strict=True):
-        providers[name, brief].add(model)
-    labels = [
-        (name, model if len(providers[name, brief]) > 1 else brief)
-        for name, brief, model in zip(names, short, models, strict=True)
-    ]
-    for label in [label for label, count in Counter(labels).items() if count > 1]:
-        alike = [place for place, each in enumerate(labels) if each == label]
-        told = _differences([agents[place] for place in alike])
-        for number, place in enumerate(alike):
-            labels[place] = (f"{label[0]}{told[number] or f' #{number + 1}'}", label[1])
-    return labels
-
-
-def _differences(agents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The options in which agents differ, in brackets; empty texts if these are equal."""
-    options = [{**(agent.get("env") or {}), **(agent.get("kwargs") or {})} for agent in agents]
-    names = dict.fromkeys(name for each in options for name in each)
-    differing = [name for name in names if len({json.dumps(each.get(name)) for each in options}) > 1]
-    told = [",".join(f"{name}={each[name]!s:.40}" for name in differing if name in each) for each in options]
-    return [f"({each})" if each else "" for each in told] if len(set(told)) == len(told) else [""] * len(told)
-
-
-def _eval_stats(group: ResultGroup, config: JobConfig) -> dict[str, Any]:
+def _eval_stats(group: Group, metrics: Sequence[str]) -> dict[str, Any]:
     rewards: dict[str, dict[float, list[str]]] = defaultdict(lambda: defaultdict(list))
     faults: dict[str, list[str]] = defaultdict(list)
-    for name, _, outcome in group.trials:
-        if outcome is None:
+    for row in group.trials:
+        if row.outcome is None:
             continue
-        for key, value in (outcome.rewards or {}).items():
-            rewards[key][value].append(name)
-        if outcome.fault is not None:
-            faults[outcome.fault.type].append(name)
-    summary = group.summary()
+        for key, value in (row.outcome.rewards or {}).items():
+            rewards[key][value].append(row.name)
+        if row.outcome.fault is not None:
+            faults[row.outcome.fault.type].append(row.name)
+    summary, steps = group.summary, group.totals.steps
     return {
         "n_trials": summary.n_verdicts,
-        "n_errors": sum(len(names) for names in faults.values()),
-        "metrics": [_metric(summary, metric.type) for metric in config.metrics] or [_metric(summary, "mean")],
+        "n_errors": group.totals.errors.total(),
+        "metrics": [_metric(summary, metric) for metric in metrics or ("mean",)],
         "pass_at_k": summary.pass_at_k,
         "reward_stats": rewards,
         "exception_stats": faults,
-        "pier": {**describe(summary), "steps": _steps(group)},
+        "pier": {**describe(summary), "steps": {"graded": steps[0], "total": steps[1]} if steps else None},
     }
-
-
-def _steps(group: ResultGroup) -> dict[str, int] | None:
-    return {"graded": group.steps[0], "total": group.steps[1]} if group.steps else None
 
 
 _METRICS = {"mean": "mean", "sum": "total", "min": "low", "max": "high"}
@@ -294,22 +184,6 @@ _METRICS = {"mean": "mean", "sum": "total", "min": "low", "max": "high"}
 def _metric(summary: Summary, name: str) -> dict[str, float]:
     values: dict[str, float] = getattr(summary, _METRICS[name])
     return {name: next(iter(values.values()))} if len(values) == 1 else dict(values)
-
-
-def describe(summary: Summary) -> dict[str, Any]:
-    """A summary as plain data."""
-    return {
-        "n_trials": summary.n_trials,
-        "n_verdicts": summary.n_verdicts,
-        "n_tasks": summary.n_tasks,
-        "coverage": summary.coverage,
-        "mean": summary.mean,
-        "confidence": {
-            key: {"low": found.low, "high": found.high, "level": 0.95, "method": found.method}
-            for key, found in summary.interval.items()
-        },
-        "pass_at_k": {str(k): value for k, value in summary.pass_at_k.items()},
-    }
 
 
 @dataclass(slots=True)
@@ -353,8 +227,8 @@ def open_for(
     check: Callable[[], None] = lambda: None,
     warn: Warn = lambda _: None,
 ) -> Iterator[Job]:
-    """The job that `config` asks for: continued if it is there already, else made, after `check` had its say. `warn` is
-    called with warnings about its tasks."""
+    """The job that `config` asks for: continued if it is there already, else made, after `check`. `warn` is called with
+    warnings about its tasks."""
     with _open(config, *plan_job(config, env, yes=yes, warn=warn), check) as job:
         yield job
 
@@ -386,7 +260,7 @@ def _open(config: JobConfig, make_plan: MakePlan, disk: dict[str, Any], check: C
             plan = make_plan(make_key(directory))
             _refuse_foreign(directory, ledger, plan)
             if ledger.plan != plan or not (size_of(directory, CONFIG) and size_of(directory, LOCK)):
-                write_config(directory, disk)
+                write_json(directory / CONFIG, disk)
                 write_lock(directory, disk, plan)
                 ledger.adopt_plan(plan)
         yield from _opened(Job(directory, config, disk, ledger, continued))
@@ -395,7 +269,7 @@ def _open(config: JobConfig, make_plan: MakePlan, disk: dict[str, Any], check: C
 def _opened(job: Job) -> Iterator[Job]:
     try:
         with explained(job.directory):
-            mend(job)
+            repair(job)
         yield job
     finally:
         job.ledger.close()
@@ -417,7 +291,7 @@ def read_config(directory: Path) -> tuple[JobConfig, dict[str, Any]]:
     return parse(disk, str(directory / CONFIG)), disk
 
 
-def mend(job: Job) -> None:
+def repair(job: Job) -> None:
     """Bring the ledger and the trial directories together again after a runner that died, or a file that was lost.
 
     A try whose result was sealed counts though its end was never written down; one without a result is set aside and
@@ -524,3 +398,15 @@ def _refuse_foreign(directory: Path, ledger: Ledger, plan: Plan) -> None:
             hint=f"choose another --job-name, or continue the job as it is: pier job resume {directory}",
             code="job-differs",
         )
+
+
+def remove_job(directory: Path) -> None:
+    """Remove the directory of a job. `JobError` if it is another directory, or the job runs."""
+    JobView.open(directory)
+    path = directory.resolve()
+    doomed = path.with_name(f".{path.name}.{os.urandom(4).hex()}{_REMOVED}")
+    with explained(directory):
+        with owning(directory):
+            path.rename(doomed)
+        for each in {doomed, *path.parent.glob(f".*{_REMOVED}")}:  # also what a removal that was killed left
+            remove(str(each))

@@ -12,10 +12,9 @@ it has; result files are looked at only for trials that were begun and whose end
     {"e": "used", "turns": ..., "cost": ...}                        what the job used of its budget so far
     {"e": "done", "at": ...}                                        no trial was left to do
 
-One runner per job directory.
-
-The runner holds a record lock on `.owner` in the job's directory, which the kernel drops when the process ends in any
-way and which no child inherits. So a lock that can be taken has no living owner, and one that cannot names its owner.
+There is one runner per job directory. It holds a record lock on `.owner`, which the kernel drops when the process ends
+in any way and which no child inherits. So a lock that can be taken has no living owner, and for one that cannot the
+kernel names the process.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import socket
 import struct
 from collections.abc import Iterable, Iterator
@@ -35,69 +35,13 @@ from uuid import uuid4
 
 from pier.errors import JobError
 from pier.files import Journal, read_journal
+from pier.job.outcome import Outcome
 from pier.job.plan import Plan
+from pier.tree import TreeError, open_regular
 
 JOURNAL = "journal.jsonl"
 VERSION = 2
 """Of the identities of trials: 1 left out values that are 0 or false, the content of files, and secrets."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Why a try has an error: its kind (`type`, the class name; `code`), the blame, and whether to try again."""
-
-    type: str
-    code: str
-    blame: str
-    retryable: bool
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How one try of a trial ended. `rewards` is None without a verdict; unknown usage and cost are None."""
-
-    rewards: dict[str, float] | None = None
-    fault: Fault | None = None
-    cancelled: bool = False
-    tokens: tuple[int | None, int | None, int | None] = (None, None, None)
-    cost: float | None = None
-    seconds: float = 0.0
-    steps: tuple[int, int] | None = None
-    """Of a task with steps: how many were graded, and how many there are."""
-    size: int = 0
-    """The size of the result file, by which a torn one is detected without reading it."""
-
-    def to_line(self) -> dict[str, Any]:
-        line: dict[str, Any] = {"rewards": self.rewards, "seconds": round(self.seconds, 4), "size": self.size}
-        if self.fault is not None:
-            f = self.fault
-            line["fault"] = [f.type, f.code, f.blame, f.retryable, f.message[:500]]
-        if self.cancelled:
-            line["cancelled"] = True
-        if any(count is not None for count in self.tokens):
-            line["tokens"] = list(self.tokens)
-        if self.cost is not None:
-            line["cost"] = self.cost
-        if self.steps is not None:
-            line["steps"] = list(self.steps)
-        return line
-
-    @classmethod
-    def from_line(cls, line: dict[str, Any]) -> Outcome:
-        fault = line.get("fault")
-        tokens = line.get("tokens")
-        steps = line.get("steps")
-        return cls(
-            rewards=line["rewards"],
-            fault=Fault(*fault) if fault else None,
-            cancelled=line.get("cancelled", False),
-            tokens=(tokens[0], tokens[1], tokens[2]) if tokens else (None, None, None),
-            cost=line.get("cost"),
-            seconds=line.get("seconds", 0.0),
-            steps=(steps[0], steps[1]) if steps else None,
-            size=line.get("size", 0),
-        )
 
 
 class Used(NamedTuple):
@@ -250,9 +194,13 @@ class Ledger:
 def _lines(path: Path) -> Iterable[Any]:
     """The lines of a journal: all in one go, which is several times as fast, or one by one if some are torn."""
     try:
-        data = path.read_bytes()
+        with open_regular(path) as stream:
+            data = stream.read()
+    except (OSError, TreeError):
+        return ()
+    try:
         return json.loads(b"[" + data[:-1].replace(b"\n", b",") + b"]") if data.endswith(b"\n") else read_journal(path)
-    except (OSError, ValueError):
+    except ValueError:
         return read_journal(path)
 
 
@@ -277,13 +225,13 @@ def owning(directory: Path) -> Iterator[None]:
     """Be the one runner of the job in `directory`; a `JobError` names the runner that already is."""
     path = directory.resolve() / OWNER
     if path in _held:
-        raise _taken(directory, f"this process ({os.getpid()})")
+        raise taken(directory, Owner(os.getpid()))
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise _taken(directory, _describe(fd)) from None
+            raise taken(directory, _holder(fd)) from None
         _held.add(path)
         try:
             me = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now(UTC).isoformat()}
@@ -296,34 +244,79 @@ def owning(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def current_owner(directory: Path) -> str | None:
-    """A description of the runner of the job, or None if it is not running."""
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process that runs a job. `here` says that it is a process of this machine, by the kernel's word."""
+
+    pid: int
+    host: str = ""
+    since: str = ""
+    here: bool = True
+
+    def __str__(self) -> str:
+        if self.here and self.pid == os.getpid():
+            return f"this process ({self.pid})"
+        since = f" since {self.since}" if self.since else ""
+        return f"process {self.pid} on {self.host}{since}" if self.pid > 0 else "another process"
+
+
+def current_owner(directory: Path) -> Owner | None:
+    """The runner of the job, or None if it is not running."""
     path = directory.resolve() / OWNER
     if path in _held:
-        return f"this process ({os.getpid()})"
+        return Owner(os.getpid())
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
-        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        holder = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
-        return None if holder[0] == fcntl.F_UNLCK else _describe(fd)
+        return _holder(fd)
     finally:
         os.close(fd)
 
 
-def _describe(fd: int) -> str:
+def _holder(fd: int) -> Owner | None:
+    """The process that holds the lock on a file. One that took it this instant has not written its name yet."""
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+    if kind == fcntl.F_UNLCK:
+        return None
+    host = socket.gethostname()
     try:
-        who = json.loads(os.pread(fd, 4096, 0))
-        return f"process {who['pid']} on {who['host']} since {who['since']}"
+        said = json.loads(os.pread(fd, 4096, 0))
+        named = Owner(int(said["pid"]), str(said["host"]), str(said["since"]), here=False)
     except (ValueError, KeyError, TypeError):
-        return "another process"
+        named = Owner(0, host, here=False)
+    if pid <= 0 or named.host != host:
+        return named
+    return Owner(pid, host, named.since if named.pid == pid else "")
 
 
-def _taken(directory: Path, owner: str) -> JobError:
+def stop_owner(directory: Path, owner: Owner) -> None:
+    """Ask the runner of a job to stop in good order, as Ctrl-C does; again, to bound its clean-up. `JobError` if that
+    is not possible from here."""
+    if not owner.here:
+        raise JobError(f"{directory} is run by {owner}, which cannot be reached from here", code="job-owned")
+    try:
+        process = os.pidfd_open(owner.pid)
+    except ProcessLookupError:
+        return
+    try:
+        holder = current_owner(directory)
+        if holder and holder.pid == owner.pid:  # the number was not given to another process meanwhile
+            signal.pidfd_send_signal(process, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    except PermissionError:
+        raise JobError(f"{directory} is run by {owner}, which belongs to another user", code="job-owned") from None
+    finally:
+        os.close(process)
+
+
+def taken(directory: Path, owner: Owner | None) -> JobError:
+    """The error for what cannot be done while a job runs."""
     return JobError(
-        f"the job {directory} is being run by {owner}",
-        hint=f"wait for it to end, or look on with: pier job show {directory}",
+        f"the job {directory} is being run by {owner or 'another process'}",
+        hint=f"pier job logs -f {directory}, or: pier job stop {directory}",
         code="job-owned",
     )

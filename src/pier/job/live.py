@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pier.job.ledger import Outcome
+from pier.job.outcome import Outcome
 from pier.job.progress import STOPPING, Progress, duration
 
 ROWS = 12

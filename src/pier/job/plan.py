@@ -1,21 +1,13 @@
 """What a job will do: its trials, each with an identity that is the same wherever and whenever it is computed.
 
-An identity is made of the task's name and digest, the agent's configuration, the settings that can change a result,
-and the attempt; `pier.job.plan` says what of them counts. Paths of tasks, ports on the loopback and times are not
-part of it, so the same command finds its own trials again after a move or a reboot.
+An identity is made of the task's name and digest, the agent's configuration, the settings that can change a result, the
+content of every file that these name, and the attempt. Paths of tasks, ports on the loopback and times are not part of
+it, so the same command finds its own trials again after a move or a reboot. Values that are left at their default do
+not count, so that a setting which a later version adds changes nothing. A secret counts as a keyed hash: the key is
+random and only the owner of the job's directory can read it, so no file reveals the secret.
 
-From a configuration to a plan: tasks are found and read, and asked what they want to know.
-
-What makes two trials the same work: every value that was asked for, and the content of every file that is named.
-
-Values that are left at their default do not count, so that a setting which a later version adds changes nothing. A
-secret counts as a keyed hash: the key is random, and only the owner can read it in the job's directory, so that no
-file tells anything of the secret, and yet another secret is another job.
-
-Tasks that ask for variables of the person who runs them: told which, asked for consent, refused without.
-
-A task may say `${NAME}` in its variables, and the value goes into its sandbox. A task from somewhere else could ask for
-anything, so nothing is handed out before the user agreed.
+Tasks may ask for variables of the user's environment (`${NAME}`), whose values go into their sandboxes. A task from
+somewhere else could ask for anything, so nothing is handed out before the user agreed.
 """
 
 from __future__ import annotations
@@ -124,10 +116,10 @@ def make_plan(
     """The plan for each agent on each task, `attempts` times. Agents and settings are what counts of them; `shown` are
     the agents as they may be written down, if that is something else; `variables` are those that each task asks for."""
     check_tasks(tasks)
-    told = variables or [{}] * len(tasks)
+    asked = variables or [{}] * len(tasks)
     prefixes = [
         [_identity_of(task, agent, {**settings, "variables": more}) for agent in agents]
-        for task, more in zip(tasks, told, strict=True)
+        for task, more in zip(tasks, asked, strict=True)
     ]
     seen: Counter[str] = Counter()
     names: set[str] = set()
@@ -145,11 +137,11 @@ def make_plan(
 
 
 def _identity_of(task: PlannedTask, agent: dict[str, Any], settings: dict[str, Any]) -> str:
-    stable = [task.name, task.digest, task.source, _said(agent), _said(settings)]
+    stable = [task.name, task.digest, task.source, _set_values(agent), _set_values(settings)]
     return hashlib.sha256(json.dumps(_without_ports(stable), sort_keys=True).encode()).hexdigest()
 
 
-def _said(table: dict[str, Any]) -> dict[str, Any]:
+def _set_values(table: dict[str, Any]) -> dict[str, Any]:
     """What asks for something. Inside of a value, everything does."""
     return {key: value for key, value in table.items() if value is not None and value != [] and value != {}}
 

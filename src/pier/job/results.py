@@ -1,15 +1,12 @@
-"""Numbers over many trials: mean, pass@k, coverage, cost and how sure one can be of them. Each is defined here once.
+"""Every number about many trials, defined once: means, pass@k, coverage, intervals, cost, tokens, differences.
 
 A trial without a verdict counts in coverage and nowhere else: an infrastructure fault is never a zero. A reward has a
 mean for each of its keys; where one number is shown, it is the mean of the main reward: the key `reward`, else the
 only one. A cost is the whole cost or unknown; of a cost that is known in part, the part is shown as such.
 
-What the model calls of a job took, over all its runs: how they ended, how long each stage was, what was met.
-
-A run begins with the numbers that earlier ones left in `gateway.json` and replaces the file now and then, so a runner
-that is killed loses the numbers of a few seconds, and nothing else.
-
-How a trial ended, taken from its result: the object that a trial returns, or the file that it sealed.
+The numbers of a job's model calls are here too. They add up over all runs of a job: a run begins with those that
+earlier ones left in `gateway.json` and replaces the file now and then, so a runner that is killed loses the numbers of
+a few seconds.
 """
 
 from __future__ import annotations
@@ -22,17 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
-from pier.errors import PierError
 from pier.files import write_json
-from pier.job.ledger import Fault, Outcome
-from pier.redact import Redactor
-from pier.trial.result import AgentResult, TrialResult, storage_fault
+from pier.tree import TreeError, open_regular
 
 if TYPE_CHECKING:
     from pier.gateway.metrics import GatewayMetrics
-
+    from pier.job.outcome import Outcome
 
 Z95 = 1.959963984540054
 """Standard errors to each side of a 95% interval."""
@@ -122,7 +114,60 @@ class Cost:
     def __str__(self) -> str:
         if not self.known:
             return "unknown" if self.unknown else "$0.0000"
-        return f"{'at least ' if self.unknown else ''}${self.known:.4f}"
+        return f"at least ${self.known:.4f} ({self.unknown} unknown)" if self.unknown else f"${self.known:.4f}"
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Tokens of trials, as they come: the sums of what is known, None where nothing is."""
+
+    input: int | None = None
+    cached: int | None = None
+    output: int | None = None
+
+    def add(self, input: int | None, cached: int | None, output: int | None) -> None:
+        self.input = _add(self.input, input)
+        self.cached = _add(self.cached, cached)
+        self.output = _add(self.output, output)
+
+
+def _add(total: int | None, value: int | None) -> int | None:
+    return total if value is None else (total or 0) + value
+
+
+@dataclass(slots=True)
+class Totals:
+    """What trials add up to, as they come. `errors` counts those with an error, by blame."""
+
+    done: int = 0
+    verdicts: int = 0
+    errors: Counter[str] = field(default_factory=Counter[str])
+    mean: Mean = field(default_factory=Mean)
+    cost: Cost = field(default_factory=Cost)
+    tokens: Tokens = field(default_factory=Tokens)
+    steps: tuple[int, int] | None = None
+    """Of tasks with steps: how many steps were graded, and how many there are."""
+
+    @classmethod
+    def of(cls, outcomes: Iterable[Outcome | None]) -> Totals:
+        """The totals of trials; those without an outcome are passed over."""
+        totals = cls()
+        for outcome in outcomes:
+            if outcome is not None:
+                totals.add(outcome)
+        return totals
+
+    def add(self, outcome: Outcome) -> None:
+        self.done += 1
+        self.verdicts += outcome.rewards is not None
+        if outcome.fault is not None:
+            self.errors[outcome.fault.blame] += 1
+        self.mean.add(outcome.rewards)
+        self.cost.add(outcome.cost)
+        self.tokens.add(*outcome.tokens)
+        if outcome.steps is not None:
+            graded, total = self.steps or (0, 0)
+            self.steps = (graded + outcome.steps[0], total + outcome.steps[1])
 
 
 def summarise(trials: Iterable[GradedTrial]) -> Summary:
@@ -151,6 +196,22 @@ def summarise(trials: Iterable[GradedTrial]) -> Summary:
         interval={key: found for key, found in intervals.items() if found is not None},
         pass_at_k=_pass_table(by_key),
     )
+
+
+def describe(summary: Summary) -> dict[str, Any]:
+    """A summary as plain data."""
+    return {
+        "n_trials": summary.n_trials,
+        "n_verdicts": summary.n_verdicts,
+        "n_tasks": summary.n_tasks,
+        "coverage": summary.coverage,
+        "mean": summary.mean,
+        "confidence": {
+            key: {"low": found.low, "high": found.high, "level": 0.95, "method": found.method}
+            for key, found in summary.interval.items()
+        },
+        "pass_at_k": {str(k): value for k, value in summary.pass_at_k.items()},
+    }
 
 
 def pass_at_k(n: int, successes: int, k: int) -> float:
@@ -218,6 +279,81 @@ def _wilson(share: float, n: float, method: str) -> Interval:
     return Interval(low, high, method)
 
 
+@dataclass(frozen=True, slots=True)
+class TaskDifference:
+    """How two sets of trials did on one task: the mean of the main reward in each (None without a verdict)."""
+
+    task: str
+    first: float | None
+    second: float | None
+    difference: float | None = None
+    interval: Interval | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How the second of two sets of trials differs from the first, over the tasks on which both have a verdict.
+
+    `p_value` is that of the exact sign test: how likely it is that wins and losses differ this much by chance."""
+
+    tasks: tuple[TaskDifference, ...]
+    n_paired: int
+    difference: float | None
+    interval: Interval | None
+    wins: int
+    losses: int
+    p_value: float | None
+
+
+def compare(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]) -> Comparison:
+    """Compare two sets of trials, each given as the main rewards of every task."""
+    rows = tuple(_task_difference(task, first.get(task, ()), second.get(task, ())) for task in {**first, **second})
+    found = [row.difference for row in rows if row.difference is not None]
+    bounded = all(0 <= value <= 1 for side in (first, second) for values in side.values() for value in values)
+    wins, losses = sum(value > 0 for value in found), sum(value < 0 for value in found)
+    return Comparison(
+        tasks=rows,
+        n_paired=len(found),
+        difference=math.fsum(found) / len(found) if found else None,
+        interval=_paired(found, bounded),
+        wins=wins,
+        losses=losses,
+        p_value=_sign_test(wins, losses) if found else None,
+    )
+
+
+def _task_difference(task: str, first: Sequence[float], second: Sequence[float]) -> TaskDifference:
+    """The difference on one task. Its interval comes from those of both means (Newcombe's, for values of 0 and 1)."""
+    mean, other = (math.fsum(values) / len(values) if values else None for values in (first, second))
+    if mean is None or other is None:
+        return TaskDifference(task, mean, other)
+    one, two = confidence([first]), confidence([second])
+    interval = None
+    if one is not None and two is not None:
+        below = math.hypot(other - two.low, one.high - mean)
+        above = math.hypot(two.high - other, mean - one.low)
+        interval = Interval(other - mean - below, other - mean + above, "independent")
+    return TaskDifference(task, mean, other, other - mean, interval)
+
+
+def _paired(differences: Sequence[float], bounded: bool) -> Interval | None:
+    """The interval of the mean of differences between tasks. For rewards from 0 to 1 it is Bonett and Price's: one
+    task is added that was won and one that was lost, so that a few equal tasks do not look certain."""
+    if len(differences) < 2:
+        return None
+    values = [*differences, 1.0, -1.0] if bounded else differences
+    mean = math.fsum(values) / len(values)
+    spread = math.fsum((value - mean) ** 2 for value in values)
+    half = Z95 * math.sqrt(spread / len(values) / (len(values) if bounded else len(values) - 1))
+    low, high = mean - half, mean + half
+    return Interval(max(low, -1.0), min(high, 1.0), "paired") if bounded else Interval(low, high, "paired")
+
+
+def _sign_test(wins: int, losses: int) -> float:
+    n = wins + losses
+    return min(1.0, 2 * sum(math.comb(n, k) for k in range(min(wins, losses) + 1)) / 2**n)
+
+
 NUMBERS = "gateway.json"
 _STAGES = {
     "call": "call_seconds",
@@ -227,7 +363,7 @@ _STAGES = {
     "recording": "recording_seconds",
     "event_loop_lag": "event_loop_lag_seconds",
 }
-_TOLD = ("mean", "p50", "p99")
+_SHOWN = ("mean", "p50", "p99")
 
 
 class JobNumbers:
@@ -250,8 +386,9 @@ class JobNumbers:
 
 def _read(directory: Path) -> dict[str, Any]:
     try:
-        found = json.loads((directory / NUMBERS).read_bytes())
-    except (OSError, ValueError):
+        with open_regular(directory / NUMBERS) as stream:
+            found = json.load(stream)
+    except (OSError, TreeError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -263,7 +400,7 @@ def calls_of(directory: Path) -> dict[str, Any] | None:
         ends: Counter[str] = Counter()
         for row in found["calls_total"]:
             ends[row["end"]] += int(row["value"])
-        seconds = {name: {each: found[key][each] for each in _TOLD} for name, key in _STAGES.items()}
+        seconds = {name: {each: found[key][each] for each in _SHOWN} for name, key in _STAGES.items()}
         counts = {
             "retries": int(sum(row["value"] for row in found["upstream_retries_total"])),
             "waits": int(found["limit_waits_total"]),
@@ -276,12 +413,12 @@ def calls_of(directory: Path) -> dict[str, Any] | None:
     return {"ends": dict(ends), **counts, "seconds": seconds} if ends else None
 
 
-def in_words(calls: dict[str, Any]) -> str:
+def describe_calls(calls: dict[str, Any]) -> str:
     """A job's model calls in one line."""
     words = [f"{count} {end.replace('_', ' ')}" for end, count in calls["ends"].items()]
     for name, stage in (("first byte", "first_byte"), ("added by the gateway", "added")):
-        if (told := calls["seconds"][stage])["p50"] is not None:
-            words.append(f"{name} within {told['p50']:g} s (99%: {told['p99']:g} s)")
+        if (shown := calls["seconds"][stage])["p50"] is not None:
+            words.append(f"{name} within {shown['p50']:g} s (99%: {shown['p99']:g} s)")
     if calls["retries"]:
         words.append(f"{calls['retries']} retries")
     if calls["waits"]:
@@ -289,90 +426,3 @@ def in_words(calls: dict[str, Any]) -> str:
     if calls["recording_gaps"]:
         words.append(f"{calls['recording_gaps']} that could not be recorded")
     return "model calls: " + ", ".join(words)
-
-
-RESULT = "result.json"
-CANCELLED = "CancelledError"
-_WITHOUT_MODELS = ("oracle", "nop", "kept-state")
-_NO_VERDICT = "job-budget"
-"""The code of a trial that the job's own budget cut off: it did not get its chance, so it is still owed."""
-
-
-def outcome_of(result: TrialResult, directory: Path) -> Outcome:
-    """The outcome that a result says."""
-    info = result.exception_info
-    used = [result.agent_result] if result.agent_result else [step.agent_result for step in result.step_results or ()]
-    infos = (info, *(step.exception_info for step in result.step_results or ()))
-    cut_off = any(each is not None and each.code == _NO_VERDICT for each in infos)
-    cancelled = cut_off or (info is not None and info.exception_type == CANCELLED)
-    fault = None
-    if info is not None and not cancelled:
-        fault = Fault(
-            type=info.exception_type,
-            code=info.code or info.exception_type,
-            blame=info.blame or "infra",
-            retryable=bool(info.retryable),
-            message=info.exception_message,
-        )
-    began, ended = result.started_at, result.finished_at
-    rewards = None if cut_off else result.rewards
-    return Outcome(
-        rewards=dict(rewards) if rewards is not None else None,
-        fault=fault,
-        cancelled=cancelled,
-        tokens=(_sum(used, "n_input_tokens"), _sum(used, "n_cache_tokens"), _sum(used, "n_output_tokens")),
-        cost=_cost(result, used),
-        seconds=(ended - began).total_seconds() if began and ended else 0.0,
-        steps=_steps(result),
-        size=size_of(directory),
-    )
-
-
-def _steps(result: TrialResult) -> tuple[int, int] | None:
-    if result.pier is None or result.pier.n_steps is None:
-        return None
-    return result.pier.graded_steps or 0, result.pier.n_steps
-
-
-def _sum(used: Sequence[AgentResult | None], name: str) -> Any:
-    """The sum over the steps of a trial of what is known; None if nothing is."""
-    known = [value for each in used if each is not None and (value := getattr(each, name)) is not None]
-    return sum(known) if known else None
-
-
-def _cost(result: TrialResult, used: Sequence[AgentResult | None]) -> float | None:
-    """What a trial cost; None if that is not known of all its steps. One whose agent never began cost nothing."""
-    costs = [each.cost_usd for each in used if each is not None]
-    if result.agent_info.name in _WITHOUT_MODELS:
-        return 0.0
-    return None if None in costs else math.fsum(cost for cost in costs if cost is not None)
-
-
-def outcome_of_error(error: Exception, redactor: Redactor) -> Outcome:
-    """The outcome of a trial that broke before it could seal its result."""
-    error = storage_fault(error) or error
-    known = isinstance(error, PierError)
-    fault = Fault(
-        type=type(error).__name__,
-        code=error.code if known else type(error).__name__,
-        blame=error.blame if known else "infra",
-        retryable=error.retryable if known else False,
-        message=redactor.text(str(error)) or type(error).__name__,
-    )
-    return Outcome(fault=fault, cost=0.0)
-
-
-def read_outcome(directory: Path) -> Outcome | None:
-    """The outcome in a trial's directory; None if its result is missing, empty, torn or not a result."""
-    try:
-        return outcome_of(TrialResult.model_validate_json((directory / RESULT).read_bytes()), directory)
-    except (OSError, ValidationError, ValueError):
-        return None
-
-
-def size_of(directory: Path, name: str = RESULT) -> int:
-    """The size of a file, by default the result; 0 if there is none."""
-    try:
-        return (directory / name).stat().st_size
-    except OSError:
-        return 0

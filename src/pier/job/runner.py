@@ -1,20 +1,12 @@
-"""Runs an open job: lends trials what they share, keeps the files up to date, and ends in good order when asked to.
+"""Runs an open job: opens what its trials share, keeps the files up to date, and stops in good order when asked to.
 
-Ctrl-C for a running job: the first stops it in good order, the second bounds the clean-up, the third leaves at once.
+The first Ctrl-C stops the job in good order, the second bounds the clean-up, the third leaves at once. Handlers are in
+place from before the event loop starts until after it ended, so that no signal finds the process without one.
 
-Handlers are in place from before the event loop starts until after it ended, so that no keystroke in a storm of them
-finds the process without one.
-
-The meter that all sessions of a job share, with a clock that goes on where an earlier run of the job left it.
-
-What all trials of a job together may use of their models.
-
-The limits are held by one meter that every session of the job shares. What was used stands in the journal, next to the
-trials' ends, from the moment it is used: a job that is resumed, also after its runner was killed, goes on counting
-where it stopped, tries that no longer count included. `wall_time` counts from the first call of each run, on top of
-what earlier runs took; a runner that is killed loses a few seconds of it at most.
-
-Which finished trials are to be run again, on request.
+One meter, which every session of the job shares, holds the limits of all trials together. What was used is written to
+the journal from the moment it is used: a job that is resumed, also after its runner was killed, goes on counting where
+it stopped, with tries that no longer count. `wall_time` counts from the first call of each run, on top of what earlier
+runs took; a runner that is killed loses a few seconds of it at most.
 """
 
 from __future__ import annotations
@@ -32,14 +24,16 @@ from typing import TYPE_CHECKING, Any
 
 from pier.errors import PierError, UsageError
 from pier.job.config import AgentConfig, BudgetConfig, JobConfig
-from pier.job.directory import LOG, Job, explained, is_full, write_result
-from pier.job.ledger import Ledger, Outcome, Used, now
+from pier.job.directory import Job, explained, is_full, write_result
+from pier.job.ledger import Ledger, Used, now
 from pier.job.load import fill
+from pier.job.outcome import Outcome, outcome_of, outcome_of_error
 from pier.job.plan import PlannedTrial
 from pier.job.progress import JobLog, Progress
-from pier.job.results import JobNumbers, outcome_of, outcome_of_error
+from pier.job.results import JobNumbers
 from pier.job.schedule import Schedule, Watcher
 from pier.job.specs import Specs
+from pier.job.view import LOG
 from pier.lease import Lease, sweep
 from pier.sandbox import open_backend
 from pier.trial.images import open_images
@@ -144,18 +138,18 @@ class _Watchers:
 
 
 async def run_job(job: Job, env: Mapping[str, str], progress: Progress, interrupts: Interrupts) -> bool:
-    """Run all that is owed. Says whether the user interrupted it. Whatever ends it, the files tell where it stands."""
+    """Run all that is owed; whether the user interrupted it. Whatever ends it, the files are up to date."""
     specs = Specs(job.config, job.ledger.plan, job.ledger.id, env)
     log = JobLog(job.directory / LOG, specs.redactor)
     owed = [job.ledger.plan.by_id[id] for id in job.ledger.owed()]
     job.ledger.write({"e": "run", "pid": os.getpid(), "at": now(), "owed": len(owed)})
-    log.say(f"process {os.getpid()} runs {len(owed)} of {len(job.ledger.plan.trials)} trials")
+    log.write(f"process {os.getpid()} runs {len(owed)} of {len(job.ledger.plan.trials)} trials")
     try:
         with explained(job.directory):
             interrupted = bool(owed) and await _run_owed(job, owed, specs, log, progress, env, interrupts)
             if not interrupted and not job.stopped and job.ledger.finished_at is None:
                 job.ledger.finish()
-            log.say("interrupted" if interrupted else f"stopped: {job.stopped}" if job.stopped else "done")
+            log.write("interrupted" if interrupted else f"stopped: {job.stopped}" if job.stopped else "done")
         return interrupted
     finally:
         log.close()

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pier.job.config import RetryConfig
-from pier.job.ledger import Ledger, Outcome
+from pier.job.ledger import Ledger
+from pier.job.outcome import Outcome
 from pier.job.plan import PlannedTrial
 
 RunTry = Callable[[PlannedTrial, int], Awaitable[Outcome]]
@@ -24,7 +25,7 @@ SetAside = Callable[[PlannedTrial, int], str | None]
 
 
 class Watcher(Protocol):
-    """Who wants to know what happens."""
+    """Is notified of what happens."""
 
     def started(self, trial: PlannedTrial, number: int) -> None: ...
 

@@ -1,107 +1,496 @@
-"""Looking at jobs without touching them: one line for each, or all about one."""
+"""Reads job directories for people and programs, and prints nothing: `JobView` for a job, `TrialView` for a trial.
+
+Jobs of pier, of Harbor and of datacurve pier open alike, whether finished, running, torn or empty; a missing or broken
+file is a state of a value, never a crash. Opening a job of pier's reads its journal alone. Other programs keep no
+journal, so the rows of their trials come from the result of each trial, and are read when they are asked for. No link
+below a job's directory is followed.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-
-import click
+from typing import Any, Literal
 
 from pier.errors import JobError, UsageError
-from pier.job.directory import cost_of, groups_of, read_config, result_of
-from pier.job.ledger import JOURNAL, Ledger, Outcome, current_owner
-from pier.job.progress import print_columns, print_report, tell
-from pier.job.results import Mean
+from pier.job.ledger import JOURNAL, OWNER, Ledger, Owner, current_owner, not_a_job
+from pier.job.outcome import Outcome, outcome_of
+from pier.job.plan import KEY
+from pier.job.results import GradedTrial, Summary, Totals, main_reward, summarise
+from pier.tree import Tree, TreeError
+from pier.trial.result import ExceptionInfo, TimingInfo, TrialResult, read_result
+
+CONFIG, LOCK, RESULT, LOG = "config.json", "lock.json", "result.json", "job.log"
+TRIAL_LOG = "trial.log"
+
+JobState = Literal["running", "interrupted", "unfinished", "done", "empty", "broken"]
+"""`interrupted` is a job of pier's with trials left that no process runs; for other programs' jobs it is not known
+whether a process runs them (`unfinished`)."""
+TrialState = Literal["pending", "running", "unfinished", "done", "broken"]
+
+_LIMIT = 256 << 20
+_READERS = 4
+_JOB_KEYS = frozenset({"job_name", "agents", "datasets", "tasks"})
+_PHASES = ("environment_setup", "agent_setup", "agent_execution", "verifier")
 
 
 @dataclass(frozen=True, slots=True)
-class JobRow:
-    """One job in a list."""
+class TrialRow:
+    """One trial in the index of a job. `outcome` is None as long as nothing counts; `problem` says why a result
+    cannot be read; `agent` differs from the names of all other agents of the job."""
 
     name: str
-    state: str
-    done: int
-    total: int
-    verdicts: int
-    mean: float | None
-    cost_usd: float | None
-    created_at: str
+    task: str
+    dataset: str
+    agent: str
+    model: str | None
+    attempt: int
+    state: TrialState
+    outcome: Outcome | None = None
+    problem: str | None = None
+    group: str = ""
+    """Its group's key."""
 
 
-def list_jobs(jobs_dir: Path) -> list[JobRow]:
-    """The jobs in a directory, newest first."""
+@dataclass(frozen=True)
+class Group:
+    """The trials of one agent with one model on one dataset, which are reported together."""
+
+    key: str
+    """In `evals`: as Harbor writes it, with more where two groups would have the same."""
+    agent: str
+    model: str | None
+    dataset: str
+    trials: tuple[TrialRow, ...]
+
+    @cached_property
+    def totals(self) -> Totals:
+        return Totals.of(row.outcome for row in self.trials)
+
+    @cached_property
+    def summary(self) -> Summary:
+        return summary_of(self.trials)
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A job as it stood when it was opened."""
+
+    directory: Path
+    state: JobState
+    owner: Owner | None = None
+    id: str | None = None
+    created_at: str | None = None
+    finished_at: str | None = None
+    n_retries: int = 0
+    problems: tuple[str, ...] = ()
+    """What could not be read."""
+    _planned: int = 0
+    _ledger: Ledger | None = field(default=None, repr=False)
+
+    @classmethod
+    def open(cls, path: Path) -> JobView:
+        """The job in a directory. `JobError` with code `not-a-job` if it is the directory of something else."""
+        if not path.is_dir():
+            raise not_a_job(path)
+        owner = current_owner(path)
+        try:
+            return cls.of(Ledger.read(path), owner)
+        except JobError:
+            with Tree(path.resolve()) as tree:
+                return _without_journal(path, tree, owner)
+
+    @classmethod
+    def of(cls, ledger: Ledger, owner: Owner | None = None) -> JobView:
+        """The job of a ledger, without reading anything."""
+        owed = any(True for _ in ledger.owed())
+        lost = f"{ledger.lost_lines} lines of {ledger.directory / JOURNAL} could not be read"
+        return cls(
+            directory=ledger.directory,
+            state="running" if owner else "interrupted" if owed or not ledger.plan.trials else "done",
+            owner=owner,
+            id=ledger.id,
+            created_at=ledger.created_at,
+            finished_at=ledger.finished_at,
+            n_retries=ledger.n_retries,
+            problems=(lost,) if ledger.lost_lines else (),
+            _planned=len(ledger.plan.trials),
+            _ledger=ledger,
+        )
+
+    @property
+    def name(self) -> str:
+        return self.directory.resolve().name
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether pier wrote it, so that pier can go on with it."""
+        return self._ledger is not None
+
+    @property
+    def n_trials(self) -> int:
+        """How many trials are planned. Other programs do not name those that never began."""
+        return max(self._planned, len(self.trials))
+
+    @cached_property
+    def config(self) -> dict[str, Any] | None:
+        """The job's `config.json`; None if it is missing or broken."""
+        with Tree(self.directory.resolve()) as tree:
+            return _json(tree, CONFIG)
+
+    @cached_property
+    def trials(self) -> tuple[TrialRow, ...]:
+        """All trials that are known, in the order of the plan, or by name."""
+        if self._ledger is None:
+            return tuple(_foreign_rows(self.directory)) if self.state != "empty" else ()
+        return tuple(_planned_rows(self._ledger, running=self.owner is not None))
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        rows: dict[str, list[TrialRow]] = defaultdict(list)
+        for row in self.trials:
+            rows[row.group].append(row)
+        first = {key: each[0] for key, each in rows.items()}
+        return tuple(Group(key, row.agent, row.model, row.dataset, tuple(rows[key])) for key, row in first.items())
+
+    @cached_property
+    def totals(self) -> Totals:
+        return Totals.of(row.outcome for row in self.trials)
+
+    def trial(self, name: str) -> TrialView:
+        """One of the trials, in full. `UsageError` if there is none of this name."""
+        row = next((row for row in self.trials if row.name == name), None)
+        if row is None:
+            raise UsageError(f"{self.directory} has no trial {name}", hint=f"pier job show {self.directory} --trials")
+        with Tree(self.directory.resolve()) as tree:
+            entry = tree.find(name)
+        if Path(name).name != name or (entry is not None and entry.kind != "directory"):
+            raise JobError(f"{self.directory / name} is not a directory of this job", code="no_trial")
+        return TrialView.open(self.directory / name, row)
+
+
+@dataclass(frozen=True, slots=True)
+class TrialFiles:
+    """Where the parts of a trial are on disk: one of each for every step that has it."""
+
+    trajectories: tuple[Path, ...] = ()
+    recordings: tuple[Path, ...] = ()
+    logs: tuple[Path, ...] = ()
+    artifacts: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class TrialView:
+    """A trial as it stood when it was opened. Unknown values are None; without a result, `problem` says why."""
+
+    directory: Path
+    name: str
+    task: str
+    agent: str
+    model: str | None
+    attempt: int | None
+    state: TrialState
+    result: TrialResult | None = None
+    outcome: Outcome | None = None
+    problem: str | None = None
+
+    @classmethod
+    def open(cls, path: Path, row: TrialRow | None = None) -> TrialView:
+        """The trial in a directory; `row` is its row in the job, if that was read. `JobError` with code `no_trial` or
+        `unfinished` if it is the directory of something else, or of nothing."""
+        try:
+            result = read_result(path)
+        except JobError as error:
+            if row is None and (error.code == "no_trial" or not _looks_like_trial(path)):
+                raise
+            return _without_result(path, row, error)
+        model = result.agent_info.model_info
+        outcome = outcome_of(result, path)
+        return cls(
+            directory=path,
+            name=result.trial_name,
+            task=result.task_name,
+            agent=result.agent_info.name,
+            model=_model_name(model.provider, model.name) if model else None,
+            attempt=row.attempt if row else None,
+            state="unfinished" if outcome.cancelled else "done",
+            result=result,
+            outcome=outcome,
+        )
+
+    @property
+    def error(self) -> ExceptionInfo | None:
+        return self.result.exception_info if self.result else None
+
+    @property
+    def phases(self) -> Mapping[str, float]:
+        """Seconds that each phase took, in order."""
+        if self.result is None:
+            return {}
+        if self.result.pier is not None:
+            return self.result.pier.phases
+        timings: dict[str, TimingInfo | None] = {name: getattr(self.result, name) for name in _PHASES}
+        return {
+            name: (timing.finished_at - timing.started_at).total_seconds()
+            for name, timing in timings.items()
+            if timing is not None and timing.started_at is not None and timing.finished_at is not None
+        }
+
+    @cached_property
+    def files(self) -> TrialFiles:
+        """Where the trial's parts are. Only regular files count, and directories of artifacts."""
+        if not self.directory.is_dir():
+            return TrialFiles()
+        with Tree(self.directory.resolve()) as tree:
+            steps = [entry.path for entry in tree.listed("steps") if entry.kind == "directory"]
+            parts = ["", *(f"{step}/" for step in steps)]
+
+            def existing(name: str, kind: str = "file") -> tuple[Path, ...]:
+                found = (tree.find(f"{part}{name}") for part in parts)
+                return tuple(self.directory / entry.path for entry in found if entry is not None and entry.kind == kind)
+
+            names = (TRIAL_LOG, "exception.txt", "network.jsonl", "verifier/test-stdout.txt")
+            agents = [
+                self.directory / entry.path
+                for part in parts
+                for entry in tree.listed(f"{part}agent")
+                if entry.kind == "file" and entry.path.endswith((".txt", ".log"))
+            ]
+            return TrialFiles(
+                trajectories=existing("agent/trajectory.json"),
+                recordings=existing("agent/recording.jsonl"),
+                logs=(*(path for name in names for path in existing(name)), *agents),
+                artifacts=existing("artifacts", "directory"),
+            )
+
+
+def has_finished(tree: Tree) -> bool:
+    """Whether the `result.json` in a job's directory says that the job has finished."""
+    return bool((_json(tree, RESULT) or {}).get("finished_at"))
+
+
+def list_jobs(jobs_dir: Path) -> list[JobView]:
+    """The jobs in a directory, newest first. What else is there is passed over, and so are empty directories."""
     if not jobs_dir.is_dir():
         raise UsageError(f"{jobs_dir}: no such directory", hint="pier run -p TASKS")
-    rows = [_row(path) for path in jobs_dir.iterdir() if (path / JOURNAL).is_file()]
-    return sorted((row for row in rows if row is not None), key=lambda row: row.created_at, reverse=True)
+    found: list[JobView] = []
+    for path in jobs_dir.iterdir():
+        if path.name.startswith(".") or not path.is_dir():
+            continue
+        try:
+            view = JobView.open(path)
+        except (JobError, OSError):
+            continue
+        found += [view] if view.state != "empty" else []
+    return sorted(found, key=lambda view: view.created_at or "", reverse=True)
 
 
-def _row(directory: Path) -> JobRow | None:
+def summary_of(rows: Iterable[TrialRow]) -> Summary:
+    """The metrics of some trials."""
+    return summarise(GradedTrial(row.task, row.outcome.rewards if row.outcome else None) for row in rows)
+
+
+def rewards_by_task(rows: Iterable[TrialRow]) -> dict[str, list[float]]:
+    """The main rewards of some trials, by the name of the task."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        values = found.setdefault(row.task, [])
+        if (value := main_reward(row.outcome.rewards if row.outcome else None)) is not None:
+            values.append(value)
+    return found
+
+
+def agent_labels(agents: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None]]:
+    """What each agent and its model are called, no two alike. A model goes without its provider, as in Harbor, where
+    that is enough; agents that are otherwise the same show the options in which they differ, or are numbered."""
+    names = [str(agent.get("name") or agent.get("import_path")) for agent in agents]
+    models: list[str | None] = [agent.get("model_name") for agent in agents]
+    short = [model.partition("/")[2] or model if model else None for model in models]
+    providers: dict[tuple[str, str | None], set[str | None]] = defaultdict(set)
+    for name, brief, model in zip(names, short, models, strict=True):
+        providers[name, brief].add(model)
+    labels = [
+        (name, model if len(providers[name, brief]) > 1 else brief)
+        for name, brief, model in zip(names, short, models, strict=True)
+    ]
+    for label in [label for label, count in Counter(labels).items() if count > 1]:
+        alike = [place for place, each in enumerate(labels) if each == label]
+        options = _differences([agents[place] for place in alike])
+        for number, place in enumerate(alike):
+            labels[place] = (f"{label[0]}{options[number] or f' #{number + 1}'}", label[1])
+    return labels
+
+
+def _differences(agents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The options in which agents differ, in brackets; empty texts if these are equal."""
+    options = [{**(agent.get("env") or {}), **(agent.get("kwargs") or {})} for agent in agents]
+    names = dict.fromkeys(name for each in options for name in each)
+    differing = [name for name in names if len({json.dumps(each.get(name)) for each in options}) > 1]
+    texts = [",".join(f"{name}={each[name]!s:.40}" for name in differing if name in each) for each in options]
+    return [f"({text})" if text else "" for text in texts] if len(set(texts)) == len(texts) else [""] * len(texts)
+
+
+def _group_key(agent: str, model: str | None, dataset: str) -> str:
+    return "__".join(part for part in (agent, model, dataset) if part)
+
+
+def _planned_rows(ledger: Ledger, *, running: bool) -> Iterator[TrialRow]:
+    """The trials of a plan, with how they ended as the journal has it."""
+    plan = ledger.plan
+    labels = agent_labels(plan.agents)
+    keys: dict[tuple[int, int], tuple[str, str]] = {}
+    for trial in plan.trials:
+        task = plan.tasks[trial.task]
+        agent, short = labels[trial.agent]
+        place = (trial.agent, trial.task)
+        if place not in keys:
+            dataset = task.source or "adhoc"
+            keys[place] = (dataset, _group_key(agent, short, dataset))
+        outcome = ledger.outcomes.get(trial.id)
+        if outcome is not None:
+            state: TrialState = "done"
+        elif trial.id in ledger.open and running:
+            state = "running"
+        else:
+            state = "unfinished" if trial.id in ledger.tries else "pending"
+        dataset, key = keys[place]
+        model: str | None = plan.agents[trial.agent].get("model_name")
+        yield TrialRow(trial.name, task.name, dataset, agent, model, trial.attempt, state, outcome, group=key)
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreign:
+    """A trial of another program, as its own files have it."""
+
+    name: str
+    task: str
+    dataset: str
+    agent: dict[str, Any]
+    state: TrialState
+    outcome: Outcome | None
+    problem: str | None
+
+
+def _foreign_rows(directory: Path) -> Iterator[TrialRow]:
+    """The trials of a job without a journal, from the result of each."""
+    with Tree(directory.resolve()) as tree, ThreadPoolExecutor(_READERS) as pool:
+        names = [entry.path for entry in tree.listed() if entry.kind == "directory" and entry.path[0] != "."]
+        read = pool.map(lambda name: _foreign(tree.path / name), names)
+        found = [each for each in read if each is not None]
+    agents = {json.dumps(each.agent, sort_keys=True): each.agent for each in found}
+    labels = dict(zip(agents, agent_labels([*agents.values()]), strict=True))
+    attempts: Counter[tuple[str, str, str]] = Counter()
+    for each in found:
+        agent, short = labels[json.dumps(each.agent, sort_keys=True)]
+        key = _group_key(agent, short, each.dataset)
+        attempts[each.task, agent, key] += 1
+        yield TrialRow(
+            each.name,
+            each.task,
+            each.dataset,
+            agent,
+            each.agent["model_name"],
+            attempts[each.task, agent, key],
+            each.state,
+            each.outcome,
+            each.problem,
+            key,
+        )
+
+
+def _foreign(path: Path) -> _Foreign | None:
+    """A trial of another program; None if the directory is not a trial's."""
     try:
-        ledger = Ledger.read(directory)
-    except JobError:
-        return None
-    done = [ledger.outcomes[id] for id in ledger.plan.by_id if id in ledger.outcomes]
-    mean = Mean()
-    for outcome in done:
-        mean.add(outcome.rewards)
-    return JobRow(
-        name=directory.name,
-        state=_state(ledger),
-        done=len(done),
-        total=len(ledger.plan.trials),
-        verdicts=sum(outcome.rewards is not None for outcome in done),
-        mean=mean.value,
-        cost_usd=cost_of(done).total,
-        created_at=ledger.created_at,
+        result = read_result(path)
+    except JobError as error:
+        if not _looks_like_trial(path):
+            return None
+        view = _without_result(path, None, error)
+        agent = {"name": view.agent, "model_name": view.model, "kwargs": {}, "env": {}}
+        return _Foreign(path.name, view.task, "adhoc", agent, view.state, None, view.problem)
+    config, model = result.config.get("agent") or {}, result.agent_info.model_info
+    agent = {
+        "name": result.agent_info.name,
+        "model_name": _model_name(model.provider, model.name) if model else None,
+        "kwargs": config.get("kwargs") or {},
+        "env": config.get("env") or {},
+    }
+    outcome = outcome_of(result, path)
+    state: TrialState = "unfinished" if outcome.cancelled else "done"
+    counted = None if outcome.cancelled else outcome
+    return _Foreign(path.name, result.task_name, result.source or "adhoc", agent, state, counted, None)
+
+
+def _without_result(path: Path, row: TrialRow | None, error: JobError) -> TrialView:
+    """A trial that did not finish, or whose result is broken, from its configuration."""
+    config: dict[str, Any] = {}
+    if path.is_dir():
+        with Tree(path.resolve()) as tree:
+            config = _json(tree, CONFIG) or {}
+    task, agent = (config.get(key) if isinstance(config.get(key), dict) else {} for key in ("task", "agent"))
+    assert isinstance(task, dict) and isinstance(agent, dict)
+    state: TrialState = "broken" if error.code == "broken_result" else "unfinished"
+    if row is not None and row.state in ("pending", "running"):
+        state = row.state
+    elif row is None and state == "unfinished" and current_owner(path.resolve().parent):
+        state = "running"
+    return TrialView(
+        directory=path,
+        name=path.resolve().name,
+        task=row.task if row else Path(str(task.get("name") or task.get("path") or "unknown")).name,
+        agent=row.agent if row else str(agent.get("name") or agent.get("import_path") or "unknown"),
+        model=row.model if row else agent.get("model_name"),
+        attempt=row.attempt if row else None,
+        state=state,
+        problem=str(error),
     )
 
 
-def _state(ledger: Ledger) -> str:
-    if current_owner(ledger.directory):
-        return "running"
-    return "interrupted" if any(True for _ in ledger.owed()) else "done"
+def _without_journal(path: Path, tree: Tree, owner: Owner | None) -> JobView:
+    """A job of another program, one that has only just begun, or one whose journal is broken."""
+    names = {entry.path for entry in tree.listed() if entry.kind != "file" or entry.size} - {OWNER, KEY}
+    if owner or not names:
+        return JobView(path, "running" if owner else "empty", owner)
+    files = {name: _json(tree, name) for name in (RESULT, LOCK, CONFIG) if name in names}
+    result, lock, config = (files.get(name) or {} for name in (RESULT, LOCK, CONFIG))
+    if TRIAL_LOG in names or "trial_name" in result or "trial_name" in config:
+        raise not_a_job(path)
+    broken = [name for name, value in files.items() if value is None] + [JOURNAL] * (JOURNAL in names)
+    known = "n_total_trials" in result or "trials" in lock or LOG in names or not _JOB_KEYS.isdisjoint(config)
+    if not known and not broken:
+        raise not_a_job(path)
+    planned, trials, stats = result.get("n_total_trials"), lock.get("trials"), result.get("stats")
+    retries = stats.get("n_retries") if isinstance(stats, dict) else None
+    lost = JOURNAL in names or not known
+    return JobView(
+        directory=path,
+        state="broken" if lost else "done" if result.get("finished_at") else "unfinished",
+        id=result.get("id"),
+        created_at=result.get("started_at") or lock.get("created_at"),
+        finished_at=result.get("finished_at"),
+        n_retries=retries if isinstance(retries, int) else 0,
+        problems=tuple(f"{path / name} cannot be read" for name in broken),
+        _planned=planned if isinstance(planned, int) else len(trials) if isinstance(trials, list) else 0,
+    )
 
 
-def print_jobs(rows: list[JobRow], jobs_dir: Path, *, as_json: bool) -> None:
-    """Print a list of jobs."""
-    if as_json:
-        click.echo(json.dumps([asdict(row) for row in rows], indent=2))
-        return
-    if not rows:
-        click.echo(f"{jobs_dir} holds no jobs; try: pier run -p TASKS")
-        return
-    shown: list[tuple[str, ...]] = []
-    for row in rows:
-        mean = "-" if row.mean is None else f"{row.mean:.3f}"
-        cost = "-" if row.cost_usd is None else f"${row.cost_usd:.4f}"
-        shown.append((row.name, row.state, f"{row.done}/{row.total}", str(row.verdicts), mean, cost))
-    print_columns(shown, ("job", "state", "trials", "verdicts", "mean reward", "cost"))
+def _looks_like_trial(path: Path) -> bool:
+    return any((path / name).is_file() for name in (RESULT, CONFIG, TRIAL_LOG))
 
 
-def show_job(directory: Path, *, trials: bool, as_json: bool) -> None:
-    """Print where a job stands."""
-    ledger = Ledger.read(directory)
-    owner = current_owner(directory)
-    if as_json:
-        config, _ = read_config(directory)
-        rows = [
-            {"name": name, "task": task, "rewards": outcome.rewards if outcome else None, "says": _says(outcome)}
-            for group in groups_of(ledger)
-            for name, task, outcome in group.trials
-        ]
-        shown = {**result_of(ledger, config), "directory": str(directory), "owner": owner, "trials": rows}
-        click.echo(json.dumps(shown, indent=2))
-        return
-    if owner:
-        click.echo(f"being run by {owner}")
-    if ledger.lost_lines:
-        click.echo(f"{ledger.lost_lines} lines of {directory / JOURNAL} could not be read", err=True)
-    if trials:
-        print_columns([(name, _says(outcome)) for group in groups_of(ledger) for name, _, outcome in group.trials])
-    print_report(directory, ledger)
+def _model_name(provider: str | None, name: str) -> str:
+    return f"{provider}/{name}" if provider else name
 
 
-def _says(outcome: Outcome | None) -> str:
-    return "not done" if outcome is None else tell(outcome)
+def _json(tree: Tree, name: str) -> dict[str, Any] | None:
+    """A JSON object in a file; None if the file is missing, is not a regular one, or holds something else."""
+    try:
+        value = json.loads(tree.read(name, _LIMIT))
+    except (OSError, TreeError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

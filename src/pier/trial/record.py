@@ -29,7 +29,7 @@ from pier.sandbox import BACKENDS
 from pier.sandbox.contract import Stream
 from pier.secret import env_on_disk
 from pier.task import Origin
-from pier.trial.result import TimingInfo, TrialResult
+from pier.trial.result import TimingInfo, TrialResult, lock_row
 from pier.trial.spec import OnPhase, Phase, SandboxChoice, TrialSpec
 
 OUTPUT_LIMIT = 64 * 1024 * 1024
@@ -207,38 +207,15 @@ def trial_config(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-_LOCKED = (
-    "timeout_multiplier",
-    "agent_timeout_multiplier",
-    "verifier_timeout_multiplier",
-    "agent_setup_timeout_multiplier",
-    "environment_build_timeout_multiplier",
-    "agent",
-    "environment",
-    "verifier",
-)
-"""What a lock takes over from a trial's `config.json` as it is."""
-
-
 def trial_lock(spec: TrialSpec, config: Mapping[str, Any]) -> dict[str, Any]:
     """What `lock.json` says: all that decides what the trial does, with digests of files and texts. `config` is the
     trial's own `config.json`."""
     task, origin = spec.task, spec.task.origin
     mode = None if task.is_multi_step else task.steps[0].verifier_mode
     texts = [hashlib.sha256(text.encode()).hexdigest() for text in spec.extra_instructions]
-    lock = {
-        "schema_version": 2,
-        "task": {
-            "name": task.name,
-            "version": task.config.task.version if task.config.task else None,
-            "type": "git" if origin.git_url else "local",
-            "digest": task.digest,
-            "source": origin.source,
-            **task_reference(origin),
-        },
-        **{key: config[key] for key in _LOCKED},
-        "extra_instructions": [{"path": None, "digest": f"sha256:{digest}"} for digest in texts] or None,
-    }
+    lock = lock_row(task.name, task.digest, origin.source, task_reference(origin), config)
+    lock["task"]["version"] = task.config.task.version if task.config.task else None
+    lock["extra_instructions"] = [{"path": None, "digest": f"sha256:{digest}"} for digest in texts] or None
     lock["verifier"] = {**lock["verifier"], "environment_mode": mode}
     return lock
 

@@ -25,7 +25,7 @@ from pier.errors import Blame, JobError, PierError, StorageError
 from pier.redact import Redactor
 from pier.task import TaskStep
 from pier.task.load import describe
-from pier.tree import FAULTS
+from pier.tree import FAULTS, TreeError, open_regular
 
 
 class _Part(BaseModel):
@@ -347,20 +347,50 @@ def combined_rewards(outcomes: Iterable[StepOutcome], strategy: str) -> dict[str
     return {key: sum(rewards.get(key, 0) for rewards in graded) / len(graded) for key in keys}
 
 
+_LOCKED = (
+    "timeout_multiplier",
+    "agent_timeout_multiplier",
+    "verifier_timeout_multiplier",
+    "agent_setup_timeout_multiplier",
+    "environment_build_timeout_multiplier",
+    "agent",
+    "environment",
+    "verifier",
+)
+"""What a lock takes over from the configuration of a trial as it is."""
+
+
+def lock_row(
+    name: str, digest: str, source: str | None, reference: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What decides a trial, as `lock.json` of a trial and each row in that of a job have it."""
+    kind = "git" if reference.get("git_url") else "local"
+    return {
+        "schema_version": 2,
+        "task": {"name": name, "type": kind, "digest": digest, "source": source, **reference},
+        **{key: config[key] for key in _LOCKED},
+    }
+
+
 def read_result(directory: Path) -> TrialResult:
-    """The result of the trial in `directory`. `JobError` with code `unfinished` or `broken_result` if there is none."""
+    """The result of the trial in `directory`, which is not read through a link. `JobError` with code `no_trial`,
+    `unfinished` or `broken_result` if there is none."""
     path = directory / "result.json"
-    if (directory / "journal.jsonl").exists():
-        raise JobError(
-            f"{directory} is a job, not a trial", code="no_trial", hint=f"pier job show {directory} --trials"
-        )
     try:
-        return TrialResult.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        if not directory.is_dir():
-            raise JobError(f"{directory}: no such directory", code="no_trial") from None
-        raise JobError(f"{path}: not there, so the trial did not finish", code="unfinished") from None
-    except ValidationError as error:
-        raise JobError(f"{path}: not a trial's result: {describe(error)}", code="broken_result") from error
-    except OSError as error:
-        raise JobError(f"{path}: cannot be read: {error}", code="broken_result") from error
+        with open_regular(path) as stream:
+            return TrialResult.model_validate_json(stream.read())
+    except (OSError, TreeError, ValidationError) as error:
+        raise _unreadable(directory, path, error) from error
+
+
+def _unreadable(directory: Path, path: Path, error: Exception) -> JobError:
+    if not directory.is_dir():
+        return JobError(f"{directory}: no such directory", code="no_trial")
+    if (directory / "journal.jsonl").exists():
+        hint = f"pier job show {directory} --trials"
+        return JobError(f"{directory} is a job, not a trial", code="no_trial", hint=hint)
+    if isinstance(error, FileNotFoundError):
+        return JobError(f"{path}: not there, so the trial did not finish", code="unfinished")
+    if isinstance(error, ValidationError):
+        return JobError(f"{path}: not a trial's result: {describe(error)}", code="broken_result")
+    return JobError(f"{path}: cannot be read: {error}", code="broken_result")

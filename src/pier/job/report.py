@@ -1,0 +1,391 @@
+"""Prints jobs for people: a list of them, how one stands and what to type next, its log, and how several compare."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pier.errors import JobError, UsageError
+from pier.home import pier_home
+from pier.job.directory import result_of
+from pier.job.ledger import current_owner
+from pier.job.plan import NOT_ASKED
+from pier.job.progress import describe_outcome, first_line
+from pier.job.results import Comparison, Interval, Summary, Totals, calls_of, compare, describe, describe_calls
+from pier.job.view import LOG, RESULT, TRIAL_LOG, JobView, TrialRow, has_finished, rewards_by_task, summary_of
+from pier.sizes import size_text
+from pier.tree import Tree, TreeError
+from pier.trial.record import printable
+
+_HEADINGS = ("agent", "model", "dataset", "verdicts", "mean reward (95%)", "pass@k")
+_STEPS = "steps graded"
+
+
+def print_report(
+    view: JobView, *, seconds: float | None = None, interrupted: bool = False, stopped: str | None = None
+) -> None:
+    """Print the report of a job to standard output."""
+    _print_table(view)
+    _print_faults(view)
+    words = [f"{view.totals.done} of {view.n_trials} trials done"]
+    if seconds is not None:
+        words.append(f"in {seconds:.1f} s")
+    if any(row.model for row in view.trials):
+        words.append(f"cost {view.totals.cost}")
+    click.echo(", ".join(words))
+    if calls := calls_of(view.directory):
+        click.echo(describe_calls(calls))
+    click.echo(f"files: {view.directory}")
+    _print_store()
+    if stopped:
+        click.secho(f"stopped: {stopped}; allow more with --job-max-*", fg="red")
+    if command := next_command(view, interrupted=interrupted):
+        click.echo(f"next:  {command}")
+
+
+def _print_store() -> None:
+    """Print the size of the image store if it is over its budget."""
+    if not (pier_home() / "images").is_dir():
+        return
+    from pier.image.collect import default_budget, layers_size
+    from pier.image.store import ImageStore
+
+    store = ImageStore()
+    size, budget = layers_size(store), default_budget(store)
+    if size > budget:
+        click.echo(f"images: {size_text(size)}, over the budget of {size_text(budget)}; free space with: pier gc")
+
+
+def _print_table(view: JobView) -> None:
+    rows: list[tuple[str, ...]] = []
+    has_steps = view.totals.steps is not None
+    for group in view.groups:
+        summary, steps = group.summary, group.totals.steps
+        verdicts = f"{summary.n_verdicts}/{summary.n_trials}"
+        row = (group.agent, group.model or "-", group.dataset, verdicts, _means(summary), _passes(summary))
+        rows.append((*row, "/".join(map(str, steps)) if steps else "-") if has_steps else row)
+    if rows:
+        print_columns(rows, (*_HEADINGS, _STEPS) if has_steps else _HEADINGS)
+
+
+def print_columns(rows: list[tuple[str, ...]], headings: tuple[str, ...] = ()) -> None:
+    """Print rows one below the other; a cell may have several lines."""
+    everything = [headings, *rows] if headings else rows
+    widths = [
+        max(len(line) for cell in column for line in cell.split("\n")) for column in zip(*everything, strict=True)
+    ]
+    for row in everything:
+        for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
+            shown = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            click.secho(printable(shown), bold=row is headings)
+
+
+def _means(summary: Summary) -> str:
+    rows: list[str] = []
+    for key, mean in summary.mean.items():
+        found = summary.interval.get(key)
+        rows.append(f"{'' if len(summary.mean) == 1 else key + ' '}{mean:.3f}{_between(found)}")
+    return "\n".join(rows) or "-"
+
+
+def _passes(summary: Summary) -> str:
+    shown = [k for k in summary.pass_at_k if k.bit_count() == 1][:3]
+    return "  ".join(f"{k}: {summary.pass_at_k[k]:.3f}" for k in shown) or "-"
+
+
+def _between(found: Interval | None) -> str:
+    return f" ({found.low:.3f}–{found.high:.3f})" if found else ""
+
+
+def _print_faults(view: JobView) -> None:
+    faults: Counter[tuple[str, str]] = Counter()
+    example: dict[tuple[str, str], tuple[str, str]] = {}
+    for row in view.trials:
+        if row.outcome is not None and row.outcome.fault is not None:
+            key = (row.outcome.fault.type, row.outcome.fault.blame)
+            faults[key] += 1
+            example.setdefault(key, (row.name, first_line(row.outcome.fault.message)))
+    for (type, blame), count in faults.most_common():
+        trial, message = example[type, blame]
+        click.secho(f"{count} × {type} (blame: {blame}), e.g. {trial}: {message}", fg="red")
+
+
+def next_command(view: JobView, *, interrupted: bool = False) -> str | None:
+    """The one command that most likely comes next."""
+    path = view.directory
+    if view.owner:
+        return f"pier job logs -f {path}"
+    if view.is_ours and (interrupted or view.totals.done < view.n_trials):
+        return f"pier job resume {path}"
+    ended = [(row.name, row.outcome) for row in view.trials if row.outcome is not None]
+    broken = [(name, outcome.fault) for name, outcome in ended if outcome.fault and outcome.rewards is None]
+    if view.is_ours and any(fault.blame in ("infra", "provider") for _, fault in broken):
+        return f"pier job retry {path} --only infra"
+    failed = [name for name, outcome in ended if not any((outcome.rewards or {}).values())]
+    if broken or failed:
+        return f"pier trial show {path / (broken[0][0] if broken else failed[0])}"
+    return f"pier job show {path} --trials" if ended else None
+
+
+def print_jobs(views: Sequence[JobView], jobs_dir: Path, *, as_json: bool) -> None:
+    """Print a list of jobs."""
+    if as_json:
+        click.echo(json.dumps([_job_row(view) for view in views], indent=2))
+        return
+    if not views:
+        click.echo(f"{jobs_dir} holds no jobs; try: pier run -p TASKS")
+        return
+    rows: list[tuple[str, ...]] = []
+    for view in views:
+        totals = view.totals
+        mean = "-" if totals.mean.value is None else f"{totals.mean.value:.3f}"
+        cost = str(totals.cost) if totals.done else "-"
+        rows.append((view.name, view.state, f"{totals.done}/{view.n_trials}", str(totals.verdicts), mean, cost))
+    print_columns(rows, ("job", "state", "trials", "verdicts", "mean reward", "cost"))
+
+
+def _job_row(view: JobView) -> dict[str, Any]:
+    totals = view.totals
+    return {
+        "name": view.name,
+        "state": view.state,
+        "done": totals.done,
+        "total": view.n_trials,
+        "verdicts": totals.verdicts,
+        "mean": totals.mean.value,
+        "cost_usd": totals.cost.total,
+        "cost_known_usd": totals.cost.known,
+        "cost_trials_unknown": totals.cost.unknown,
+        "created_at": view.created_at,
+    }
+
+
+def print_job(view: JobView, *, trials: bool, as_json: bool) -> None:
+    """Print where a job stands."""
+    if as_json:
+        click.echo(json.dumps(_job_data(view), indent=2))
+        return
+    if view.owner:
+        click.echo(f"being run by {view.owner}")
+    elif view.state in ("empty", "broken", "unfinished"):
+        click.echo(f"state: {view.state}")
+    for problem in view.problems:
+        click.echo(problem, err=True)
+    if trials:
+        print_columns([(row.name, _describe_row(row)) for group in view.groups for row in group.trials])
+    print_report(view)
+
+
+def _job_data(view: JobView) -> dict[str, Any]:
+    metrics = [each.get("type") for each in (view.config or {}).get("metrics") or () if isinstance(each, dict)]
+    running = sum(row.state == "running" for row in view.trials)
+    known = [name for name in metrics if name in ("mean", "sum", "min", "max")]
+    rows = [
+        {
+            "name": row.name,
+            "task": row.task,
+            "agent": row.agent,
+            "model": row.model,
+            "attempt": row.attempt,
+            "state": row.state,
+            "rewards": row.outcome.rewards if row.outcome else None,
+            "cost_usd": row.outcome.cost if row.outcome else None,
+            "says": _describe_row(row),
+        }
+        for group in view.groups
+        for row in group.trials
+    ]
+    where = {"directory": str(view.directory), "owner": str(view.owner) if view.owner else None}
+    return {**result_of(view, known, running), **where, "state": view.state, "problems": view.problems, "trials": rows}
+
+
+def _describe_row(row: TrialRow) -> str:
+    if row.outcome is not None:
+        return describe_outcome(row.outcome)
+    return first_line(row.problem) if row.problem else row.state
+
+
+_STAMPED = re.compile(r"(\d{4}-\d\d-\d\dT\S+) (.*)")
+_POLL = 0.2
+
+
+def print_log(view: JobView, trial: str | None, *, follow: bool, as_json: bool) -> None:
+    """Print the log of a job, or of one of its trials; with `follow`, go on until the job or that trial has ended."""
+    path = f"{view.trial(trial).directory.name}/{TRIAL_LOG}" if trial else LOG
+    with Tree(view.directory.resolve()) as tree:
+        reader = _LogReader(tree, path)
+        ended = False
+        while True:
+            over = not follow or _has_ended(view, tree, trial)
+            for line in reader.read(last=not follow or (over and ended)):
+                _print_log_line(line, as_json=as_json)
+            if not follow or (over and ended):
+                break
+            ended = over  # a trial that is retried has a result for a moment
+            time.sleep(_POLL)
+        if not reader.found:
+            raise JobError(f"{view.directory / path}: not there", hint=f"pier job show {view.directory}", code="no-log")
+
+
+def _has_ended(view: JobView, tree: Tree, trial: str | None) -> bool:
+    if trial and tree.find(f"{trial}/{RESULT}"):
+        return True
+    return current_owner(view.directory) is None if view.is_ours or view.owner else has_finished(tree)
+
+
+class _LogReader:
+    """Reads what was added to a log since the last time; begins anew when the file was replaced."""
+
+    def __init__(self, tree: Tree, path: str) -> None:
+        self._tree, self._path = tree, path
+        self._inode, self._position = 0, 0
+        self.found = False
+
+    def read(self, *, last: bool) -> Iterator[str]:
+        """The lines that are complete; with `last`, all that is there."""
+        try:
+            stream = self._tree.open(self._path)
+        except FileNotFoundError:
+            return
+        except TreeError as error:
+            raise JobError(str(error), code="no-log") from None
+        with stream:
+            inode = os.fstat(stream.fileno()).st_ino
+            if inode != self._inode:
+                self._inode, self._position = inode, 0
+            self.found = True
+            stream.seek(self._position)
+            for line in stream:
+                if not line.endswith(b"\n") and not last:
+                    return
+                self._position += len(line)
+                yield line.decode(errors="replace").rstrip("\n")
+
+
+def _print_log_line(line: str, *, as_json: bool) -> None:
+    if as_json:
+        stamped = _STAMPED.fullmatch(line)
+        at, text = stamped.groups() if stamped else (None, line)
+        click.echo(json.dumps({"at": at, "text": text}))
+    else:
+        click.echo(printable(line))
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One agent of one job, in a comparison."""
+
+    label: str
+    view: JobView
+    totals: Totals
+    summary: Summary
+    rewards: dict[str, list[float]]
+
+
+def print_comparison(views: Sequence[JobView], *, as_json: bool) -> None:
+    """Print how the agents of jobs compare with the first of them."""
+    first, *others = _sides(views)
+    found = [(side, compare(first.rewards, side.rewards)) for side in others]
+    differing = _config_differences(views)
+    if as_json:
+        click.echo(json.dumps(_comparison_data(first, found, differing), indent=2))
+        return
+    shown = [(*_side_cells(side), _difference(result.difference, result.interval)) for side, result in found]
+    rows = [(*_side_cells(first), "-"), *shown]
+    print_columns(rows, ("", "verdicts", "mean reward (95%)", "cost", "difference (95%)"))
+    for side, result in found:
+        click.echo()
+        click.echo(_verdict(first, side, result))
+        changed = [row for row in result.tasks if row.difference != 0 and (row.first, row.second) != (None, None)]
+        cells = [
+            (row.task, _number(row.first), _number(row.second), _difference(row.difference, row.interval))
+            for row in sorted(changed, key=lambda row: (row.difference is None, row.difference or 0.0, row.task))
+        ]
+        if cells:
+            print_columns(cells, ("task", first.label, side.label, "difference (95%)"))
+    if differing:
+        click.echo()
+        print_columns(
+            [
+                (key, *("-" if value is None else json.dumps(value) for value in values))
+                for key, values in differing.items()
+            ],
+            ("configuration", *(view.name for view in views)),
+        )
+
+
+def _sides(views: Sequence[JobView]) -> list[_Side]:
+    """Each agent with its model, of each job; jobs with one agent go by their own names."""
+    sides: list[_Side] = []
+    for view in views:
+        agents = dict.fromkeys((group.agent, group.model) for group in view.groups)
+        for agent, model in agents:
+            own = f"{agent} {model}" if model else agent
+            label = view.name if len(agents) == 1 else own if len(views) == 1 else f"{view.name}: {own}"
+            rows = [row for row in view.trials if (row.agent, row.model) == (agent, model)]
+            totals, summary = Totals.of(row.outcome for row in rows), summary_of(rows)
+            sides.append(_Side(label, view, totals, summary, rewards_by_task(rows)))
+    if len(sides) < 2:
+        raise UsageError("nothing to compare: give two jobs, or one job with several agents", hint="pier job list")
+    return sides
+
+
+def _side_cells(side: _Side) -> tuple[str, ...]:
+    verdicts = f"{side.summary.n_verdicts}/{side.summary.n_trials}"
+    return (side.label, verdicts, _means(side.summary), str(side.totals.cost) if side.totals.done else "-")
+
+
+def _verdict(first: _Side, side: _Side, result: Comparison) -> str:
+    ties = result.n_paired - result.wins - result.losses
+    text = f"{side.label} against {first.label}: {result.n_paired} tasks with verdicts in both, "
+    text += f"{result.wins} better, {result.losses} worse, {ties} equal"
+    return text if result.p_value is None else f"{text} (sign test: p = {result.p_value:.3g})"
+
+
+def _difference(value: float | None, found: Interval | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:+.3f}" + (f" ({found.low:+.3f} to {found.high:+.3f})" if found else "")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _comparison_data(
+    first: _Side, found: Sequence[tuple[_Side, Comparison]], differing: dict[str, list[Any]]
+) -> dict[str, Any]:
+    def data(side: _Side) -> dict[str, Any]:
+        cost = {"known_usd": side.totals.cost.known, "trials_unknown": side.totals.cost.unknown}
+        return {"name": side.label, "job": str(side.view.directory), **describe(side.summary), "cost": cost}
+
+    others = [{**data(side), "against_first": asdict(result)} for side, result in found]
+    return {"first": data(first), "others": others, "configuration": differing}
+
+
+def _config_differences(views: Sequence[JobView]) -> dict[str, list[Any]]:
+    """The keys in which the configurations of jobs differ, with the value in each; None where it is not stated."""
+    flat = [_flatten(view.config or {}) for view in views]
+    keys = dict.fromkeys(key for each in flat for key in each if key.partition(".")[0] not in NOT_ASKED)
+    stated = {key: {json.dumps(each[key]) for each in flat if each.get(key) not in (None, [], {})} for key in keys}
+    return {key: [each.get(key) for each in flat] for key in keys if len(stated[key]) > 1}
+
+
+def _flatten(value: Any, key: str = "") -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        return {
+            k: v for name, each in value.items() for k, v in _flatten(each, f"{key}.{name}" if key else name).items()
+        }
+    if isinstance(value, list) and len(value) == 1:
+        return _flatten(value[0], key)
+    return {key: value}
