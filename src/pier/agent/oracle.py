@@ -8,7 +8,7 @@ from __future__ import annotations
 from pier.agent.contract import AGENT_LOGS, Agent, AgentRun, Launch
 from pier.errors import TaskError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
-from pier.sandbox.parcel import deliver
+from pier.sandbox.upload import upload_scripts
 
 SOLUTION_PATH = "/solution"
 SCRIPT = "solve.sh"
@@ -29,7 +29,7 @@ class OracleAgent(Agent):
     async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
         launch = self.launch(run)
         assert run.solution is not None
-        await deliver(sandbox, run.solution, SOLUTION_PATH, program=SCRIPT, owner=run.user)
+        await upload_scripts(sandbox, run.solution, SOLUTION_PATH, program=SCRIPT, owner=run.user)
         result = await sandbox.exec(
             list(launch.argv),
             cwd=run.workdir,

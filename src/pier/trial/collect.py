@@ -32,9 +32,7 @@ from pier.sandbox.contract import Sandbox, Stream
 from pier.task.model import Artifact
 from pier.tree import Tree, TreeError
 from pier.trial.record import TrialRecord
-from pier.verifier.artifacts import judge_artifact
-from pier.verifier.folders import ARTIFACTS, TESTS, VERIFIER_LOGS
-from pier.verifier.notes import Note, limited
+from pier.verifier.changes import ARTIFACTS, TESTS, VERIFIER_LOGS, Note, judge_artifact, limited
 
 LOGS_LIMIT = 512 * 1024 * 1024
 """How many bytes of logs are taken out of a sandbox at once."""

@@ -29,7 +29,6 @@ from pier.sandbox.compose import MAIN, Compose, Composition, Service
 from pier.sandbox.compose.storage import LOGS as SERVICE_LOGS
 from pier.sandbox.contract import Backend, Capabilities, Limits, Mount, Sandbox, SandboxSpec
 from pier.sandbox.hidden import refuse_hidden
-from pier.sandbox.parcel import deliver
 from pier.task import Task, TaskStep, resolve_env
 from pier.task.load import COMPOSE_NAME
 from pier.task.model import Environment, Healthcheck, normalise_host
@@ -37,7 +36,8 @@ from pier.trial.agent import user_text
 from pier.trial.images import ImageWish
 from pier.trial.record import OutputFile, TrialRecord
 from pier.trial.spec import SandboxChoice, TrialSpec
-from pier.verifier.folders import ARTIFACTS, LOGS, TESTS, VERIFIER_LOGS, make_folders
+from pier.verifier.changes import ARTIFACTS, LOGS, TESTS, VERIFIER_LOGS
+from pier.verifier.secure import make_folders
 
 SERVICES = "services"
 _MAIN_IMAGE = "pier-main-image"
@@ -402,7 +402,7 @@ async def _upload_content(sandbox: Sandbox, content: Path, workdir: str) -> None
     if not names - {*_NOT_CONTENT, _PLACEHOLDER}:
         return
     if not names & set(_NOT_CONTENT):
-        await deliver(sandbox, content, workdir)
+        await sandbox.upload(content.resolve(), workdir)
         return
     with tempfile.TemporaryDirectory(prefix="pier-content.") as name:
         staged = Path(name) / "content"

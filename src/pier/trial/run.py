@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from pier import __version__
 from pier.agent.contract import Agent
-from pier.agent.install import install
+from pier.agent.packed import install
 from pier.errors import AgentError, SandboxError, StorageError
 from pier.image.model import Image, OnProgress
 from pier.network.decision import Decision, OnDecision

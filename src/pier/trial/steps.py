@@ -36,7 +36,8 @@ from pier.trial.record import Clock, TrialRecord
 from pier.trial.result import StepOutcome, captured, exception_info, finally_do, storage_fault
 from pier.trial.spec import TrialServices, TrialSpec
 from pier.trial.verify import Graded, GradingPlace, SeparateTests, SharedTests, reach_verdict
-from pier.verifier.folders import ARTIFACTS, TESTS, VERIFIER_LOGS, make_folders
+from pier.verifier.changes import ARTIFACTS, TESTS, VERIFIER_LOGS
+from pier.verifier.secure import make_folders
 
 SHELL = ("/bin/sh", "-c", 'command -v bash >/dev/null 2>&1 && exec bash -c "$0"; exec sh -c "$0"')
 """Runs the next argument as a shell line: in bash where the image has one, since tasks are written for it."""

@@ -47,7 +47,7 @@ from pier.trial.record import TrialRecord, limit
 from pier.trial.result import GradingRun, Integrity, IntegrityNote, finally_do
 from pier.trial.spec import TrialSpec
 from pier.verifier import Grading, Note, RewardFiles, Rewards, grade, look_again, secure
-from pier.verifier.folders import VERIFIER_LOGS
+from pier.verifier.changes import VERIFIER_LOGS
 
 STDOUT = "test-stdout.txt"
 _GRACE = 120.0

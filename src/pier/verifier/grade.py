@@ -13,9 +13,8 @@ from pathlib import Path
 
 from pier.errors import SandboxError, TaskError, VerifierError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
-from pier.sandbox.parcel import deliver
-from pier.verifier.folders import TESTS, VERIFIER_LOGS
-from pier.verifier.notes import Note
+from pier.sandbox.upload import upload_scripts
+from pier.verifier.changes import TESTS, VERIFIER_LOGS, Note
 from pier.verifier.reward import REWARD_LIMIT, RewardFiles, Rewards, read_verdict
 
 _OUTPUT_KEPT = 64 * 1024
@@ -91,7 +90,7 @@ async def _prepare(sandbox: Sandbox, grading: Grading) -> list[str]:
             raise TaskError(f"the task brings no tests/{grading.script}", code="no_tests")
         for tests in grading.tests:
             program = grading.script if tests == holders[-1] else None
-            await deliver(sandbox, tests, TESTS, program=program, owner=grading.user)
+            await upload_scripts(sandbox, tests, TESTS, program=program, owner=grading.user)
         with (holders[-1] / grading.script).open("rb") as stream:
             script = stream.read(2)
     return [path] if script.startswith(b"#!") else ["/bin/bash", path]
