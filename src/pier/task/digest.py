@@ -2,8 +2,6 @@
 
 It covers `task.toml`, `instruction.md`, `README.md`, `trajectory.json` and the trees `environment`, `tests`,
 `solution` and `steps`, without what the task's `.gitignore` (or a short list of editors' left-overs) excludes.
-
-The patterns of a `.gitignore` file, as far as a single file at the root of a task needs them.
 """
 
 from __future__ import annotations
@@ -11,94 +9,14 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from pathspec import PathSpec, Pattern, lookup_pattern
 
 from pier.errors import TaskError
 
 DEFAULT_PATTERNS = ("__pycache__/", "*.pyc", ".DS_Store", "*.swp", "*.swo", "*~")
-
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    pattern: re.Pattern[str]
-    ignore: bool
-
-
-class IgnoreRules:
-    """Says which files below a directory are ignored. The last rule that matches decides."""
-
-    def __init__(self, lines: Iterable[str]) -> None:
-        self._rules = [rule for line in lines if (rule := _parse(line)) is not None]
-
-    def ignores(self, path: str) -> bool:
-        """Whether the file `path` (relative, with `/`) is ignored."""
-        ignored = False
-        for rule in self._rules:
-            if rule.pattern.fullmatch(path):
-                ignored = rule.ignore
-        return ignored
-
-
-def _parse(line: str) -> _Rule | None:
-    text = line.rstrip("\n")
-    if text.startswith("#"):
-        return None
-    text = re.sub(r"(?<!\\)\s+$", "", text)
-    if not text or text == "/":
-        return None
-    negated = text.startswith("!")
-    text = text[1:] if negated else text
-    if text.startswith(("\\!", "\\#")):
-        text = text[1:]
-    only_directory = text.endswith("/")
-    text = text.rstrip("/") if only_directory else text
-    anchored = "/" in text
-    body = _translate(text.lstrip("/"))
-    prefix = "" if anchored else "(?:.*/)?"
-    below = "/.*" if only_directory else "(?:/.*)?"
-    try:
-        return _Rule(re.compile(f"{prefix}{body}{below}", re.DOTALL), not negated)
-    except re.error:
-        return None
-
-
-def _translate(pattern: str) -> str:
-    segments = pattern.split("/")
-    out = ""
-    for index, segment in enumerate(segments):
-        last = index == len(segments) - 1
-        if segment == "**":
-            out += ".+" if last else "(?:.*/)?"
-            continue
-        out += _segment(segment) + ("" if last else "/")
-    return out
-
-
-def _segment(text: str) -> str:
-    out, index = "", 0
-    while index < len(text):
-        char = text[index]
-        if char == "*":
-            out += "[^/]*"
-        elif char == "?":
-            out += "[^/]"
-        elif char == "\\" and index + 1 < len(text):
-            index += 1
-            out += re.escape(text[index])
-        elif char == "[" and (end := text.find("]", index + 2)) > 0:
-            inner = text[index + 1 : end]
-            inner = "^" + inner[1:] if inner[0] in "!^" else inner
-            out += "[" + inner.replace("\\", "\\\\") + "]"
-            index = end
-        else:
-            out += re.escape(char)
-        index += 1
-    return out
-
-
 _FILES = ("task.toml", "instruction.md", "README.md", "trajectory.json")
 _TREES = ("environment", "tests", "solution", "steps")
 
@@ -125,14 +43,25 @@ def task_files(task: Path) -> list[tuple[str, Path]]:
     """The files that make up the task, as relative paths with their real ones, in order."""
     root = task.resolve()
     try:
-        rules = IgnoreRules((root / ".gitignore").read_text(errors="replace").splitlines())
+        rules = read_patterns((root / ".gitignore").read_text(errors="replace").splitlines())
     except FileNotFoundError:
-        rules = IgnoreRules(DEFAULT_PATTERNS)
+        rules = read_patterns(DEFAULT_PATTERNS)
     found = [root / name for name in _FILES if (root / name).exists()]
     for tree in _TREES:
         found += _walk(root / tree)
     named = ((path.relative_to(root).as_posix(), path) for path in found)
-    return sorted((relative, path) for relative, path in named if not rules.ignores(relative))
+    return sorted((relative, path) for relative, path in named if not rules.match_file(relative))
+
+
+def read_patterns(lines: Iterable[str]) -> PathSpec[Pattern]:
+    """The patterns of a `.gitignore` file, for paths relative to its directory; invalid ones match nothing."""
+    patterns: list[Pattern] = []
+    for line in lines:
+        try:
+            patterns.append(lookup_pattern("gitignore")(line))
+        except ValueError:
+            continue
+    return PathSpec(patterns)
 
 
 def check_containment(task: Path) -> None:
