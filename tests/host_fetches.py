@@ -66,7 +66,7 @@ from pier.image.build import build_image
 from pier.lease import Lease
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import open_backend
-from pier.trial.images import ImageWish, open_images
+from pier.trial.images import ImageRequest, open_images
 from tests.host_fetches import PLAIN, REALMS, REGISTRIES, SECURE, SPECIAL
 
 touched = []
@@ -117,7 +117,7 @@ async def main():
         async with open_backend("local", lease) as backend:
             images = open_images(backend)
             async def pull(reference, chosen=False):
-                image = await images.get(ImageWish(reference, chosen=chosen))
+                image = await images.get(ImageRequest(reference, chosen=chosen))
                 return len(image.layers)
             for name in REALMS:
                 await attempt(f"realm {name}", lambda: pull(f"registry.test:{SECURE}/{name}"))

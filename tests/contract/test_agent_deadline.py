@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.agent import deadline
+from pier.agent import contract
 from pier.agent.command import CommandAgent
 from pier.agent.contract import AgentRun, Launch
 from pier.agent.packed import PackedAgent
@@ -67,8 +67,8 @@ async def test_an_agent_is_told_its_time_and_budget(sandbox: Sandbox) -> None:
 
 
 async def test_a_soft_stop_comes_before_the_kill(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline, "GRACE", 115.0)
-    monkeypatch.setattr(deadline, "SHARE", 1.0)
+    monkeypatch.setattr(contract, "GRACE", 115.0)
+    monkeypatch.setattr(contract, "SHARE", 1.0)
     line = "trap 'echo saved > saved; exit 5' TERM; while :; do sleep 1; done"
     result = await CommandAgent().run(sandbox, told(line, 120))
     assert result.timed_out and result.exit_code == 5

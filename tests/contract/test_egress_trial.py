@@ -11,7 +11,7 @@ import pytest
 from pier.image.importing import import_image
 from pier.image.store import ImageStore
 from pier.network.policy import NetworkPolicy
-from pier.trial.images import ImageWish
+from pier.trial.images import ImageRequest
 from pier.trial.spec import AgentChoice, open_services
 from tests.busybox import busybox_image
 from tests.trial_runs import TOML, open_bench, write_task
@@ -52,5 +52,5 @@ async def test_a_build_has_the_network_that_its_task_says(tmp_path: Path, networ
     (context / "Dockerfile").write_text("FROM busybox\nRUN echo $(ls /sys/class/net) > /links\n")
     await import_image(ImageStore(), busybox_image(tmp_path / "busybox").layers[0], "busybox")
     async with open_services("local", label="test") as services:
-        image = await services.images.get(ImageWish(context=context, network=network))
+        image = await services.images.get(ImageRequest(context=context, network=network))
     assert (image.layers[-1] / "links").read_text().split() == links.split()

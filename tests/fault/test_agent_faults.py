@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pier.agent import deadline
+from pier.agent import contract
 from pier.agent.contract import PACK_PATH, AgentRun
 from pier.agent.registry import find_agent
 from pier.gateway.budget import Retry
@@ -152,8 +152,8 @@ async def running(sandbox: Sandbox) -> int:
 
 @pytest.mark.parametrize("name", FOUR[:2])
 async def test_an_agent_ends_by_itself_when_it_is_asked_to(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline, "GRACE", 110.0)
-    monkeypatch.setattr(deadline, "SHARE", 1.0)
+    monkeypatch.setattr(contract, "GRACE", 110.0)
+    monkeypatch.setattr(contract, "SHARE", 1.0)
     async with stage(name, Script.parse([{"text": "late", "delay": 3600}])) as (sandbox, session):
         result = await find_agent(name)().run(sandbox, run_of(session, 120))
         assert result.timed_out and result.exit_code != 137

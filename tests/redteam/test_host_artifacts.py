@@ -206,9 +206,9 @@ async def test_a_link_is_uploaded_as_a_link(place: str, victim: Path, tmp_path: 
     (tmp_path / "dir" / "gone").touch()
     os.mkfifo(tmp_path / "fifo")
     async with open_place(place, tmp_path / "trials") as bench:
-        from pier.trial.images import ImageWish
+        from pier.trial.images import ImageRequest
 
-        image = await bench.services.images.get(ImageWish(bench.image, host=True))
+        image = await bench.services.images.get(ImageRequest(bench.image, host=True))
         async with await bench.services.backend.start(SandboxSpec(image)) as sandbox:
             await sandbox.upload(tmp_path / "link", "/srv/new/link")
             await sandbox.upload(tmp_path / "dir", "/srv/dir", leave_out={"gone"})

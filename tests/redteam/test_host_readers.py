@@ -20,7 +20,7 @@ from pier.sandbox.contract import SandboxSpec
 from pier.trajectory.model import find, read
 from pier.trajectory.native.convert import convert, find_sessions
 from pier.trajectory.rules import validate_file
-from pier.trial.images import ImageWish
+from pier.trial.images import ImageRequest
 from tests.redteam import route
 from tests.redteam.places import everywhere, open_place
 
@@ -172,7 +172,7 @@ def test_forged_recordings_are_no_samples(tmp_path: Path) -> None:
 )
 async def test_harbor_agents_get_no_links(place: str, tmp_path: Path) -> None:
     async with open_place(place, tmp_path / "trials") as bench:
-        image = await bench.services.images.get(ImageWish(bench.image, host=True))
+        image = await bench.services.images.get(ImageRequest(bench.image, host=True))
         async with await bench.services.backend.start(SandboxSpec(image)) as sandbox:
             await sandbox.exec(
                 "mkdir -p /srv/d/sub; ln -s /etc/passwd /srv/link; ln -s / /srv/d/sub/up; echo x > /srv/d/f"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pier.agent.reach import hosts_in
+from pier.agent.options import hosts_in
 from pier.agent.registry import find_agent
 
 pytestmark = pytest.mark.plain

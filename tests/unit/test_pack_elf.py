@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pier.agent.pack.elf import read_elf, set_loader
+from pier.agent.pack.runtime import read_elf, set_loader
 from pier.errors import AgentError
 
 pytestmark = pytest.mark.plain

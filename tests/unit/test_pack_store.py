@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from pier.agent.contract import PackSpec
-from pier.agent.pack.elf import read_elf
-from pier.agent.pack.runtime import LOADER
+from pier.agent.pack.runtime import LOADER, read_elf
 from pier.agent.pack.store import OnProgress, Pack, PackStore, digest_tree
 from pier.errors import AgentError
 from tests.npm_registry import Registry, serve

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pier.errors import TaskError
 from pier.task import load_task
 from pier.task.check import Problem, create_task, lint
-from pier.task.digest import IgnoreRules
+from pier.task.digest import read_patterns
 from tests.trial_runs import PASS, TOML, write_task
 
 pytestmark = pytest.mark.plain
@@ -149,7 +149,9 @@ def test_the_digest_is_harbors(tmp_path: Path) -> None:
 
 
 def test_a_gitignore_replaces_the_usual_list() -> None:
-    rules = IgnoreRules(["# comment", "", "*.log", "!keep.log", "/top", "build/", "a/**/z", "\\#x", "q?.[ab]", "sp\\ "])
+    rules = read_patterns(
+        ["# comment", "", "*.log", "!keep.log", "/top", "build/", "a/**/z", "\\#x", "q?.[ab]", "sp\\ "]
+    )
     ignored = [
         "x.log",
         "deep/x.log",
@@ -164,14 +166,14 @@ def test_a_gitignore_replaces_the_usual_list() -> None:
         "sp ",
     ]
     kept = ["keep.log", "deep/top", "build", "b/z", "q1.c", "q12.a", "comment"]
-    assert [name for name in ignored if not rules.ignores(name)] == []
-    assert [name for name in kept if rules.ignores(name)] == []
+    assert [name for name in ignored if not rules.match_file(name)] == []
+    assert [name for name in kept if rules.match_file(name)] == []
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(max_size=12), max_size=5), st.text(min_size=1, max_size=12))
 def test_any_gitignore_can_be_read(lines: list[str], path: str) -> None:
-    assert IgnoreRules(lines).ignores(path) in (True, False)
+    assert read_patterns(lines).match_file(path) in (True, False)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)

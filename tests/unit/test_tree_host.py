@@ -20,7 +20,7 @@ from pier.redact import Redactor
 from pier.sandbox import tree as streams
 from pier.sandbox.tree.receive import receive
 from pier.tree import Tree, TreeError, drop_links, find_files, open_regular
-from pier.verifier.artifacts import judge_artifact
+from pier.verifier.changes import judge_artifact
 
 pytestmark = pytest.mark.plain
 

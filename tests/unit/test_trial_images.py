@@ -11,7 +11,7 @@ import pytest
 from pier.errors import ImageError
 from pier.image.model import Image, OnProgress
 from pier.network.policy import NONE
-from pier.trial.images import ImageWish, TrialImages, _build_key
+from pier.trial.images import ImageRequest, TrialImages, _build_key
 
 pytestmark = pytest.mark.plain
 
@@ -26,10 +26,10 @@ class Maker:
         self.go = asyncio.Event()
         self.fail = False
 
-    async def resolve(self, wish: ImageWish, tell: OnProgress) -> Image:
-        return await self.make(wish.reference or "", tell)
+    async def resolve(self, request: ImageRequest, tell: OnProgress) -> Image:
+        return await self.make(request.reference or "", tell)
 
-    async def build(self, wish: ImageWish, key: str, tell: OnProgress) -> Image:
+    async def build(self, request: ImageRequest, key: str, tell: OnProgress) -> Image:
         return await self.make(key, tell)
 
     async def make(self, name: str, tell: OnProgress) -> Image:
@@ -47,25 +47,25 @@ class Maker:
         return Image(name, name)
 
 
-def context(tmp_path: Path, name: str, text: str) -> ImageWish:
+def context(tmp_path: Path, name: str, text: str) -> ImageRequest:
     directory = tmp_path / name
     directory.mkdir()
     (directory / "Dockerfile").write_text(text)
-    return ImageWish(context=directory)
+    return ImageRequest(context=directory)
 
 
 async def test_all_who_wait_are_told_how_it_goes(tmp_path: Path) -> None:
     maker = Maker()
     images = TrialImages(maker.resolve, maker.build)
     told: list[list[str]] = [[], []]
-    first = asyncio.create_task(images.get(ImageWish("ref"), told[0].append))
+    first = asyncio.create_task(images.get(ImageRequest("ref"), told[0].append))
     await until_made(maker, 1)
-    second = asyncio.create_task(images.get(ImageWish("ref"), told[1].append))
-    third = asyncio.create_task(images.get(ImageWish("ref")))
+    second = asyncio.create_task(images.get(ImageRequest("ref"), told[1].append))
+    third = asyncio.create_task(images.get(ImageRequest("ref")))
     await asyncio.sleep(0)
     maker.go.set()
     await asyncio.gather(first, second, third)
-    await images.get(ImageWish("ref"), told[1].append)
+    await images.get(ImageRequest("ref"), told[1].append)
     assert told == [["it begins", "it ends"], ["it begins", "it ends"]]
     await images.close()
 
@@ -73,8 +73,8 @@ async def test_all_who_wait_are_told_how_it_goes(tmp_path: Path) -> None:
 def test_a_file_outside_of_its_context_is_known_by_its_content(tmp_path: Path) -> None:
     one, two = (context(tmp_path, name, "FROM x") for name in ("a", "b"))
     (tmp_path / "outside").write_text("FROM y")
-    inside = [replace(wish, dockerfile=(wish.context or tmp_path) / "Dockerfile") for wish in (one, two)]
-    assert len({_build_key(wish) for wish in inside}) == 1
+    inside = [replace(request, dockerfile=(request.context or tmp_path) / "Dockerfile") for request in (one, two)]
+    assert len({_build_key(request) for request in inside}) == 1
     before = _build_key(replace(one, dockerfile=tmp_path / "outside"))
     (tmp_path / "outside").write_text("FROM z")
     assert _build_key(replace(one, dockerfile=tmp_path / "outside")) != before
@@ -90,7 +90,10 @@ async def test_the_same_image_is_made_once(tmp_path: Path) -> None:
     maker = Maker()
     images = TrialImages(maker.resolve, maker.build)
     one, same = context(tmp_path, "a", "FROM x"), context(tmp_path, "b", "FROM x")
-    waiting = [asyncio.create_task(images.get(wish)) for wish in (one, same, one, ImageWish("ref"), ImageWish("ref"))]
+    waiting = [
+        asyncio.create_task(images.get(request))
+        for request in (one, same, one, ImageRequest("ref"), ImageRequest("ref"))
+    ]
     await until_made(maker, 2)
     maker.go.set()
     found = await asyncio.gather(*waiting)
@@ -103,8 +106,8 @@ async def test_the_same_image_is_made_once(tmp_path: Path) -> None:
 async def test_builds_are_limited_and_lookups_are_not(tmp_path: Path) -> None:
     maker = Maker()
     images = TrialImages(maker.resolve, maker.build, builds=1)
-    wishes = [context(tmp_path, str(n), f"FROM x{n}") for n in range(3)]
-    waiting = [asyncio.create_task(images.get(wish)) for wish in (*wishes, ImageWish("ref"))]
+    requests = [context(tmp_path, str(n), f"FROM x{n}") for n in range(3)]
+    waiting = [asyncio.create_task(images.get(request)) for request in (*requests, ImageRequest("ref"))]
     await until_made(maker, 2)
     maker.go.set()
     await asyncio.gather(*waiting)
@@ -115,7 +118,7 @@ async def test_builds_are_limited_and_lookups_are_not(tmp_path: Path) -> None:
 async def test_a_failure_is_tried_again_and_a_cancellation_is_ones_own() -> None:
     maker = Maker()
     images = TrialImages(maker.resolve)
-    first, second = (asyncio.create_task(images.get(ImageWish("ref"))) for _ in range(2))
+    first, second = (asyncio.create_task(images.get(ImageRequest("ref"))) for _ in range(2))
     await until_made(maker, 1)
     first.cancel()
     maker.fail = True
@@ -125,7 +128,7 @@ async def test_a_failure_is_tried_again_and_a_cancellation_is_ones_own() -> None
     with pytest.raises(asyncio.CancelledError):
         await first
     maker.fail = False
-    assert (await images.get(ImageWish("ref"))).digest == "ref"
+    assert (await images.get(ImageRequest("ref"))).digest == "ref"
     assert len(maker.made) == 2
     await images.close()
 
@@ -140,7 +143,7 @@ async def test_without_a_builder_a_dockerfile_is_refused(tmp_path: Path) -> None
 async def test_closing_ends_what_is_under_way() -> None:
     maker = Maker()
     images = TrialImages(maker.resolve)
-    waiting = asyncio.create_task(images.get(ImageWish("ref")))
+    waiting = asyncio.create_task(images.get(ImageRequest("ref")))
     await until_made(maker, 1)
     await images.close()
     with pytest.raises(asyncio.CancelledError):
@@ -153,9 +156,9 @@ async def test_what_is_built_otherwise_is_another_image(tmp_path: Path) -> None:
     maker.go.set()
     images = TrialImages(maker.resolve, maker.build)
     plain = context(tmp_path, "a", "FROM x")
-    wishes = [
+    requests = [
         replace(plain, **more)
         for more in ({}, {"network": NONE}, {"args": (("a", "b c=d"),)}, {"args": (("a", "b"), ("c", "d"))})
     ]
-    assert len({(await images.get(wish)).digest for wish in wishes}) == 4
+    assert len({(await images.get(request)).digest for request in requests}) == 4
     await images.close()

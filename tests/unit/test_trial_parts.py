@@ -20,8 +20,8 @@ from pier.sandbox import open_backend
 from pier.sandbox.contract import Capabilities
 from pier.secret import env_on_disk, secret_values
 from pier.task.model import Environment
-from pier.trial.agent import Deadline, make_agent
-from pier.trial.environment import agent_room, check_network, check_support, plan_network, verifier_room, with_hosts
+from pier.trial.agent import make_agent, phase_seconds
+from pier.trial.plan import agent_plan, check_network, check_support, plan_network, verifier_plan, with_hosts
 from pier.trial.record import OutputFile, TrialRecord, printable, trial_config
 from pier.trial.result import ExceptionInfo, StepOutcome, combined_rewards, exception_info, read_result, stops_after
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialSpec
@@ -118,12 +118,12 @@ def test_steps_stop_when_there_is_no_way_on(tmp_path: Path) -> None:
 
 
 def test_deadlines() -> None:
-    assert Deadline(None, 10, None, 2).seconds == 20
-    assert Deadline(5, 10, None, 2).seconds == 10
-    assert Deadline(None, 10, 4, 2).seconds == 8
-    assert Deadline(None, None, None, 2).seconds is None
-    assert Deadline(None, None, 3, 1).seconds == 3
-    assert Deadline(None, float("inf"), None, 1).seconds is None
+    assert phase_seconds(None, 10, None, 2) == 20
+    assert phase_seconds(5, 10, None, 2) == 10
+    assert phase_seconds(None, 10, 4, 2) == 8
+    assert phase_seconds(None, None, None, 2) is None
+    assert phase_seconds(None, None, 3, 1) == 3
+    assert phase_seconds(None, float("inf"), None, 1) is None
 
 
 @pytest.mark.parametrize(
@@ -136,14 +136,14 @@ def test_deadlines() -> None:
 )
 def test_the_network_of_builds(tmp_path: Path, said: str, expected: NetworkPolicy | None) -> None:
     task = write_task(tmp_path / "t", toml=TOML + said, environment__Dockerfile="")
-    assert agent_room(task, SandboxChoice()).wish.network == expected
-    assert verifier_room(task, 0, SandboxChoice()).wish.network == expected
+    assert agent_plan(task, SandboxChoice()).image.network == expected
+    assert verifier_plan(task, 0, SandboxChoice()).image.network == expected
 
 
 def test_a_network_of_builds_that_is_none(tmp_path: Path) -> None:
     task = write_task(tmp_path / "t", toml=TOML + "[metadata.pier]\nbuild_network = 7\n")
     with pytest.raises(TaskError, match=r"task\.toml: metadata\.pier\.build_network: 7 is not public"):
-        agent_room(task, SandboxChoice(image="host"))
+        agent_plan(task, SandboxChoice(image="host"))
 
 
 def test_networks_of_phases(tmp_path: Path) -> None:
@@ -167,18 +167,18 @@ def test_networks_of_phases(tmp_path: Path) -> None:
 
 def test_where_trials_run(tmp_path: Path) -> None:
     plain = write_task(tmp_path / "a", environment__Dockerfile="FROM x")
-    assert agent_room(plain, SandboxChoice()).wish.context == plain.environment_dir
-    override = agent_room(plain, SandboxChoice(image="host"))
-    assert (override.wish.reference, override.content) == ("host", plain.environment_dir)
+    assert agent_plan(plain, SandboxChoice()).image.context == plain.environment_dir
+    override = agent_plan(plain, SandboxChoice(image="host"))
+    assert (override.image.reference, override.content) == ("host", plain.environment_dir)
     both = write_task(tmp_path / "b", toml=TOML + 'docker_image = "y"\n', environment__Dockerfile="FROM x")
-    assert agent_room(both, SandboxChoice()).wish.reference == "y"
-    assert agent_room(both, SandboxChoice(force_build=True)).wish.is_build
+    assert agent_plan(both, SandboxChoice()).image.reference == "y"
+    assert agent_plan(both, SandboxChoice(force_build=True)).image.is_build
     neither = write_task(tmp_path / "c")
     with pytest.raises(TaskError, match="what to run in"):
-        agent_room(neither, SandboxChoice())
+        agent_plan(neither, SandboxChoice())
     bundled = write_task(tmp_path / "d", toml=TOML + "[verifier.environment]\n", tests__Dockerfile="FROM y")
-    room = verifier_room(bundled, 0, SandboxChoice())
-    assert room.wish.context == bundled.path / "tests" and room.content is None
+    plan = verifier_plan(bundled, 0, SandboxChoice())
+    assert plan.image.context == bundled.path / "tests" and plan.content is None
 
 
 async def test_what_a_backend_cannot_run_is_refused(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from pier.errors import VerifierError
 from pier.sandbox.contract import Change
-from pier.verifier.changes import judge
-from pier.verifier.notes import NOTE_LIMIT, Note, limited
+from pier.verifier.changes import NOTE_LIMIT, Note, judge, limited
 from pier.verifier.reward import RewardFiles, read_verdict
 
 pytestmark = pytest.mark.plain

@@ -1,18 +1,28 @@
-"""The contract between a trial and an agent: the inputs of an agent, and the command it wants to run."""
+"""The contract between a trial and an agent: the inputs of an agent, the command it wants to run, and how that runs.
+
+A command is asked to end shortly before its deadline and killed at it. One that ends by itself leaves what it started
+running, as a task that wants a server up asks for.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pier.agent.deadline import Order, execute
 from pier.endpoint import Endpoint
-from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
+from pier.sandbox.contract import Mount, OnOutput, Process, Result, Sandbox
+
+GRACE = 10.0
+"""At most how many seconds before its deadline an agent is asked to end."""
+SHARE = 0.05
+"""The part of its time that this may be."""
+
 
 PACK_PATH = "/opt/pier/agent"
 """Where an agent's pack is mounted, read-only, in every sandbox on every backend."""
@@ -142,5 +152,49 @@ class Agent(ABC):
         for file in launch.files:
             await sandbox.write_file(file.path, file.data, mode=file.mode, owner=run.user)
         env = {**run.limits(), **launch.env, **run.env}
-        order = Order(launch.argv, run.workdir, self.soft_stop, env, run.user, launch.stdin, run.seconds)
-        return await execute(sandbox, order, on_output)
+        return await self.execute(sandbox, run, launch, env, on_output)
+
+    async def execute(
+        self, sandbox: Sandbox, run: AgentRun, launch: Launch, env: Mapping[str, str], on_output: OnOutput | None
+    ) -> Result:
+        """Run the command to its end or its deadline; a deadline is reported in the result. A cancel kills its tree."""
+        process = await sandbox.spawn(
+            list(launch.argv),
+            cwd=run.workdir,
+            env=env,
+            user=run.user,
+            stdin=launch.stdin is not None,
+            on_output=on_output,
+        )
+        feeding = asyncio.ensure_future(_feed(process, launch.stdin))
+        waiting = asyncio.ensure_future(process.wait())
+        try:
+            return await _until_deadline(process, waiting, run.seconds, self.soft_stop)
+        except BaseException:
+            await asyncio.shield(process.kill())
+            raise
+        finally:
+            feeding.cancel()
+            waiting.cancel()
+            await asyncio.gather(feeding, waiting, return_exceptions=True)
+
+
+async def _feed(process: Process, data: bytes | None) -> None:
+    if data is not None:
+        await process.write(data)
+        await process.close_stdin()
+
+
+async def _until_deadline(
+    process: Process, waiting: asyncio.Future[Result], seconds: float | None, soft_stop: int
+) -> Result:
+    if seconds is None:
+        return await waiting
+    grace = min(GRACE, seconds * SHARE)
+    done, _ = await asyncio.wait({waiting}, timeout=seconds - grace)
+    if done:
+        return waiting.result()
+    await process.signal(soft_stop)
+    await asyncio.wait({waiting}, timeout=grace)
+    await process.kill()
+    return replace(await waiting, timed_out=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pier.agent.contract import AGENT_LOGS, Agent, AgentRun, Launch
 from pier.errors import TaskError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
-from pier.sandbox.parcel import deliver
+from pier.sandbox.upload import upload_scripts
 from pier.task.digest import without_ignored
 
 SOLUTION_PATH = "/solution"
@@ -31,7 +31,7 @@ class OracleAgent(Agent):
         launch = self.launch(run)
         assert run.solution is not None
         with without_ignored(run.solution) as solution:
-            await deliver(sandbox, solution, SOLUTION_PATH, program=SCRIPT, owner=run.user)
+            await upload_scripts(sandbox, solution, SOLUTION_PATH, program=SCRIPT, owner=run.user)
         result = await sandbox.exec(
             list(launch.argv),
             cwd=run.workdir,

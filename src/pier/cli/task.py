@@ -226,7 +226,7 @@ def show(source: str, as_json: bool) -> None:
 
 def _networks(found: Task) -> str:
     """The network of all phases, or of each where they differ."""
-    from pier.trial.environment import plan_network
+    from pier.trial.plan import plan_network
 
     plan = plan_network(found.config.environment, found.steps, override=None, hosts=(), agent_hosts=())
     agents = list(dict.fromkeys(step.agent.mode for step in plan.steps))

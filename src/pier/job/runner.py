@@ -291,8 +291,8 @@ async def _build_ahead(specs: Specs, owed: Sequence[PlannedTrial], services: Tri
     async def build() -> None:
         for task in places:
             with contextlib.suppress(PierError, OSError):
-                if (wish := specs.build_wish(task)) is not None:
-                    await services.images.get(wish)
+                if (request := specs.build_request(task)) is not None:
+                    await services.images.get(request)
 
     places = iter(dict.fromkeys(trial.task for trial in owed))
     async with asyncio.TaskGroup() as group:

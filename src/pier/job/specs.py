@@ -32,8 +32,8 @@ from pier.task.model import Artifact, McpServerTable, Origin
 from pier.task.sources import check_out
 from pier.trial.agent import check_choice, make_agent
 from pier.trial.collect import STATE, has_state, restore_state
-from pier.trial.environment import agent_room
-from pier.trial.images import ImageWish
+from pier.trial.images import ImageRequest
+from pier.trial.plan import agent_plan
 from pier.trial.spec import AgentChoice, Multipliers, SandboxChoice, TrialSpec, VerifierChoice
 
 AGENT = "pier.job.specs:KeptState"
@@ -157,12 +157,12 @@ class Specs:
             secrets=self._secrets,
         )
 
-    def build_wish(self, place: int) -> ImageWish | None:
+    def build_request(self, place: int) -> ImageRequest | None:
         """The image that has to be built for the agents of a task; None if there is nothing to build."""
         if self._sandbox.image or not Path(self._plan.tasks[place].path, "environment", "Dockerfile").is_file():
             return None
-        wish = agent_room(self._task(place), self._sandbox).wish
-        return wish if wish.is_build else None
+        request = agent_plan(self._task(place), self._sandbox).image
+        return request if request.is_build else None
 
     def _task(self, place: int) -> Task:
         if place in self._tasks:

@@ -10,111 +10,90 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+
+from pathspec import PathSpec, Pattern, lookup_pattern
 
 from pier.errors import TaskError
 
 DEFAULT_PATTERNS = ("__pycache__/", "*.pyc", ".DS_Store", "*.swp", "*.swo", "*~")
-
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    pattern: re.Pattern[str]
-    ignore: bool
-
-
-class IgnoreRules:
-    """Says which files below a directory are ignored. The last rule that matches decides."""
-
-    def __init__(self, lines: Iterable[str]) -> None:
-        self._rules = [rule for line in lines if (rule := _parse(line)) is not None]
-
-    def ignores(self, path: str) -> bool:
-        """Whether the file `path` (relative, with `/`) is ignored."""
-        return self.decide(path) or False
-
-    def decide(self, path: str) -> bool | None:
-        """Whether a rule ignores `path` (True) or wants it (False); None if none matches. Directories end in `/`."""
-        return next((rule.ignore for rule in reversed(self._rules) if rule.pattern.fullmatch(path)), None)
-
-
-def _parse(line: str) -> _Rule | None:
-    text = line.rstrip("\n")
-    if text.startswith("#"):
-        return None
-    text = re.sub(r"(?<!\\)\s+$", "", text)
-    if not text or text == "/":
-        return None
-    negated = text.startswith("!")
-    text = text[1:] if negated else text
-    if text.startswith(("\\!", "\\#")):
-        text = text[1:]
-    only_directory = text.endswith("/")
-    text = text.rstrip("/") if only_directory else text
-    anchored = "/" in text
-    body = _translate(text.lstrip("/"))
-    prefix = "" if anchored else "(?:.*/)?"
-    below = "/.*" if only_directory else "(?:/.*)?"
-    try:
-        return _Rule(re.compile(f"{prefix}{body}{below}", re.DOTALL), not negated)
-    except re.error:
-        return None
-
-
-def _translate(pattern: str) -> str:
-    segments = pattern.split("/")
-    out = ""
-    for index, segment in enumerate(segments):
-        last = index == len(segments) - 1
-        if segment == "**":
-            out += ".+" if last else "(?:.*/)?"
-            continue
-        out += _segment(segment) + ("" if last else "/")
-    return out
-
-
-def _segment(text: str) -> str:
-    out, index = "", 0
-    while index < len(text):
-        char = text[index]
-        if char == "*":
-            out += "[^/]*"
-        elif char == "?":
-            out += "[^/]"
-        elif char == "\\" and index + 1 < len(text):
-            index += 1
-            out += re.escape(text[index])
-        elif char == "[" and (end := text.find("]", index + 2)) > 0:
-            inner = text[index + 1 : end]
-            inner = "^" + inner[1:] if inner[0] in "!^" else inner
-            out += "[" + inner.replace("\\", "\\\\") + "]"
-            index = end
-        else:
-            out += re.escape(char)
-        index += 1
-    return out
-
-
 IGNORE_FILE = ".harborignore"
+_FILES = ("task.toml", "instruction.md", "README.md", "trajectory.json")
+_TREES = ("environment", "tests", "solution", "steps")
 
 
-def kept_files(directory: Path, rules: tuple[tuple[Path, IgnoreRules], ...] = ()) -> Iterator[Path]:
+def task_digest(task: Path) -> str:
+    """`sha256:<hex>` over the relative path and the content of each file of the task."""
+    outer = hashlib.sha256()
+    for relative, path in task_files(task):
+        outer.update(f"{relative}\0{_sha256(path)}\n".encode(errors="surrogateescape"))
+    return f"sha256:{outer.hexdigest()}"
+
+
+def tree_digest(root: Path) -> str:
+    """`sha256:<hex>` over the relative path, the mode's executable bit and the content of each file below `root`."""
+    outer = hashlib.sha256()
+    for path in sorted(_walk(root)):
+        executable = "x" if os.access(path, os.X_OK) else "-"
+        relative = path.relative_to(root).as_posix()
+        outer.update(f"{relative}\0{executable}{_sha256(path)}\n".encode(errors="surrogateescape"))
+    return f"sha256:{outer.hexdigest()}"
+
+
+def task_files(task: Path) -> list[tuple[str, Path]]:
+    """The files that make up the task, as relative paths with their real ones, in order."""
+    root = task.resolve()
+    try:
+        rules = read_patterns((root / ".gitignore").read_text(errors="replace").splitlines())
+    except FileNotFoundError:
+        rules = read_patterns(DEFAULT_PATTERNS)
+    found = [root / name for name in _FILES if (root / name).exists()]
+    for tree in _TREES:
+        found += _walk(root / tree)
+    if any(path.name == IGNORE_FILE for path in found):
+        found = _without_ignored_of(root, found)
+    named = ((path.relative_to(root).as_posix(), path) for path in found)
+    return sorted((relative, path) for relative, path in named if not rules.match_file(relative))
+
+
+def read_patterns(lines: Iterable[str]) -> PathSpec[Pattern]:
+    """The patterns of a `.gitignore` file, for paths relative to its directory; invalid ones match nothing."""
+    patterns: list[Pattern] = []
+    for line in lines:
+        try:
+            patterns.append(lookup_pattern("gitignore")(line))
+        except ValueError:
+            continue
+    return PathSpec(patterns)
+
+
+def _without_ignored_of(root: Path, files: list[Path]) -> list[Path]:
+    scopes = [root / "tests", root / "solution", *root.glob("steps/*/tests"), *root.glob("steps/*/solution")]
+    kept = {path for scope in scopes for path in kept_files(scope)}
+    return [
+        path
+        for path in files
+        if path in kept or (path.name != IGNORE_FILE and not any(path.is_relative_to(scope) for scope in scopes))
+    ]
+
+
+def kept_files(directory: Path, rules: tuple[tuple[Path, PathSpec[Pattern]], ...] = ()) -> Iterator[Path]:
     """The files below a directory of tests or a solution that no `.harborignore` in it excludes. A file's rules count
     for its own directory and all below; the innermost rule that matches decides, and excluded directories are final."""
     own = directory / IGNORE_FILE
     if own.is_file():
-        rules = (*rules, (directory, IgnoreRules(own.read_text(errors="replace").splitlines())))
+        rules = (*rules, (directory, read_patterns(own.read_text(errors="replace").splitlines())))
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         is_directory = path.is_dir() and not path.is_symlink()
         suffix = "/" if is_directory else ""
         said = [
-            found for base, each in rules if (found := each.decide(f"{path.relative_to(base)}{suffix}")) is not None
+            found
+            for base, each in rules
+            if (found := each.check_file(f"{path.relative_to(base)}{suffix}").include) is not None
         ]
         if path.name == IGNORE_FILE or (said and said[-1]):
             continue
@@ -142,54 +121,6 @@ def without_ignored(directory: Path) -> Iterator[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target, follow_symlinks=False)
         yield Path(place)
-
-
-_FILES = ("task.toml", "instruction.md", "README.md", "trajectory.json")
-_TREES = ("environment", "tests", "solution", "steps")
-
-
-def task_digest(task: Path) -> str:
-    """`sha256:<hex>` over the relative path and the content of each file of the task."""
-    outer = hashlib.sha256()
-    for relative, path in task_files(task):
-        outer.update(f"{relative}\0{_sha256(path)}\n".encode(errors="surrogateescape"))
-    return f"sha256:{outer.hexdigest()}"
-
-
-def tree_digest(root: Path) -> str:
-    """`sha256:<hex>` over the relative path, the mode's executable bit and the content of each file below `root`."""
-    outer = hashlib.sha256()
-    for path in sorted(_walk(root)):
-        executable = "x" if os.access(path, os.X_OK) else "-"
-        relative = path.relative_to(root).as_posix()
-        outer.update(f"{relative}\0{executable}{_sha256(path)}\n".encode(errors="surrogateescape"))
-    return f"sha256:{outer.hexdigest()}"
-
-
-def task_files(task: Path) -> list[tuple[str, Path]]:
-    """The files that make up the task, as relative paths with their real ones, in order."""
-    root = task.resolve()
-    try:
-        rules = IgnoreRules((root / ".gitignore").read_text(errors="replace").splitlines())
-    except FileNotFoundError:
-        rules = IgnoreRules(DEFAULT_PATTERNS)
-    found = [root / name for name in _FILES if (root / name).exists()]
-    for tree in _TREES:
-        found += _walk(root / tree)
-    if any(path.name == IGNORE_FILE for path in found):
-        found = _without_ignored_of(root, found)
-    named = ((path.relative_to(root).as_posix(), path) for path in found)
-    return sorted((relative, path) for relative, path in named if not rules.ignores(relative))
-
-
-def _without_ignored_of(root: Path, files: list[Path]) -> list[Path]:
-    scopes = [root / "tests", root / "solution", *root.glob("steps/*/tests"), *root.glob("steps/*/solution")]
-    kept = {path for scope in scopes for path in kept_files(scope)}
-    return [
-        path
-        for path in files
-        if path in kept or (path.name != IGNORE_FILE and not any(path.is_relative_to(scope) for scope in scopes))
-    ]
 
 
 def check_containment(task: Path) -> None:

@@ -1,12 +1,8 @@
-"""The agent's part of a trial: its inputs, its model, its clock, and how its end is judged.
+"""The agent's part of a trial: its inputs, its model, its clock, how its end is judged, and its trajectory.
 
-Keeps an agent's trajectory up to date while it runs, so that it can be watched and a run that is killed leaves one.
-
-Deriving takes time off the same interpreter that serves the agents' models, so all trials of this process together
-spend at most a tenth of it on this; with many trials, each is written less often. The last word is the derivation at
-the agent's end.
-
-The agent's trajectory, derived from the recording of its model calls, else from its own session log.
+The trajectory is derived from the recording of the agent's model calls, else from its own session log. It is kept up to
+date while the agent runs, so that it can be watched and a run that is killed leaves one. Deriving takes time off the
+interpreter that serves the agents' models, so all trials of this process together spend at most a tenth of it on this.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -27,13 +23,13 @@ from pier.agent.registry import check_options, find_agent
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import AgentError, JobError, PierError, ProviderError, StorageError, UsageError
 from pier.redact import Redactor
-from pier.sandbox.contract import Change, Mount, OnOutput, Result, Sandbox
+from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
 from pier.task import Task, TaskStep
 from pier.task.model import resolve_headers
 from pier.tree import Tree
 from pier.trial.record import TrialRecord
 from pier.trial.result import AgentResult, captured, storage_fault
-from pier.trial.spec import AgentChoice, TrialServices, TrialSpec
+from pier.trial.spec import AgentChoice, TrialServices, TrialSpec, user_text
 
 if TYPE_CHECKING:
     from pier.gateway.session import Session
@@ -74,42 +70,33 @@ def check_choice(agent: Agent, choice: AgentChoice) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class ReadyAgent:
     """An agent that is ready to be mounted, and its version; pier's own agents have pier's."""
 
     mounts: tuple[Mount, ...]
     version: str
 
 
-async def bring_agent(agent: Agent, choice: AgentChoice, say: Callable[[str], None]) -> Brought:
+async def prepare_agent(agent: Agent, choice: AgentChoice, say: Callable[[str], None]) -> ReadyAgent:
     """What must be mounted for the agent: its pack, built now if it is not there yet, and what its options ask for.
     `say` receives progress of a build."""
     mounts = agent.mounts(choice.options)
     if agent.pack is None:
-        return Brought(mounts, agent.version or __version__)
+        return ReadyAgent(mounts, agent.version or __version__)
     if choice.install:
-        return Brought(mounts, agent.pack.version or "latest")
+        return ReadyAgent(mounts, agent.pack.version or "latest")
     from pier.agent.pack.store import ensure_pack
 
     pack = await ensure_pack(agent.pack, lambda line: say(f"pack of {agent.name}: {line}"))
-    return Brought((Mount(PACK_PATH, pack.path), *mounts), pack.version)
+    return ReadyAgent((Mount(PACK_PATH, pack.path), *mounts), pack.version)
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
+def phase_seconds(own: float | None, task: float | None, maximum: float | None, factor: float) -> float | None:
     """How long a phase may take: the run's own value or the task's, cut at a maximum, times the phase's factor."""
-
-    own: float | None = None
-    task: float | None = None
-    maximum: float | None = None
-    factor: float = 1.0
-
-    @property
-    def seconds(self) -> float | None:
-        value = self.task if self.own is None else self.own
-        if self.maximum is not None:
-            value = self.maximum if value is None else min(value, self.maximum)
-        return None if value is None or math.isinf(value) else value * self.factor
+    value = task if own is None else own
+    if maximum is not None:
+        value = maximum if value is None else min(value, maximum)
+    return None if value is None or math.isinf(value) else value * factor
 
 
 def describe_run(
@@ -124,7 +111,7 @@ def describe_run(
     environ: Mapping[str, str] | None = None,
 ) -> AgentRun:
     """The agent's inputs for one step; the model's endpoint is added when its session is open."""
-    deadline = Deadline(
+    seconds = phase_seconds(
         spec.agent.timeout, step.agent.timeout_sec, spec.agent.max_timeout, spec.multipliers.of("agent")
     )
     is_oracle = isinstance(agent, OracleAgent)
@@ -138,7 +125,7 @@ def describe_run(
         options=dict(spec.agent.options),
         mcp_servers=_mcp_servers(spec.task, spec.agent, environ),
         skills_dir=environment.skills_dir,
-        seconds=deadline.seconds,
+        seconds=seconds,
         solution=step.solution if is_oracle else None,
         budget={name: limit for name, limit in spec.agent.budget.items() if limit is not None},
     )
@@ -159,33 +146,12 @@ def _mcp_servers(task: Task, choice: AgentChoice, environ: Mapping[str, str] | N
     )
 
 
-def user_text(user: str | int | None) -> str | None:
-    return None if user is None else str(user)
-
-
-_PASSWD = "/etc/passwd"
-_known_homes: dict[tuple[str, str], str] = {}
-"""By image and user, where the image's own passwd file still stood."""
-
-
-async def home_of(sandbox: Sandbox, user: str | None, changes: Iterable[Change] | None) -> str:
-    """The home directory of a user of the sandbox, as its own passwd file says. `changes` are what differs from the
-    image, so that an image is asked once."""
+async def home_of(sandbox: Sandbox, user: str | None) -> str:
+    """The home directory of a user of the sandbox, as its own passwd file says."""
     wanted = user or sandbox.spec.user or sandbox.spec.image.config.user or "root"
     name = wanted.partition(":")[0]
-    untouched = changes is not None and all(change.path != _PASSWD for change in changes)
-    key = (sandbox.spec.image.digest, name) if untouched else None
-    if key in _known_homes:
-        return _known_homes[key]
-    home = await _read_home(sandbox, name)
-    if key is not None:
-        _known_homes[key] = home
-    return home
-
-
-async def _read_home(sandbox: Sandbox, name: str) -> str:
     try:
-        rows = (await sandbox.read_file(_PASSWD)).decode(errors="replace").splitlines()
+        rows = (await sandbox.read_file("/etc/passwd")).decode(errors="replace").splitlines()
     except FileNotFoundError:
         rows = []
     for row in rows:
@@ -247,11 +213,7 @@ async def model_session(
         await asyncio.shield(session.close())
 
 
-def endpoint_of(session: Session | None) -> Endpoint | None:
-    return session.endpoint() if session is not None else None
-
-
-async def outside_of(session: Session | None, services: TrialServices, agent: Agent) -> Endpoint | None:
+async def outside_endpoint(session: Session | None, services: TrialServices, agent: Agent) -> Endpoint | None:
     """The session as an agent reaches it that calls its model from outside the sandbox."""
     if session is None or services.gateway is None or not agent.outside:
         return None
@@ -294,7 +256,7 @@ def check_recording(session: Session | None) -> None:
         raise StorageError(f"the recording of the model calls could not be written: {session.recorder.lost}")
 
 
-async def judge(agent: Agent, failed: AgentError | None, session: Session | None) -> PierError | None:
+async def find_fault(agent: Agent, failed: AgentError | None, session: Session | None) -> PierError | None:
     """Why the agent's run does not count as a sound one, in view of what its model did; None if it does.
 
     Only the wire is asked, never the agent's words: some exit with 0 when their provider is gone. Failed side calls (a
@@ -372,8 +334,8 @@ TRAJECTORY = "trajectory.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """The origin of a trajectory."""
+class TrajectoryHeader:
+    """Who made a trajectory: the first fields of the file."""
 
     agent: str
     version: str
@@ -382,7 +344,7 @@ class Told:
 
 
 async def add_native_trajectory(
-    logs: Path, told: Told, result: AgentResult | None, record: TrialRecord
+    logs: Path, header: TrajectoryHeader, result: AgentResult | None, record: TrialRecord
 ) -> AgentResult | None:
     """The same for an agent that called its provider itself, from the session log that it kept, if it is one whose logs
     can be read. A trajectory that the agent left itself is kept."""
@@ -392,10 +354,10 @@ async def add_native_trajectory(
     target = logs / TRAJECTORY
     with Tree(logs) as tree:
         own = tree.find(TRAJECTORY)
-    if told.agent not in READERS or (own is not None and own.kind == "file"):
+    if header.agent not in READERS or (own is not None and own.kind == "file"):
         return result
     with captured() as failure:
-        sessions = await asyncio.to_thread(find_sessions, logs, told.agent)
+        sessions = await asyncio.to_thread(find_sessions, logs, header.agent)
         longest = max(sessions, key=lambda session: session.path.stat().st_size)
         await asyncio.to_thread(convert, longest, target)
         final = (await asyncio.to_thread(read, target)).final_metrics
@@ -409,7 +371,7 @@ async def add_native_trajectory(
         }
         return (result or AgentResult()).model_copy(update=known)
     _raise_storage_fault(failure.error)
-    record.warn(f"no trajectory could be made from the logs of {told.agent}: {failure.error}")
+    record.warn(f"no trajectory could be made from the logs of {header.agent}: {failure.error}")
     return result
 
 
@@ -419,22 +381,24 @@ def _raise_storage_fault(error: Exception | None) -> None:
         raise fault from error
 
 
-def derive(logs: Path, told: Told, *, durable: bool = True) -> TrajectorySummary:
+def derive(logs: Path, header: TrajectoryHeader, *, durable: bool = True) -> TrajectorySummary:
     """Write the trajectory next to the recording, from what was recorded so far."""
     from pier.trajectory.derive import write_trajectory
 
     return write_trajectory(
         logs / RECORDING,
         logs / TRAJECTORY,
-        agent_name=told.agent,
-        agent_version=told.version,
-        model_name=told.model,
-        session_id=told.session,
+        agent_name=header.agent,
+        agent_version=header.version,
+        model_name=header.model,
+        session_id=header.session,
         durable=durable,
     )
 
 
-async def add_trajectory(logs: Path, told: Told, result: AgentResult | None, record: TrialRecord) -> AgentResult | None:
+async def add_trajectory(
+    logs: Path, header: TrajectoryHeader, result: AgentResult | None, record: TrialRecord
+) -> AgentResult | None:
     """Write the trajectory next to the recording, and add what it knows to the result.
 
     A trajectory that cannot be derived is a warning: the recording is still there, and the verdict does not need it.
@@ -442,7 +406,7 @@ async def add_trajectory(logs: Path, told: Told, result: AgentResult | None, rec
     if not (logs / RECORDING).is_file():
         return result
     with captured() as failure:
-        summary = await asyncio.to_thread(derive, logs, told)
+        summary = await asyncio.to_thread(derive, logs, header)
         if summary.path is None:
             return result
         known = {
@@ -488,13 +452,13 @@ _pace = _Pace()
 
 
 @asynccontextmanager
-async def followed(logs: Path, told: Told, *, recorded: bool) -> AsyncIterator[None]:
+async def live_trajectory(logs: Path, header: TrajectoryHeader, *, recorded: bool) -> AsyncIterator[None]:
     """Derive the trajectory now and then while the context lasts; none is under way when it is left."""
     if not recorded:
         yield
         return
     over = asyncio.Event()
-    task = asyncio.create_task(_follow(logs, told, over))
+    task = asyncio.create_task(_follow(logs, header, over))
     try:
         yield
     finally:
@@ -502,7 +466,7 @@ async def followed(logs: Path, told: Told, *, recorded: bool) -> AsyncIterator[N
         await task
 
 
-async def _follow(logs: Path, told: Told, over: asyncio.Event) -> None:
+async def _follow(logs: Path, header: TrajectoryHeader, over: asyncio.Event) -> None:
     known = 0
     while not await _is_set_within(over, _PAUSE):
         size = _size(logs / RECORDING)
@@ -512,7 +476,7 @@ async def _follow(logs: Path, told: Told, over: asyncio.Event) -> None:
         try:
             # What cannot be derived now is reported by the derivation at the end.
             with captured():
-                await asyncio.to_thread(derive, logs, told, durable=False)
+                await asyncio.to_thread(derive, logs, header, durable=False)
         finally:
             _pace.give_back(time.monotonic() - began)
         known = size

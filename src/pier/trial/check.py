@@ -1,12 +1,10 @@
-"""Proves a task by running it: its own solution must earn 1, doing nothing must not, and both every time.
+"""What `pier task check` finds beyond a task's own files: services, unwanted history, and whether the task is solvable.
 
-A static look at the compose files of a task, by the reader that trials use. No engine is needed.
-
-Looks for the future in a task's past: commits that an agent could find beyond the one that it works on.
-
-A repository that was cloned and reset still holds the fix: in other branches and tags, in reflogs and stashes, in
-objects that nothing names any more, in a copy under another name, in a bundle. The look is taken where the agent
-would: in a sandbox of the task's image, as the agent's user, with the image's own git.
+Compose files are read as trials read them; no engine is needed. A task is proven by running it: its own solution must
+earn 1, doing nothing must not, and both every time. History is what an agent could find of a repository beyond the
+commit that it works on: other branches and tags, reflogs and stashes, objects that nothing names any more, a copy under
+another name, a bundle. The look is taken where the agent would: in a sandbox of the task's image, as the agent's user,
+with the image's own git.
 """
 
 from __future__ import annotations
@@ -17,17 +15,20 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pier.errors import TaskError
+from pier.agent.contract import AGENT_LOGS
+from pier.errors import SandboxError, TaskError
+from pier.redact import Redactor
 from pier.sandbox.compose import MAIN, Compose
 from pier.sandbox.compose.read import read_compose
 from pier.task import Task, load_task
 from pier.task.check import Problem
 from pier.task.model import Environment, wanted_variables
-from pier.tree import find_files, open_regular
-from pier.trial.environment import compose_variables
-from pier.trial.result import TrialResult
+from pier.trial.environment import TaskSandbox, open_environment, task_secrets
+from pier.trial.plan import compose_variables
+from pier.trial.record import TrialRecord
+from pier.trial.result import TrialResult, captured
 from pier.trial.run import run_trial
-from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec, VerifierChoice
+from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec, user_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ def _lint_names(task: Task, compose: Compose | None) -> Iterator[Problem]:
                 yield Problem("error", "unknown-service", where, f"there is no service {name!r}")
 
 
-FOUND = "history.tsv"
+_FOUND = "history.tsv"
 _SECONDS = 300.0
 _LONGEST = 16 * 1024 * 1024
 _WORDS = {
@@ -182,26 +183,38 @@ async def find_history(
     task: Task, services: TrialServices, directory: Path, sandbox: SandboxChoice | None = None
 ) -> list[Problem]:
     """What an agent could find of a task's repository beyond the commit that it works on."""
-    command = _SCRIPT.read_text()
-    spec = TrialSpec(
-        f"{task.short_name}-history",
-        task,
-        directory,
-        AgentChoice("command", options={"command": command}, timeout=_SECONDS),
-        VerifierChoice(enabled=False),
-        sandbox or SandboxChoice(),
-    )
-    result = await run_trial(spec, services)
-    if (info := result.exception_info) is not None:
-        words = f"could not be searched for a repository's history: {info.exception_message}"
+    environ = os.environ if services.environ is None else services.environ
+    record = TrialRecord(directory, Redactor(task_secrets(task, environ)))
+    record.open()
+    found: list[Problem] = []
+    try:
+        with captured() as failure:
+            async with open_environment(task, services, record, choice=sandbox) as environment:
+                for index, step in enumerate(task.steps):
+                    await environment.begin_step(index)
+                    found += await _search(environment, user_text(step.agent.user))
+    finally:
+        record.close()
+    if failure.error is not None:
+        words = f"could not be searched for a repository's history: {failure.error}"
         return [Problem("warning", "history", str(task.path), words)]
-    found = (problem for path in find_files(directory, FOUND) for problem in _problems(task, path))
     return list(dict.fromkeys(found))
 
 
-def _problems(task: Task, path: Path) -> list[Problem]:
-    with open_regular(path) as stream:
-        text = stream.read(_LONGEST).decode(errors="replace")
+async def _search(environment: TaskSandbox, user: str | None) -> list[Problem]:
+    script = ["/bin/sh", "-c", _SCRIPT.read_text()]
+    result = await environment.sandbox.exec(script, cwd=environment.workdir, user=user, timeout=_SECONDS)
+    if not result.ok:
+        how = f"took longer than {_SECONDS:g} s" if result.timed_out else f"ended with exit code {result.exit_code}"
+        raise SandboxError(f"the search {how}: {result.error_text.strip()[-500:]}", retryable=False)
+    try:
+        text = await environment.sandbox.read_file(f"{AGENT_LOGS}/{_FOUND}", max_bytes=_LONGEST)
+    except FileNotFoundError:
+        return []
+    return _problems(environment.task, text.decode(errors="replace"))
+
+
+def _problems(task: Task, text: str) -> list[Problem]:
     rows = (line.split("\t") for line in text.splitlines())
     found = ((row[0], row[1], row[2]) for row in rows if len(row) == 3 and row[0] in _WORDS)
     return [

@@ -1,15 +1,14 @@
-"""Takes files out of a sandbox into the trial's directory, and artifacts into a separate verifier's sandbox.
+"""Takes files out of a sandbox into the trial's directory, and brings them back: artifacts, logs, the agent's state.
 
 What an agent did to its own files never fails a trial; `artifacts/manifest.json` lists what became of each artifact.
 What this machine could not take, keep or hand over does: such a trial has no verdict. Nothing that came out of the
 sandbox is resolved here: every path below goes through `pier.tree`.
 
-What an agent left behind, kept with the trial so that it can be graded again without the agent.
+The state is what an agent left behind, kept so that it can be graded again without the agent. A step of a multi-step
+task keeps its own below `steps/<name>`. Tests and the verifier's logs are never part of it.
 
     <trial>/state/files.tar      every file that differs from the image, with owner and mode
     <trial>/state/removed.json   what the image has and the sandbox no longer had
-
-A step of a multi-step task keeps its own below `steps/<name>`. Tests and the verifier's logs are never part of it.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from pier.sandbox.compose import MAIN
 from pier.sandbox.contract import Sandbox, Stream
 from pier.task.model import Artifact
 from pier.tree import Tree, TreeError
+from pier.trial.environment import TaskSandbox
 from pier.trial.record import TrialRecord
-from pier.verifier.artifacts import judge_artifact
-from pier.verifier.folders import ARTIFACTS, TESTS, VERIFIER_LOGS
-from pier.verifier.notes import Note, limited
+from pier.trial.spec import user_text
+from pier.verifier.changes import ARTIFACTS, TESTS, VERIFIER_LOGS, Note, judge_artifact, limited
 
 LOGS_LIMIT = 512 * 1024 * 1024
 """How many bytes of logs are taken out of a sandbox at once."""
@@ -50,6 +49,12 @@ them. All others are faults of the infrastructure."""
 
 DISK_FAULTS = frozenset({"disk_full", "storage"})
 """Codes of errors of a sandbox's disk."""
+
+SHELL = ("/bin/sh", "-c", 'command -v bash >/dev/null 2>&1 && exec bash -c "$0"; exec sh -c "$0"')
+"""Runs the next argument as a shell line: in bash where the image has one, since tasks are written for it."""
+
+_PRE_ARTIFACTS = "/tmp/.pier-pre-artifacts.sh"
+_PRE_ARTIFACTS_SECONDS = 300.0
 
 Status = Literal["ok", "failed", "empty", "skipped"]
 Look = Callable[[Tree, list[str]], None]
@@ -67,6 +72,50 @@ class Collected:
     exclude: tuple[str, ...] = ()
     service: str = MAIN
     mirrored: bool = False
+
+
+async def collect(
+    environment: TaskSandbox, index: int, directory: Path, extra: Sequence[Artifact] = ()
+) -> list[Collected]:
+    """Run the hooks of a step, then take its artifacts and the `extra` ones out into `directory`. Of these only faults
+    of a disk fail the trial."""
+    sandbox, record, step = environment.sandbox, environment.record, environment.task.steps[index]
+    if (script := environment.task.pre_artifacts) is not None:
+        argv = ["bash", _PRE_ARTIFACTS]
+        await _run_hook(environment, sandbox, argv, script.name, None, _PRE_ARTIFACTS_SECONDS, script)
+    for hook in sorted(step.collect, key=lambda hook: hook.service != MAIN):
+        place = sandbox.service(hook.service)
+        if place is None:
+            record.warn(f"collect hook {hook.command!r}: there is no service {hook.service!r}")
+            continue
+        argv = [*SHELL, hook.command]
+        await _run_hook(environment, place, argv, hook.command, user_text(hook.user), hook.timeout_sec)
+    artifacts = (*step.artifacts, *extra)
+    return await collect_artifacts(sandbox, artifacts, directory, workdir=environment.workdir, record=record)
+
+
+async def _run_hook(
+    environment: TaskSandbox,
+    sandbox: Sandbox,
+    argv: list[str],
+    name: str,
+    user: str | None,
+    seconds: float,
+    script: Path | None = None,
+) -> None:
+    cwd, record = environment.workdir if sandbox is environment.sandbox else None, environment.record
+    try:
+        if script is not None:
+            await sandbox.upload(script, _PRE_ARTIFACTS)
+        result = await sandbox.exec(argv, cwd=cwd, user=user, timeout=seconds)
+    except SandboxError as error:
+        if error.code in DISK_FAULTS:
+            raise StorageError(f"collect hook {name!r}: cannot be uploaded: {error}") from error
+        record.warn(f"collect hook {name!r}: {error}")
+        return
+    if not result.ok:
+        how = "took too long" if result.timed_out else f"ended with exit code {result.exit_code}"
+        record.warn(f"collect hook {name!r} {how}: {result.error_text.strip()[-300:]}")
 
 
 async def collect_artifacts(
@@ -285,7 +334,10 @@ _NOT_STATE = (TESTS, VERIFIER_LOGS)
 
 
 async def keep_state(sandbox: Sandbox, directory: Path) -> None:
-    """Write the sandbox's state to `directory`. A `SandboxError` if this backend or image cannot."""
+    """Write the sandbox's state to `directory`. A `SandboxError` if this backend, image or task cannot."""
+    if others := [name for name in sandbox.services() if name != MAIN]:
+        message = f"no state is kept: what other services hold ({', '.join(others)}) cannot be brought back"
+        raise SandboxError(message, retryable=False)
     changes = await sandbox.changes()
     if changes is None:
         raise SandboxError("this backend cannot list what changed, so no state is kept", retryable=False)
@@ -312,8 +364,8 @@ async def keep_state(sandbox: Sandbox, directory: Path) -> None:
         )
     is_empty = not (directory / _FILES).stat().st_size
     if result.timed_out or is_empty or result.exit_code not in (0, _CHANGED_MEANWHILE):
-        told = complaints[:_MOST_COMPLAINTS].decode(errors="replace").strip()
-        raise SandboxError(f"the state could not be kept: {told}", retryable=False)
+        said = complaints[:_MOST_COMPLAINTS].decode(errors="replace").strip()
+        raise SandboxError(f"the state could not be kept: {said}", retryable=False)
     write_json(directory / _REMOVED, [change.path for change in changes if change.kind == "removed"], durable=False)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageWish:
+class ImageRequest:
     """An image by reference, or by the directory that holds its Dockerfile (or another `dockerfile`), with the build
     arguments and the stage to build."""
 
@@ -44,8 +44,8 @@ class ImageWish:
         return self.reference is None
 
 
-Resolve = Callable[[ImageWish, OnProgress], Awaitable[Image]]
-Build = Callable[[ImageWish, str, OnProgress], Awaitable[Image]]
+Resolve = Callable[[ImageRequest, OnProgress], Awaitable[Image]]
+Build = Callable[[ImageRequest, str, OnProgress], Awaitable[Image]]
 Close = Callable[[], Awaitable[None]]
 
 
@@ -80,21 +80,21 @@ class TrialImages:
         self._limit = asyncio.Semaphore(builds)
         self._waiting: dict[str, _Making] = {}
 
-    async def get(self, wish: ImageWish, on_progress: OnProgress | None = None) -> Image:
-        """The image that `wish` asks for. `on_progress` receives progress, also of a build that another trial began."""
-        if wish.reference == HOST and not wish.host:
-            raise host_refusal(f"docker_image = {wish.reference!r}")
-        image = await self._get(wish, on_progress)
-        if image.is_host and not wish.host:
-            raise host_refusal(f"docker_image = {wish.reference!r}")
+    async def get(self, request: ImageRequest, on_progress: OnProgress | None = None) -> Image:
+        """The image that `request` names. `on_progress` receives progress, also of a build that another trial began."""
+        if request.reference == HOST and not request.host:
+            raise host_refusal(f"docker_image = {request.reference!r}")
+        image = await self._get(request, on_progress)
+        if image.is_host and not request.host:
+            raise host_refusal(f"docker_image = {request.reference!r}")
         return image
 
-    async def _get(self, wish: ImageWish, on_progress: OnProgress | None) -> Image:
-        key = wish.reference or await asyncio.to_thread(_build_key, wish)
+    async def _get(self, request: ImageRequest, on_progress: OnProgress | None) -> Image:
+        key = request.reference or await asyncio.to_thread(_build_key, request)
         making = self._waiting.get(key)
         if making is None or making.task is None or making.failed:
             making = self._waiting[key] = _Making()
-            making.task = asyncio.create_task(self._make(wish, key, making.tell))
+            making.task = asyncio.create_task(self._make(request, key, making.tell))
         elif on_progress is not None and making.last and not making.task.done():
             on_progress(making.last)
         if on_progress is None:
@@ -115,10 +115,10 @@ class TrialImages:
         if self._close is not None:
             await self._close()
 
-    async def _make(self, wish: ImageWish, key: str, tell: OnProgress) -> Image:
-        if wish.reference is not None:
-            return await self._resolve(wish, tell)
-        if self._build is None or wish.context is None:
+    async def _make(self, request: ImageRequest, key: str, tell: OnProgress) -> Image:
+        if request.reference is not None:
+            return await self._resolve(request, tell)
+        if self._build is None or request.context is None:
             raise ImageError(
                 "this task brings a Dockerfile, and nothing here can build it",
                 hint=f"run it with --image {HOST} or with an image that was built elsewhere",
@@ -126,20 +126,20 @@ class TrialImages:
                 blame="user",
             )
         async with self._limit:
-            return await self._build(wish, key, tell)
+            return await self._build(request, key, tell)
 
 
-def _build_key(wish: ImageWish) -> str:
-    if wish.context is None:
+def _build_key(request: ImageRequest) -> str:
+    if request.context is None:
         return ""
     return repr(
         (
-            tree_digest(wish.context),
-            _file_key(wish.context, wish.dockerfile),
-            wish.target,
-            wish.args,
-            wish.network,
-            wish.host,
+            tree_digest(request.context),
+            _file_key(request.context, request.dockerfile),
+            request.target,
+            request.args,
+            request.network,
+            request.host,
         )
     )
 
@@ -153,7 +153,7 @@ def _file_key(context: Path, file: Path | None) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-async def _pull(backend: Backend, store: ImageStore, wish: ImageWish, reference: str, tell: OnProgress) -> Image:
+async def _pull(backend: Backend, store: ImageStore, request: ImageRequest, reference: str, tell: OnProgress) -> Image:
     """By the backend, else by pier; if neither can, both say why."""
     refused: ImageError | None = None
     try:
@@ -164,7 +164,7 @@ async def _pull(backend: Backend, store: ImageStore, wish: ImageWish, reference:
             raise
         refused = error
     try:
-        return await store.resolve(reference, on_progress=tell, for_task=not wish.chosen)
+        return await store.resolve(reference, on_progress=tell, for_task=not request.chosen)
     except ImageError as error:
         if refused is None:
             raise
@@ -184,22 +184,24 @@ def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
     store = ImageStore()
     builder = backend if backend.name == "local" else open_backend("local", backend.lease)
 
-    async def resolve(wish: ImageWish, tell: OnProgress) -> Image:
-        reference = wish.reference or ""
+    async def resolve(request: ImageRequest, tell: OnProgress) -> Image:
+        reference = request.reference or ""
         found = await backend.find_image(reference) or store.find(reference)
-        return found or await _pull(backend, store, wish, reference, tell)
+        return found or await _pull(backend, store, request, reference, tell)
 
-    async def build(wish: ImageWish, key: str, tell: OnProgress) -> Image:
+    async def build(request: ImageRequest, key: str, tell: OnProgress) -> Image:
         from pier.image.build import build_image
         from pier.sandbox.building import SandboxRunner, can_run
 
-        assert wish.context is not None
+        assert request.context is not None
         if backend.builder == "own" or (backend.builder == "either" and not await can_run(builder)):
             return await backend.build_image(
-                BuildOrder(key, wish.context, wish.dockerfile, dict(wish.args), wish.target, wish.network, tell)
+                BuildOrder(
+                    key, request.context, request.dockerfile, dict(request.args), request.target, request.network, tell
+                )
             )
         networks = (await builder.capabilities()).networks
-        network = wish.network or (PUBLIC if "public" in networks else NONE)
+        network = request.network or (PUBLIC if "public" in networks else NONE)
         if network.mode not in networks:
             raise PolicyError(
                 f"this machine cannot build with the network mode {network.mode!r}, which the task asks for",
@@ -207,14 +209,14 @@ def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
             )
         return await build_image(
             store,
-            wish.context,
-            wish.dockerfile,
-            build_args=dict(wish.args),
+            request.context,
+            request.dockerfile,
+            build_args=dict(request.args),
             runner=SandboxRunner(builder),
             network=network,
             on_progress=tell,
-            target=wish.target,
-            host=wish.host,
+            target=request.target,
+            host=request.host,
         )
 
     async def close() -> None:

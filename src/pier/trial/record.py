@@ -1,8 +1,7 @@
-"""The files of one trial's directory. Each is written whole or appended to, and nothing secret gets into them.
+"""The files of one trial's directory, and its clocks.
 
-A trial's `config.json` and `lock.json`, in Harbor's words and with every secret left out.
-
-The clocks of a trial: which phase it is in, how long each took, and the limit of each.
+Each file is written whole or appended to, and nothing secret gets into it. `config.json` and `lock.json` are in the
+format of Harbor's.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from pier import files
 from pier.beneath import write_all
 from pier.errors import PierError, UsageError
+from pier.image.model import Image
 from pier.network.policy import Decision, NetworkPolicy, OnDecision
 from pier.redact import Redactor, StreamRedactor
 from pier.sandbox import BACKENDS
@@ -42,6 +42,8 @@ class TrialRecord:
     def __init__(self, directory: Path, redactor: Redactor) -> None:
         self.directory = directory
         self.redactor = redactor
+        self.image: Image | None = None
+        """The image of the sandbox, once that is known."""
         self.warnings: list[str] = []
         self.refused: Counter[str] = Counter()
         self.watch: OnDecision | None = None
@@ -274,22 +276,26 @@ def _network(policy: NetworkPolicy | None) -> dict[str, Any]:
 
 
 class Clock:
-    """Reports each phase when it begins, and adds up the time it took."""
+    """Reports each phase when it begins, and adds up the time it took. A phase may be continued by another part."""
 
-    def __init__(self, record: TrialRecord, on_phase: OnPhase | None) -> None:
+    def __init__(self, record: TrialRecord, on_phase: OnPhase | None = None) -> None:
         self.current: Phase = "prepare"
         self.seconds: dict[str, float] = {}
+        self.timings: dict[str, TimingInfo] = {}
+        """When each phase was first begun and left."""
         self._record = record
         self._on_phase = on_phase
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[TimingInfo]:
         """A phase, with its times as they go into the result."""
+        if name != self.current or not self.timings:
+            self._record.log(f"phase {name}")
+            if self._on_phase is not None:
+                self._on_phase(name)
         self.current = name
-        self._record.log(f"phase {name}")
-        if self._on_phase is not None:
-            self._on_phase(name)
         begun, timing = time.monotonic(), TimingInfo(started_at=now())
+        self.timings.setdefault(name, timing)
         try:
             yield timing
         finally:

@@ -8,42 +8,44 @@ infrastructure fault leaves a trial without a reward, never with a zero.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import os
-from collections.abc import Awaitable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from pier import __version__
-from pier.agent.contract import Agent
-from pier.agent.install import install
+from pier.agent.contract import AGENT_LOGS, Agent
+from pier.agent.packed import install
 from pier.errors import AgentError, SandboxError, StorageError
-from pier.image.model import Image, OnProgress
-from pier.network.policy import PUBLIC, Decision, NetworkPolicy, OnDecision
+from pier.image.model import OnProgress
+from pier.network.policy import PUBLIC
 from pier.redact import Redactor
-from pier.sandbox.compose import Composition
-from pier.sandbox.contract import Mount, Sandbox
+from pier.sandbox.contract import Mount
 from pier.secret import looks_secret, secret_values, secrets_in, secrets_in_text
 from pier.task import resolve_env
 from pier.task.model import wanted_in_headers
-from pier.trial.agent import Brought, bring_agent, make_agent
-from pier.trial.environment import (
-    SERVICES,
-    NetworkPlan,
-    Room,
-    ServiceLogs,
-    agent_room,
-    check_network,
-    check_support,
-    furnish,
-    plan_network,
-    sandbox_limits,
-    service_images,
-    start_room,
-    wait_until_healthy,
+from pier.trial.agent import (
+    TrajectoryHeader,
+    add_native_trajectory,
+    add_trajectory,
+    check_job_budget,
+    check_recording,
+    describe_run,
+    find_fault,
+    home_of,
+    live_trajectory,
+    make_agent,
+    model_session,
+    outside_endpoint,
+    prepare_agent,
+    run_agent,
+    usage_of,
 )
-from pier.trial.images import ImageWish
+from pier.trial.collect import STATE, collect, keep_state, seal_artifacts, take_logs
+from pier.trial.environment import TaskSandbox, open_environment, task_secrets
+from pier.trial.plan import NetworkPlan, plan_network
 from pier.trial.record import Clock, TrialRecord, limit, now, task_reference, trial_config, trial_lock
 from pier.trial.result import (
     AgentInfo,
@@ -56,14 +58,13 @@ from pier.trial.result import (
     captured,
     combined_rewards,
     exception_info,
+    finally_do,
     judge_as_harbor,
     stops_after,
+    storage_fault,
 )
-from pier.trial.spec import OnPhase, TrialServices, TrialSpec
-from pier.trial.steps import Stage, run_step
-from pier.trial.verify import GradingPlace
-
-T = TypeVar("T")
+from pier.trial.spec import OnPhase, TrialServices, TrialSpec, user_text
+from pier.trial.verify import grade
 
 _SETUP_SECONDS = 1800.0
 """How long an agent's pack may take to be built, unless the run says otherwise. It is built once, not once a trial."""
@@ -90,11 +91,8 @@ class _Trial:
         self.environ = os.environ if services.environ is None else services.environ
         self.redactor = Redactor((*spec.secrets, *self._secrets()))
         self.record = TrialRecord(spec.directory, self.redactor)
-        self.logs = ServiceLogs(spec.directory / SERVICES, self.record)
         self.clock = Clock(self.record, on_phase)
         self.outcomes: list[StepOutcome] = []
-        self.image: Image | None = None
-        self.images: dict[ImageWish, Image] = {}
         config = trial_config(spec, self.environ)
         self.config = self.redactor.value(config) if self.redactor else config
         self.result = TrialResult(
@@ -115,11 +113,7 @@ class _Trial:
         spec, config = self.spec, self.spec.task.config
         for table in (spec.agent.env, spec.verifier.env, spec.sandbox.env):
             yield from secret_values(table, self.environ, given=True)
-        tables = [config.environment.env, config.solution.env]
-        for step in spec.task.steps:
-            tables += [step.verifier.env, step.verifier_environment.table.env]
-        for table in tables:
-            yield from secret_values(table, self.environ)
+        yield from task_secrets(spec.task, self.environ)
         servers = (*config.environment.mcp_servers, *spec.agent.mcp_servers)
         known = [dict(spec.agent.options), *(server.model_dump(mode="json") for server in servers)]
         yield from secrets_in(known, self.environ)
@@ -145,169 +139,182 @@ class _Trial:
             self.record.log(f"ended without a result: {type(error).__name__}")
             raise
         finally:
-            self.logs.close()
             self.record.close()
 
     async def _run(self) -> None:
-        with self.clock.phase("prepare") as preparing:
-            agent, plan, room = await self._prepare()
-            await self._within_build_time(self._get_image(room))
-        with self.clock.phase("start") as starting:
-            brought = await self._set_up(agent)
-            mounts = (*brought.mounts, *self.spec.sandbox.mounts)
-            self.result.agent_info = self._agent_info(agent, brought.version)
-            sandbox = await self._start(room, plan.baseline, self.spec.name, mounts)
-            try:
-                furnished = await furnish(sandbox, room)
-            except BaseException:
-                await asyncio.shield(sandbox.stop())
-                raise
-        async with sandbox:
-            self.result.environment_setup = TimingInfo(
-                started_at=preparing.started_at, finished_at=starting.finished_at
-            )
-            with self.clock.phase("health"):
-                if room.table.healthcheck is not None:
-                    await wait_until_healthy(sandbox, room.table.healthcheck, cwd=furnished.workdir)
-            stage = Stage(
-                self.spec,
-                self.services,
-                self.record,
-                self.clock,
-                agent,
-                self.result.agent_info.version,
-                self.environ,
-                sandbox,
-                furnished.workdir,
-                plan.baseline,
-                GradingPlace(self.spec, self.record, self.environ, self._start),
-            )
-            if self.spec.agent.install:
-                await self._install(stage)
-            await self._run_steps(stage, plan)
+        spec = self.spec
+        with self.clock.phase("prepare"):
+            agent = make_agent(spec.agent)
+            network = self._plan_network(agent)
+            if spec.keep_sandbox:
+                self.record.warn("the sandbox is not kept: it ends with the trial")
+        async with open_environment(
+            spec.task,
+            self.services,
+            self.record,
+            name=spec.name,
+            choice=spec.sandbox,
+            network=network,
+            get_mounts=partial(self._prepare_agent, agent),
+            factor=spec.multipliers.of("environment_build"),
+            clock=self.clock,
+            on_progress=self.on_progress,
+        ) as environment:
+            if spec.agent.install:
+                await self._install(agent, environment)
+            await self._run_steps(agent, environment)
 
-    async def _prepare(self) -> tuple[Agent, NetworkPlan, Room]:
-        spec, backend = self.spec, self.services.backend
-        agent = make_agent(spec.agent)
-        capabilities = await backend.capabilities()
-        await check_support(spec.task, backend, spec.sandbox)
+    def _plan_network(self, agent: Agent) -> NetworkPlan:
+        spec = self.spec
         reach = agent.reach(spec.agent.options, spec.agent.env, direct=spec.agent.direct or spec.agent.model is None)
-        plan = plan_network(
+        return plan_network(
             spec.task.config.environment,
             spec.task.steps,
             override=spec.sandbox.network,
             hosts=spec.sandbox.hosts,
             agent_hosts=(*reach, *spec.agent.hosts),
             verifier_hosts=spec.verifier.hosts,
+            setup=PUBLIC if spec.agent.install else None,
         )
-        check_network(plan, capabilities, backend.name, also=(PUBLIC,) if spec.agent.install else ())
-        for key in spec.task.unknown:
-            self.record.warn(f"task.toml: {key}")
-        if spec.keep_sandbox:
-            self.record.warn("the sandbox is not kept: it ends with the trial")
-        room = agent_room(spec.task, spec.sandbox, self.environ)
-        for note in room.compose.notes if room.compose else ():
-            self.record.warn(note)
-        return agent, plan, room
 
     @property
     def _setup_seconds(self) -> float:
         return (self.spec.agent.setup_timeout or _SETUP_SECONDS) * self.spec.multipliers.of("agent_setup")
 
-    async def _set_up(self, agent: Agent) -> Brought:
+    async def _prepare_agent(self, agent: Agent) -> tuple[Mount, ...]:
+        """The mounts that the agent needs; its pack is built first if it is missing."""
         seconds = self._setup_seconds
         async with limit(seconds, lambda: _setup_too_long(agent, seconds)):
-            return await bring_agent(agent, self.spec.agent, self._tell)
+            ready = await prepare_agent(agent, self.spec.agent, self._report)
+        self._set_version(agent, ready.version)
+        return ready.mounts
 
-    async def _get_services(self, room: Room, name: str) -> Composition | None:
-        if room.compose is None:
-            return None
-        keep = self.logs.of("" if name == self.spec.name else name)
-        return Composition(room.compose, await service_images(room.compose, room.wish, self._image), keep)
-
-    async def _install(self, stage: Stage) -> None:
-        """Install the agent in the sandbox, with the network open while that lasts; whatever a registry brings is run
-        then, so the agent's own keys are not there."""
-        assert stage.agent.pack is not None
-        known = resolve_env(self.spec.agent.env, where="the agent's variables", environ=self.environ)
-        env = {name: value for name, value in known.items() if _is_for_installers(name)}
-        baseline, told = stage.network, self.spec.directory / "agent" / "install.txt"
-        with self.clock.phase("setup"), self.record.output(told) as output:
-            await stage.switch_network(PUBLIC)
-            stage.agent_version = await install(stage.sandbox, stage.agent.pack, env, self._setup_seconds, output)
-            await stage.switch_network(baseline)
-        self.result.agent_info = self._agent_info(stage.agent, stage.agent_version)
-
-    async def _image(self, wish: ImageWish) -> Image:
-        return await self.services.images.get(wish, lambda line: self._tell(f"image: {line.strip()}"))
-
-    def _tell(self, line: str) -> None:
-        """Report progress to the log and to `on_progress`."""
+    def _report(self, line: str) -> None:
         self.record.log(line)
         if self.on_progress is not None:
             self.on_progress(self.redactor.text(line))
 
-    async def _get_image(self, room: Room) -> Image:
-        if room.wish not in self.images:
-            self.images[room.wish] = await self._image(room.wish)
-        image = self.images[room.wish]
-        self.image = self.image or image
-        return image
+    async def _install(self, agent: Agent, environment: TaskSandbox) -> None:
+        """Install the agent in the sandbox, with the network open while that lasts; whatever a registry brings is run
+        then, so the agent's own keys are not there."""
+        assert agent.pack is not None
+        known = resolve_env(self.spec.agent.env, where="the agent's variables", environ=self.environ)
+        env = {name: value for name, value in known.items() if _is_for_installers(name)}
+        baseline, path = environment.network, self.spec.directory / "agent" / "install.txt"
+        with self.clock.phase("setup"), self.record.output(path) as output:
+            await environment.switch_network(PUBLIC)
+            version = await install(environment.sandbox, agent.pack, env, self._setup_seconds, output)
+            await environment.switch_network(baseline)
+        self._set_version(agent, version)
 
-    async def _within_build_time(self, work: Awaitable[T]) -> T:
-        seconds = self.spec.task.config.environment.build_timeout_sec * self.spec.multipliers.of("environment_build")
-        async with limit(seconds, lambda: _start_too_long(seconds)):
-            return await work
+    def _set_version(self, agent: Agent, version: str) -> None:
+        info = AgentInfo(name=agent.name, version=version, model_info=_model_info(self.spec.agent.model))
+        self.result.agent_info = info
 
-    async def _start(
-        self,
-        room: Room,
-        network: NetworkPolicy,
-        name: str,
-        mounts: Iterable[Mount] = (),
-        watch: OnDecision | None = None,
-    ) -> Sandbox:
-        def note(decision: Decision) -> None:
-            self.record.note_network(decision)
-            if watch is not None:
-                watch(decision)
-
-        backend = self.services.backend
-        image = await self._get_image(room)
-        limits = await sandbox_limits(self.spec.task, room.table, self.spec.sandbox, backend, self.record)
-        starting = start_room(
-            room,
-            image,
-            backend,
-            name=name,
-            network=network,
-            choice=self.spec.sandbox,
-            environ=self.environ,
-            limits=limits,
-            mounts=mounts,
-            hidden=(self.spec.task.path, self.spec.directory),
-            on_progress=self._tell,
-            on_decision=note,
-            services=await self._within_build_time(self._get_services(room, name)),
-        )
-        return await self._within_build_time(starting)
-
-    async def _run_steps(self, stage: Stage, plan: NetworkPlan) -> None:
-        task = self.spec.task
-        for index, step in enumerate(task.steps):
-            directory = self._step_directory(step.name)
-            outcome = await run_step(stage, index, plan.steps[index], directory)
+    async def _run_steps(self, agent: Agent, environment: TaskSandbox) -> None:
+        for index, step in enumerate(self.spec.task.steps):
+            outcome = await self._run_step(agent, environment, index)
             self.outcomes.append(outcome)
             reason = stops_after(step, outcome, self.spec.verifier.enabled)
             if reason and step.name:
                 self.record.log(f"step {step.name!r} is the last one: {reason}")
                 break
 
-    def _step_directory(self, name: str) -> Path:
-        return self.spec.directory / "steps" / name if name else self.spec.directory
+    async def _run_step(self, agent: Agent, environment: TaskSandbox, index: int) -> StepOutcome:
+        """Run one step to its verdict. What goes wrong is in the outcome; only a cancellation is raised."""
+        step, baseline = self.spec.task.steps[index], environment.network
+        directory = self.spec.directory / "steps" / step.name if step.name else self.spec.directory
+        outcome = StepOutcome(step.name)
+        with captured() as failure:
+            with self.clock.phase("health"):
+                await environment.begin_step(index)
+            await self._run_agent(agent, environment, index, outcome, directory / "agent")
+            await environment.switch_network(baseline)
+            async with finally_do(partial(seal_artifacts, directory / "artifacts", self.record)):
+                await self._collect_and_grade(environment, index, outcome, directory)
+        if failure.error is not None:
+            if storage_fault(failure.error) is not None:
+                outcome.rewards = None
+            outcome.error = exception_info(failure.error, self.clock.current, self.redactor)
+            self.record.log(f"error: {failure.error}")
+        return outcome
 
-    def _agent_info(self, agent: Agent, version: str) -> AgentInfo:
-        return AgentInfo(name=agent.name, version=version, model_info=_model_info(self.spec.agent.model))
+    async def _collect_and_grade(
+        self, environment: TaskSandbox, index: int, outcome: StepOutcome, directory: Path
+    ) -> None:
+        spec, steps = self.spec, self.spec.task.steps
+        with self.clock.phase("collect"):
+            collected = await collect(environment, index, directory / "artifacts", spec.artifacts)
+            if spec.keep_state:
+                try:
+                    await keep_state(environment.sandbox, directory / STATE)
+                except SandboxError as error:
+                    self.record.warn(str(error))
+            if steps[index].verifier_mode != "separate":
+                await seal_artifacts(directory / "artifacts", self.record)
+        if not spec.verifier.enabled:
+            return
+        with self.clock.phase("verify") as outcome.verifier:
+            graded = await grade(
+                environment,
+                directory,
+                index=index,
+                choice=spec.verifier,
+                factor=spec.multipliers.of("verifier"),
+                collected=collected,
+                last=index == len(steps) - 1,
+            )
+            outcome.rewards = graded.rewards
+            outcome.integrity = graded.integrity(self.redactor)
+            if graded.error is not None:
+                raise graded.error
+
+    async def _run_agent(
+        self, agent: Agent, environment: TaskSandbox, index: int, outcome: StepOutcome, logs: Path
+    ) -> None:
+        spec, sandbox, record = self.spec, environment.sandbox, self.record
+        policy, step = environment.plan.steps[index].agent, spec.task.steps[index]
+        with self.clock.phase("setup") as outcome.agent_setup:
+            env = resolve_env(spec.agent.env, where="the agent's variables", environ=self.environ)
+            solution = resolve_env(spec.task.config.solution.env, where="solution.env", environ=self.environ)
+            home = await home_of(sandbox, user_text(step.agent.user))
+            workdir = environment.workdir
+            run = describe_run(
+                spec, step, agent, workdir=workdir, home=home, env=env, solution_env=solution, environ=self.environ
+            )
+            await environment.switch_network(policy)
+        header = TrajectoryHeader(agent.name, self.result.agent_info.version, spec.agent.model, spec.name)
+
+        async def keep_logs() -> None:
+            outcome.agent_result = await add_trajectory(logs, header, outcome.agent_result, record)
+            await take_logs(sandbox, AGENT_LOGS, logs, record)
+            if spec.agent.direct:
+                outcome.agent_result = await add_native_trajectory(logs, header, outcome.agent_result, record)
+
+        closed = policy.mode != "public"
+        async with finally_do(keep_logs):
+            with self.clock.phase("agent") as outcome.agent_execution:
+                async with (
+                    model_session(
+                        spec, self.services, agent, sandbox, logs, closed_book=closed, redactor=self.redactor
+                    ) as session,
+                    live_trajectory(logs, header, recorded=session is not None),
+                ):
+                    with record.output(logs / f"{agent.name}.txt") as output:
+                        outside = await outside_endpoint(session, self.services, agent)
+                        endpoint = session.endpoint() if session is not None else None
+                        run = replace(run, endpoint=endpoint, outside=outside, warn=record.warn)
+                        failed = await find_fault(agent, await run_agent(agent, sandbox, run, output), session)
+                    outcome.agent_result = usage_of(session)
+        check_job_budget(session)
+        check_recording(session)
+        if (tally := session.tally if session else None) and tally.retries:
+            record.log(f"model: {tally.retries} retries after faults of the provider, {tally.waited:.1f} s of waiting")
+        if failed is not None and failed.blame in ("provider", "infra"):
+            raise failed  # the agent could not go on, so what it left is not graded
+        if failed is not None:
+            record.log(f"agent: {failed}")
+            outcome.error = exception_info(failed, "agent", self.redactor)
 
     def _seal(self) -> None:
         """Put the result together and write it; this is what makes the trial finished."""
@@ -336,13 +343,18 @@ class _Trial:
         if result.exception_info is not None:
             self.record.write_exception(result.exception_info.exception_traceback)
         judge_as_harbor(result)
+        image, timings = self.record.image, self.clock.timings
+        if "health" in timings:
+            result.environment_setup = TimingInfo(
+                started_at=timings["prepare"].started_at, finished_at=timings["start"].finished_at
+            )
         result.finished_at = now()
         result.pier = PierInfo(
             version=__version__,
             attempt=spec.attempt,
             backend=self.services.backend.name,
-            image=self.image.reference if self.image else None,
-            image_digest=self.image.digest if self.image else None,
+            image=image.reference if image else None,
+            image_digest=image.digest if image else None,
             task_digest=spec.task.digest,
             n_steps=len(spec.task.steps) if spec.task.is_multi_step else None,
             graded_steps=sum(o.rewards is not None for o in self.outcomes) if spec.task.is_multi_step else None,
@@ -375,9 +387,3 @@ def _model_info(model: str | None) -> ModelInfo | None:
 def _setup_too_long(agent: Agent, seconds: float) -> AgentError:
     message = f"setting up the agent {agent.name!r} took longer than {seconds:g} s"
     return AgentError(message, code="agent_setup_timeout", blame="infra", retryable=True)
-
-
-def _start_too_long(seconds: float) -> SandboxError:
-    return SandboxError(
-        f"getting the image and starting the sandbox took longer than {seconds:g} s", code="environment_timeout"
-    )

@@ -1,7 +1,4 @@
-"""What a trial is asked to do (`TrialSpec`) and what it is lent to do it with (`TrialServices`).
-
-Opens what a few trials need, for commands that run trials without a job.
-"""
+"""What a trial is asked to do (`TrialSpec`) and what it is given to do it with (`TrialServices`)."""
 
 from __future__ import annotations
 
@@ -28,6 +25,11 @@ Phase = Literal["prepare", "start", "health", "setup", "agent", "collect", "veri
 """The phases of a trial, in order. In a task with steps, `health` to `verify` come once for each step."""
 
 OnPhase = Callable[[Phase], None]
+
+
+def user_text(user: str | int | None) -> str | None:
+    """A user of a task's file, which may be a number, as sandboxes take it."""
+    return None if user is None else str(user)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""The verify phase: in the agent's sandbox after it was secured, or in a fresh one that gets the artifacts only.
+"""Grades what is in a task's sandbox: `grade` runs the tests and, if they give no reward, assigns the blame.
 
-Assigns the blame when the tests give no reward.
+The tests run in the sandbox that was worked in, after it was secured, or in a fresh one that gets the artifacts only.
 
 An agent that breaks what its tests need must not escape its zero, and one whose tests fail by themselves must not get
 one. So tests that gave no reward run twice more: in a pristine sandbox, without anything that the agent did, and again
@@ -18,60 +18,43 @@ that an outage would have to come and go twice to look like the agent's doing.
 from __future__ import annotations
 
 import errno
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from pier.errors import PathError, PierError, SandboxError, VerifierError
-from pier.network.policy import NONE, Decision, NetworkPolicy, OnDecision
+from pier.network.policy import NONE, Decision, OnDecision
 from pier.redact import Redactor
-from pier.sandbox.contract import LOST, Change, Mount, Sandbox
+from pier.sandbox.contract import LOST, Change, Sandbox
 from pier.sandbox.tree.pack import SKIPPED
 from pier.task import TaskStep, resolve_env
 from pier.tree import Tree
-from pier.trial.agent import Deadline, user_text
-from pier.trial.collect import Collected, hand_over, take_logs
-from pier.trial.environment import (
-    Room,
-    StepNetwork,
-    agent_room,
-    furnish,
-    prepare_step,
-    verifier_room,
-    wait_until_healthy,
-)
+from pier.trial.agent import phase_seconds
+from pier.trial.collect import Collected, collect, hand_over, seal_artifacts, take_logs
+from pier.trial.environment import TaskSandbox, prepare_step, wait_until_healthy
+from pier.trial.plan import StepNetwork, agent_plan, pier_setting, verifier_plan
 from pier.trial.record import TrialRecord, limit
-from pier.trial.result import GradingRun, Integrity, IntegrityNote, finally_do
-from pier.trial.spec import TrialSpec
-from pier.verifier import Grading, Note, RewardFiles, Rewards, grade, look_again, secure
-from pier.verifier.folders import VERIFIER_LOGS
+from pier.trial.result import GradingRun, Integrity, IntegrityNote, captured, finally_do
+from pier.trial.spec import VerifierChoice, user_text
+from pier.verifier import Note, RewardFiles, Rewards, TestPlan, look_again, run_tests, secure
+from pier.verifier.changes import VERIFIER_LOGS
 
 STDOUT = "test-stdout.txt"
 _GRACE = 120.0
 """Seconds beyond the verifier's own limit for bringing tests in and logs out."""
 
 
-class StartRoom(Protocol):
-    """Starts another sandbox of the trial. `watch` sees the decisions of its network policy."""
-
-    def __call__(
-        self,
-        room: Room,
-        network: NetworkPolicy,
-        name: str,
-        mounts: Iterable[Mount] = (),
-        watch: OnDecision | None = None,
-    ) -> Awaitable[Sandbox]: ...
-
-
 @dataclass(slots=True)
 class Graded:
-    """What grading found out, also when it failed half-way."""
+    """What grading found out, also when it failed half-way: `error` is why there is no verdict."""
 
     mode: str
     rewards: Rewards | None = None
+    error: Exception | None = None
     compared: bool = False
     notes: list[Note] = field(default_factory=list)
     runs: list[GradingRun] = field(default_factory=list)
@@ -91,74 +74,151 @@ class Graded:
         return Integrity(mode=self.mode, compared=self.compared, notes=notes, runs=self.runs)
 
 
+async def grade(
+    environment: TaskSandbox,
+    directory: Path,
+    *,
+    index: int = 0,
+    choice: VerifierChoice | None = None,
+    factor: float = 1.0,
+    collected: Sequence[Collected] | None = None,
+    last: bool = False,
+) -> Graded:
+    """Grade the present state of `environment` by the tests of a step, as they are on disk now; logs go below
+    `directory`.
+
+    It can be called any number of times: the network is as before afterwards, and what runs in the sandbox goes on,
+    unless this is the `last` thing to be done there. Files that were planted for the verifier are removed. `collected`
+    are artifacts that were taken out to `directory / "artifacts"` already; a separate verifier that gets none collects
+    them now. `factor` multiplies the verifier's time.
+    """
+    step, artifacts = environment.task.steps[index], directory / "artifacts"
+    separate, choice = step.verifier_mode == "separate", choice or VerifierChoice()
+    graded = Graded(step.verifier_mode)
+    with captured() as failure:
+        async with (
+            finally_do(partial(environment.switch_network, environment.network)),
+            finally_do(partial(seal_artifacts, artifacts, environment.record)),
+        ):
+            if separate and collected is None:
+                collected = await collect(environment, index, artifacts)
+            kind = _SeparateTests if separate else _SharedTests
+            tests = kind(environment, index, choice, factor, last, tuple(collected or ()), artifacts)
+            try:
+                await _reach_verdict(tests, graded, directory, environment.record)
+            except BaseException:
+                graded.rewards = None
+                raise
+    graded.error = failure.error
+    return graded
+
+
 @dataclass(frozen=True, slots=True)
-class GradingPlace:
-    """What grading needs of the trial: its spec and files, and how to start another sandbox."""
+class _Tests(ABC):
+    """The tests of one step. Each call is one whole verification, which gives `graded` its rewards or raises."""
 
-    spec: TrialSpec
-    record: TrialRecord
-    environ: Mapping[str, str]
-    start: StartRoom
-
-
-@dataclass(frozen=True, slots=True)
-class SharedTests:
-    """Tests that run in the sandbox that the agent worked in."""
-
-    place: GradingPlace
+    environment: TaskSandbox
     index: int
-    sandbox: Sandbox
-    before: list[Change] | None
-    workdir: str
-    network: StepNetwork
-    baseline: NetworkPolicy
-    switch: Callable[[NetworkPolicy], Awaitable[None]]
-    """Gives the agent's sandbox another network."""
+    choice: VerifierChoice
+    factor: float
+    last: bool
+    collected: tuple[Collected, ...]
+    artifacts: Path
+
+    @property
+    def step(self) -> TaskStep:
+        return self.environment.task.steps[self.index]
+
+    @property
+    def network(self) -> StepNetwork:
+        return self.environment.plan.steps[self.index]
+
+    @abstractmethod
+    async def in_agents_state(self, graded: Graded, logs: Path) -> None: ...
+
+    @abstractmethod
+    async def in_pristine_state(self, graded: Graded, logs: Path, watch: OnDecision) -> None: ...
+
+    async def run(
+        self,
+        graded: Graded,
+        sandbox: Sandbox,
+        workdir: str,
+        target: Path,
+        *,
+        bundled: bool = False,
+        whole: Sandbox | None = None,
+    ) -> None:
+        """Run the tests in a sandbox that is fit for it, and take the logs out to `target`."""
+        table, choice, environ = self.step.verifier, self.choice, self.environment.starter.environ
+        seconds = phase_seconds(choice.timeout, table.timeout_sec, choice.max_timeout, self.factor)
+        env = resolve_env(table.env, where="verifier.env", environ=environ)
+        extra = resolve_env(choice.env, where="the verifier's variables", environ=environ)
+        plan = TestPlan(
+            tests=() if bundled else self.step.tests,
+            workdir=workdir,
+            script=self.step.test_script or "test.sh",
+            bundled=bundled,
+            env={**env, **extra},
+            user=user_text(table.user),
+            seconds=seconds,
+            whole=whole,
+        )
+        logs = _Logs(sandbox, target, self.environment.record)
+        longest = None if seconds is None else seconds + _GRACE
+        async with finally_do(logs.take_once), limit(longest, lambda: _too_long(seconds)):
+            with self.environment.record.output(logs.target / STDOUT) as output:
+                found = await run_tests(sandbox, plan, output, logs.take)
+        graded.rewards = found.rewards
+        graded.notes += found.notes
+
+
+class _SharedTests(_Tests):
+    """Tests that run in the sandbox that was worked in."""
 
     async def in_agents_state(self, graded: Graded, logs: Path) -> None:
         """Grade what the agent left. It can be called again: the verifier's directories are emptied first."""
-        await self.switch(self.network.verifier)
-        await self._grade(graded, self.sandbox, self.before, self.workdir, logs)
+        environment = self.environment
+        await environment.switch_network(self.network.verifier)
+        await self._grade(graded, environment.sandbox, environment.before, environment.workdir, logs)
 
     async def in_pristine_state(self, graded: Graded, logs: Path, watch: OnDecision) -> None:
         """Grade a sandbox of the same image, prepared for the step, in which no agent worked."""
-        spec, place = self.place.spec, self.place
-        room = agent_room(spec.task, spec.sandbox, place.environ)
-        name = f"{spec.name}-pristine"
-        async with await place.start(room, self.baseline, name, spec.sandbox.mounts, watch) as clean:
-            workdir = (await furnish(clean, room)).workdir
-            if room.table.healthcheck is not None:
-                await wait_until_healthy(clean, room.table.healthcheck, cwd=workdir)
-            for step in spec.task.steps[: self.index + 1]:
-                await prepare_step(spec, step, clean, workdir)
-            if self.network.verifier != self.baseline:
+        starter, baseline = self.environment.starter, self.environment.plan.baseline
+        plan = agent_plan(starter.task, starter.choice, starter.environ)
+        async with starter.open(plan, baseline, "pristine", starter.choice.mounts, watch) as (clean, workdir):
+            if plan.table.healthcheck is not None:
+                await wait_until_healthy(clean, plan.table.healthcheck, cwd=workdir)
+            for index in range(self.index + 1):
+                await prepare_step(starter, index, clean, workdir)
+            if self.network.verifier != baseline:
                 await clean.set_network(self.network.verifier)
             await self._grade(graded, clean, await clean.changes(), workdir, logs)
 
     async def _grade(
         self, graded: Graded, sandbox: Sandbox, before: list[Change] | None, workdir: str, logs: Path
     ) -> None:
-        place, spec = self.place, self.place.spec
+        starter = self.environment.starter
 
         @asynccontextmanager
         async def pristine() -> AsyncIterator[Sandbox]:
-            room = replace(agent_room(spec.task, spec.sandbox, place.environ), compose=None)
+            plan = replace(agent_plan(starter.task, starter.choice, starter.environ), compose=None)
             graded.starting = True
-            async with await place.start(room, NONE, f"{spec.name}-clean") as clean:
+            async with await starter.start(plan, NONE, "clean") as clean:
                 graded.starting = False
                 yield clean
 
-        step, is_last = spec.task.steps[self.index], self.index == len(spec.task.steps) - 1
-        for keep in (_keeps_processes(spec), False):
+        keeps = self.choice.keep_processes and pier_setting(starter.task, "keep_processes") is not False
+        for keep in (keeps, False):
             secured = await secure(
-                sandbox, before=before, workdir=workdir, pristine=pristine, keep_processes=keep, tests=step.tests
+                sandbox, before=before, workdir=workdir, pristine=pristine, keep_processes=keep, tests=self.step.tests
             )
             graded.compared = secured.compared
             graded.notes += secured.notes
-            whole = sandbox if secured.view is not None and is_last else None
+            whole = sandbox if secured.view is not None and self.last else None
             try:
                 async with secured.place(sandbox) as view:
-                    await _grade(place, graded, step, view, workdir, logs, bundled=False, whole=whole)
+                    await self.run(graded, view, workdir, logs, whole=whole)
                     graded.notes += await look_again(sandbox, secured, workdir)
                 return
             except SandboxError as error:
@@ -167,15 +227,8 @@ class SharedTests:
                 graded.notes.append(Note("processes", f"they kept the verifier from its work, and are killed: {error}"))
 
 
-@dataclass(frozen=True, slots=True)
-class SeparateTests:
+class _SeparateTests(_Tests):
     """Tests that run in a sandbox that the agent never saw. Artifacts come to the paths where the agent left them."""
-
-    place: GradingPlace
-    index: int
-    policy: NetworkPolicy
-    collected: list[Collected]
-    artifacts: Path
 
     async def in_agents_state(self, graded: Graded, logs: Path) -> None:
         """Grade the artifacts, in another sandbox each time."""
@@ -183,59 +236,21 @@ class SeparateTests:
 
     async def in_pristine_state(self, graded: Graded, logs: Path, watch: OnDecision) -> None:
         """Grade without any artifact."""
-        await self._grade(graded, [], "pristine", logs, watch)
+        await self._grade(graded, (), "pristine", logs, watch)
 
     async def _grade(
-        self, graded: Graded, collected: list[Collected], name: str, logs: Path, watch: OnDecision | None = None
+        self, graded: Graded, collected: Sequence[Collected], name: str, logs: Path, watch: OnDecision | None = None
     ) -> None:
-        place, spec = self.place, self.place.spec
-        step = spec.task.steps[self.index]
-        room = verifier_room(spec.task, self.index, spec.sandbox, place.environ)
+        starter = self.environment.starter
+        plan = verifier_plan(starter.task, self.index, starter.choice, starter.environ)
         graded.starting = True
-        async with await place.start(room, self.policy, f"{spec.name}-{name}", watch=watch) as sandbox:
-            furnished = await furnish(sandbox, room)
+        async with starter.open(plan, self.network.verifier, name, watch=watch) as (sandbox, workdir):
             graded.starting = False
             graded.notes += await hand_over(
-                sandbox, collected, self.artifacts, workdir=furnished.workdir, record=place.record
+                sandbox, collected, self.artifacts, workdir=workdir, record=self.environment.record
             )
             graded.compared = True
-            bundled = step.verifier_environment.bundled
-            await _grade(place, graded, step, sandbox, furnished.workdir, logs, bundled=bundled)
-
-
-async def _grade(
-    place: GradingPlace,
-    graded: Graded,
-    step: TaskStep,
-    sandbox: Sandbox,
-    workdir: str,
-    target: Path,
-    *,
-    bundled: bool,
-    whole: Sandbox | None = None,
-) -> None:
-    spec, record = place.spec, place.record
-    choice, table = spec.verifier, step.verifier
-    seconds = Deadline(choice.timeout, table.timeout_sec, choice.max_timeout, spec.multipliers.of("verifier")).seconds
-    env = resolve_env(table.env, where="verifier.env", environ=place.environ)
-    extra = resolve_env(choice.env, where="the verifier's variables", environ=place.environ)
-    grading = Grading(
-        tests=() if bundled else step.tests,
-        workdir=workdir,
-        script=step.test_script or "test.sh",
-        bundled=bundled,
-        env={**env, **extra},
-        user=user_text(table.user),
-        seconds=seconds,
-        whole=whole,
-    )
-    logs = _Logs(sandbox, target, record)
-    longest = None if seconds is None else seconds + _GRACE
-    async with finally_do(logs.take_once), limit(longest, lambda: _too_long(seconds)):
-        with record.output(logs.target / STDOUT) as output:
-            found = await grade(sandbox, grading, output, logs.take)
-    graded.rewards = found.rewards
-    graded.notes += found.notes
+            await self.run(graded, sandbox, workdir, logs, bundled=self.step.verifier_environment.bundled)
 
 
 class _Logs:
@@ -267,12 +282,6 @@ def _too_long(seconds: float | None) -> VerifierError:
     return VerifierError(f"the verifier took longer than {seconds or 0:g} s", code="verifier_timeout")
 
 
-def _keeps_processes(spec: TrialSpec) -> bool:
-    own = spec.task.config.metadata.get("pier")
-    wanted = not isinstance(own, dict) or own.get("keep_processes") is not False
-    return wanted and spec.verifier.keep_processes
-
-
 FIRST = "verifier"
 LATER = "verifier-runs"
 """Where the logs of further runs are: next to those of the first, since the tests choose the names among those."""
@@ -288,14 +297,6 @@ _MACHINE = frozenset(
 _OF_FILES = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 _OF_NAMES = frozenset({errno.ELOOP, errno.ENAMETOOLONG})
 """With the above, what reading a tree of files that an agent made may fail with."""
-
-
-class Tests(Protocol):
-    """The tests of one step. Each call is one whole verification, which gives `graded` its rewards or raises."""
-
-    async def in_agents_state(self, graded: Graded, logs: Path) -> None: ...
-
-    async def in_pristine_state(self, graded: Graded, logs: Path, watch: OnDecision) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +324,7 @@ class _Run:
     error: Exception | None = None
 
 
-async def reach_verdict(tests: Tests, graded: Graded, directory: Path, record: TrialRecord) -> None:
+async def _reach_verdict(tests: _Tests, graded: Graded, directory: Path, record: TrialRecord) -> None:
     """Grade, and assign the blame if that gives no reward. `graded` gets the rewards; an error is raised if
     there is no verdict."""
     first = _Run("agent", FIRST, graded)

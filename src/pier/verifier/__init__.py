@@ -1,21 +1,21 @@
-"""Grading: what is done before, while and after a task's tests decide, so that the verdict can be trusted."""
+"""TestPlan: what is done before, while and after a task's tests decide, so that the verdict can be trusted."""
 
-from pier.verifier.grade import Grade, Grading, grade
-from pier.verifier.notes import Note
+from pier.verifier.changes import Note
+from pier.verifier.grade import Grade, TestPlan, run_tests
 from pier.verifier.reward import RewardFiles, Rewards, parse_json, parse_text, read_verdict
 from pier.verifier.secure import Secured, look_again, secure
 
 __all__ = [
     "Grade",
-    "Grading",
     "Note",
     "RewardFiles",
     "Rewards",
     "Secured",
-    "grade",
+    "TestPlan",
     "look_again",
     "parse_json",
     "parse_text",
     "read_verdict",
+    "run_tests",
     "secure",
 ]

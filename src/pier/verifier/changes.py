@@ -1,20 +1,147 @@
-"""Which of the files that an agent changed could steer a verifier, judged by their paths alone.
+"""Which files of an agent could steer a verifier: files that it changed in the sandbox, and files of its artifacts.
 
-A file is not proof of cheating: projects have their own `conftest.py`. It is worth a note, because a reader of the
-verdict should know. What never belongs to a solution (a shell replaced, a library loaded into every program, a module
-that every Python imports) is undone before the tests run.
+A file is not proof of cheating: projects have their own `conftest.py` or `calendar.py`. It is worth a note, because a
+reader of the verdict should know. What never belongs to a solution (a shell replaced, a library loaded into every
+program, a module that every Python imports) is undone before the tests run.
+
+An artifact is laid where the agent had it, next to the verifier's own files. A link in it that leads elsewhere would
+make those files (tests, an answer in the image) part of the artifact, so it is left out. An artifact that covers
+`/tests` or `/logs/verifier` is mixed with the verifier's own files, so of its links only those to its own regular
+files stay.
 """
 
 from __future__ import annotations
 
+import posixpath
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
 
 from pier.sandbox.contract import Change
-from pier.verifier.shadows import PYTEST, STARTUP, import_root, is_read_by_itself, shadowed_module
+from pier.tree import Entry, Tree, TreeError
+
+LOGS = "/logs"
+VERIFIER_LOGS = "/logs/verifier"
+ARTIFACTS = "/logs/artifacts"
+TESTS = "/tests"
+"""Directories of a sandbox that every task may count on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that could have steered the verdict. `stopped`: it was undone before the verifier ran."""
+
+    kind: str
+    detail: str
+    path: str | None = None
+    stopped: bool = False
+
+
+NOTE_LIMIT = 100
+"""How many notes of one kind a result carries; an agent may change a million files."""
+
+
+def limited(notes: list[Note]) -> list[Note]:
+    """At most `NOTE_LIMIT` notes of each kind, with a count in place of the rest."""
+    kept: list[Note] = []
+    seen: dict[str, int] = {}
+    for note in notes:
+        seen[note.kind] = seen.get(note.kind, 0) + 1
+        if seen[note.kind] <= NOTE_LIMIT:
+            kept.append(note)
+    kept += [Note(kind, f"{n - NOTE_LIMIT} more of this kind") for kind, n in seen.items() if n > NOTE_LIMIT]
+    return kept
+
+
+STARTUP = frozenset(f"{stem}customize{end}" for stem in ("site", "user") for end in (".py", ".pyc", ".so"))
+PYTEST = frozenset({"conftest.py", "pytest.ini", "pytest.toml", ".pytest.ini"})
+
+_DEMOS = frozenset({"test", "tests", "this", "antigravity", "idlelib", "turtledemo", "__main__"})
+_INSTALLED = frozenset(
+    {
+        *(
+            "pytest",
+            "_pytest",
+            "py",
+            "pluggy",
+            "iniconfig",
+            "packaging",
+            "exceptiongroup",
+            "tomli",
+            "xdist",
+            "ctrf",
+            "hypothesis",
+            "nose",
+            "nose2",
+            "tox",
+        ),
+        *("pip", "setuptools", "pkg_resources", "wheel", "coverage", "attr", "attrs", "pygments", "typing_extensions"),
+        *("numpy", "pandas", "scipy", "requests", "yaml"),
+    }
+)
+"""Packages that verifiers commonly have, in addition to Python's own modules."""
+_MODULES = (sys.stdlib_module_names | _INSTALLED) - _DEMOS
+_CODE = (".py", ".pyc", ".so")
+_RUNNERS = re.compile(
+    r"((jest|vitest|vite|babel|playwright|karma|ava)\.config\.[a-z]+|\.mocharc(\.[a-z]+)?|\.babelrc(\.[a-z]+)?|\.rspec"
+    r"|phpunit\.xml(\.dist)?)"
+)
+_RUNNER_PATHS = re.compile(
+    r"/(node_modules/(\.bin/)?(jest|vitest|mocha|ava|tap|karma|playwright)(/package\.json)?|\.cargo/config(\.toml)?)$"
+)
+_SECTIONS = {
+    "pyproject.toml": re.compile(rb"^\s*\[\s*tool\.pytest\b", re.MULTILINE),
+    "setup.cfg": re.compile(rb"^\[tool:pytest\]", re.MULTILINE),
+    "tox.ini": re.compile(rb"^\[pytest\]", re.MULTILINE),
+    "entry_points.txt": re.compile(rb"^\[pytest11\]", re.MULTILINE),
+    "package.json": re.compile(rb'"(jest|mocha|ava|vitest)"\s*:\s*[{\[]'),
+}
+
+
+def is_read_by_itself(path: str) -> tuple[str, str] | None:
+    """The kind of a file that is read wherever it lies, and why; None if it is another."""
+    name = PurePosixPath(path).name
+    if name in STARTUP:
+        return "startup", "Python imports this at each start"
+    if name in PYTEST:
+        return "pytest", "pytest reads this by itself"
+    if name.endswith(".pth") and "-packages/" in path:
+        return "startup", "Python may run lines of this at each start"
+    if _RUNNERS.fullmatch(name) or _RUNNER_PATHS.search(path):
+        return "runner", "a test runner reads this by itself"
+    return None
+
+
+def shadowed_module(path: str) -> str | None:
+    """The module of Python, or of a test runner, that is not imported where a directory with this file is searched
+    first; None if the file hides none. A package counts by its `__init__` or `__main__`."""
+    file = PurePosixPath(path)
+    if file.suffix not in _CODE or "__pycache__" in file.parts:
+        return None
+    stem = file.name.partition(".")[0]
+    name = file.parent.name if stem in ("__init__", "__main__") else stem
+    return name if name in _MODULES or name.startswith("pytest_") else None
+
+
+def import_root(path: str) -> str:
+    """The directory that must be searched for `shadowed_module` to hide a module."""
+    file = PurePosixPath(path)
+    is_package = file.name.partition(".")[0] in ("__init__", "__main__")
+    return str(file.parent.parent if is_package else file.parent)
+
+
+def may_configure(path: str) -> bool:
+    """Whether a file may have a section for a test runner, which its content says."""
+    return PurePosixPath(path).name in _SECTIONS
+
+
+def configures(path: str, content: bytes) -> bool:
+    """Whether a file that `may_configure` has such a section."""
+    return _SECTIONS[PurePosixPath(path).name].search(content) is not None
+
 
 Action = Literal["note", "remove", "restore"]
 
@@ -81,3 +208,92 @@ def _judge_program(path: str, name: str, added: bool) -> Suspicion | None:
     if _RUNTIMES.fullmatch(name):
         return Suspicion("program", path, "verifiers may run this" if added else "verifiers may run what was replaced")
     return None
+
+
+_OWN = (TESTS, VERIFIER_LOGS)
+_CONFIG_LIMIT = 1024 * 1024
+"""A configuration file that is larger is noted without a look into it."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedArtifact:
+    """Paths below the artifact that stay behind, and what is worth knowing. `dropped`: all of it stays behind."""
+
+    left_out: frozenset[str] = frozenset()
+    notes: tuple[Note, ...] = ()
+    dropped: bool = False
+
+
+def judge_artifact(kept: Tree, place: str, source: str) -> JudgedArtifact:
+    """Judge what was collected to `place` below `kept` and comes from `source`, an absolute path in the sandbox."""
+    found = kept.find(place)
+    if found is None or found.kind == "other":
+        return JudgedArtifact(dropped=True)
+    if found.kind == "link":
+        return JudgedArtifact(notes=(_left_out(source, found.leads),), dropped=True)
+    entries = [found]
+    if found.kind == "directory":
+        entries.extend(kept.entries(below=place))
+    paths = [str(PurePosixPath(source, entry.path[len(place) :].lstrip("/"))) for entry in entries]
+    mixed = any(PurePosixPath(own).is_relative_to(source) for own in _OWN)
+    files = {path for path, entry in zip(paths, entries, strict=True) if entry.kind == "file" and not _is_own(path)}
+    left_out: set[str] = set()
+    notes: list[Note] = []
+    judged: dict[str, Entry] = {}
+    for path, entry in zip(paths, entries, strict=True):
+        if entry.kind == "link" and _leads_out(path, entry.leads, source):
+            notes.append(_left_out(path, entry.leads))
+        elif entry.kind == "link" and mixed and _target(path, entry.leads) not in files:
+            notes.append(_left_out(path, entry.leads, "it may lead to the verifier's own files"))
+        elif _is_own(path):
+            notes.append(Note("tests", "left out of an artifact: this place is the verifier's own", path, stopped=True))
+        else:
+            judged[path] = entry
+            continue
+        left_out.add(entry.path[len(place) :].lstrip("/"))
+    return JudgedArtifact(frozenset(left_out), (*notes, *_steering(kept, judged)))
+
+
+def _left_out(path: str, leads: str, why: str = "it leads out of it") -> Note:
+    return Note("link", f"left out of an artifact: {why}, to {leads}", path, stopped=True)
+
+
+def _is_own(path: str) -> bool:
+    """Whether a place is the verifier's own."""
+    return any(PurePosixPath(path).is_relative_to(own) for own in _OWN)
+
+
+def _target(path: str, leads: str) -> str:
+    """Where a link leads, if nothing on the way is a link."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(path), leads))
+
+
+def _leads_out(path: str, leads: str, source: str) -> bool:
+    """Whether a link may lead out of the artifact. A way that goes down and up again counts as one that may: what it
+    passes may be a link too."""
+    parts = [part for part in PurePosixPath(leads).parts if part != "."]
+    if leads.startswith("/"):
+        return ".." in parts or not PurePosixPath(leads).is_relative_to(source)
+    ups = next((number for number, part in enumerate(parts) if part != ".."), len(parts))
+    depth = len(PurePosixPath(path).relative_to(source).parts) - 1
+    return ups > depth or ".." in parts[ups:]
+
+
+def _steering(kept: Tree, judged: dict[str, Entry]) -> Iterator[Note]:
+    packages = {str(PurePosixPath(path).parent) for path in judged if PurePosixPath(path).name == "__init__.py"}
+    for path, entry in judged.items():
+        if entry.kind == "directory":
+            continue
+        if (known := is_read_by_itself(path)) is not None:
+            yield Note(known[0], known[1], path)
+        elif may_configure(path) and entry.kind == "file" and _configures(kept, entry):
+            yield Note("runner", "it configures a test runner", path)
+        elif (module := shadowed_module(path)) is not None and import_root(path) not in packages:
+            yield Note("module", f"Python may import this in place of the module {module}", path)
+
+
+def _configures(kept: Tree, entry: Entry) -> bool:
+    try:
+        return configures(entry.path, kept.read(entry.path, _CONFIG_LIMIT))
+    except TreeError:
+        return True

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from pier.errors import SandboxError, TaskError, VerifierError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
-from pier.sandbox.parcel import deliver
+from pier.sandbox.upload import upload_scripts
 from pier.task.digest import without_ignored
-from pier.verifier.folders import TESTS, VERIFIER_LOGS
-from pier.verifier.notes import Note
+from pier.verifier.changes import TESTS, VERIFIER_LOGS, Note
 from pier.verifier.reward import REWARD_LIMIT, RewardFiles, Rewards, read_verdict
 
 _OUTPUT_KEPT = 64 * 1024
@@ -25,7 +24,7 @@ TakeRewards = Callable[[], Awaitable[RewardFiles | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Grading:
+class TestPlan:
     """What to run. `tests` are uploaded over one another; none if the image brings them (`bundled`)."""
 
     tests: tuple[Path, ...]
@@ -45,27 +44,27 @@ class Grade:
     notes: tuple[Note, ...] = ()
 
 
-async def grade(
-    sandbox: Sandbox, grading: Grading, on_output: OnOutput | None = None, take: TakeRewards | None = None
+async def run_tests(
+    sandbox: Sandbox, plan: TestPlan, on_output: OnOutput | None = None, take: TakeRewards | None = None
 ) -> Grade:
     """Upload the tests, run them, read the verdict. The sandbox must be secured or fresh. `VerifierError` if there is
     no usable verdict. `take` may have the reward files already, from logs that are taken out anyway."""
-    argv = await _prepare(sandbox, grading)
+    argv = await _prepare(sandbox, plan)
     result = await sandbox.exec(
         argv,
-        cwd=grading.workdir,
-        env=grading.env,
-        user=grading.user,
-        timeout=grading.seconds,
+        cwd=plan.workdir,
+        env=plan.env,
+        user=plan.user,
+        timeout=plan.seconds,
         on_output=on_output,
         output_limit=_OUTPUT_KEPT,
     )
     left = await sandbox.kill_all()
     if result.timed_out:
-        raise VerifierError(f"the verifier took longer than {grading.seconds:g} s", code="verifier_timeout")
+        raise VerifierError(f"the verifier took longer than {plan.seconds:g} s", code="verifier_timeout")
     notes = [Note("processes", f"still running when the tests had ended: {left}", stopped=True)] if left else []
-    if grading.whole is not None and await _has_reward(sandbox):
-        await grading.whole.kill_all()
+    if plan.whole is not None and await _has_reward(sandbox):
+        await plan.whole.kill_all()
     files = await take() if take is not None else None
     if files is None:
         files = RewardFiles(await _read(sandbox, "reward.json"), await _read(sandbox, "reward.txt"))
@@ -78,23 +77,23 @@ async def grade(
     return Grade(verdict.rewards, tuple(notes))
 
 
-async def _prepare(sandbox: Sandbox, grading: Grading) -> list[str]:
-    path = f"{TESTS}/{grading.script}"
-    if grading.bundled:
+async def _prepare(sandbox: Sandbox, plan: TestPlan) -> list[str]:
+    path = f"{TESTS}/{plan.script}"
+    if plan.bundled:
         try:
             script = await sandbox.read_file(path)
         except (FileNotFoundError, SandboxError) as error:
             raise TaskError(f"the verifier's image brings no {path}: {error}", code="no_tests") from error
         await sandbox.write_file(path, script, mode=0o755)
     else:
-        holders = [tests for tests in grading.tests if (tests / grading.script).is_file()]
+        holders = [tests for tests in plan.tests if (tests / plan.script).is_file()]
         if not holders:
-            raise TaskError(f"the task brings no tests/{grading.script}", code="no_tests")
-        for tests in grading.tests:
-            program = grading.script if tests == holders[-1] else None
+            raise TaskError(f"the task brings no tests/{plan.script}", code="no_tests")
+        for tests in plan.tests:
+            program = plan.script if tests == holders[-1] else None
             with without_ignored(tests) as source:
-                await deliver(sandbox, source, TESTS, program=program, owner=grading.user)
-        with (holders[-1] / grading.script).open("rb") as stream:
+                await upload_scripts(sandbox, source, TESTS, program=program, owner=plan.user)
+        with (holders[-1] / plan.script).open("rb") as stream:
             script = stream.read(2)
     return [path] if script.startswith(b"#!") else ["/bin/bash", path]
 

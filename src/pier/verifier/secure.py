@@ -4,18 +4,17 @@ tests and its verdict, and nothing it prepared for the verifier is left in the p
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import tarfile
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from pier.errors import SandboxError, VerifierError
 from pier.sandbox.contract import Change, Isolation, Sandbox
-from pier.verifier.changes import Suspicion, judge
-from pier.verifier.folders import LOGS, TESTS, VERIFIER_LOGS, make_folders
-from pier.verifier.notes import Note, limited
+from pier.verifier.changes import LOGS, TESTS, VERIFIER_LOGS, Note, Suspicion, judge, limited
 
 Pristine = Callable[[], AbstractAsyncContextManager[Sandbox]]
 """Opens a sandbox of the same image that no agent has touched."""
@@ -24,6 +23,23 @@ Pristine = Callable[[], AbstractAsyncContextManager[Sandbox]]
 PRIVATE_TESTS = 256 << 20
 """Bytes of tests that are kept in memory while processes of the agent run. Of a sandbox with a limit on memory it is at
 most a quarter of that."""
+
+
+async def make_folders(sandbox: Sandbox, folders: Mapping[str, int], *, clear: Sequence[str] = ()) -> None:
+    """Make directories (absolute paths) with their modes, owned by root. Parents that are missing are made too. What is
+    at the paths `clear` is removed first."""
+    await sandbox.put_packed(_pack(tuple(folders.items())), "/", clear=clear)
+
+
+@functools.lru_cache(maxsize=64)
+def _pack(folders: tuple[tuple[str, int], ...]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for path, mode in folders:
+            entry = tarfile.TarInfo(str(PurePosixPath(path).relative_to("/")))
+            entry.type, entry.mode = tarfile.DIRTYPE, mode
+            archive.addfile(entry)
+    return buffer.getvalue()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from pier.agent.contract import PackSpec
-from pier.agent.pack import pypi, runtime
+from pier.agent.pack import build, runtime
 from pier.agent.pack.store import PackStore
 from pier.errors import AgentError
 from pier.sandbox.contract import Finding
@@ -27,7 +27,7 @@ def _npm() -> Finding:
 
 def _python() -> Finding:
     try:
-        python = pypi.find_python(PackSpec("pypi", "").pythons)
+        python = build.find_python(PackSpec("pypi", "").pythons)
     except AgentError as error:
         return Finding("python", False, error.message, error.hint or "")
     return Finding("python", True, f"{python.minor} at {python.program}")

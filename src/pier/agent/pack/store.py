@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pier.agent.contract import PackSpec
-from pier.agent.pack import npm, pypi, runtime
+from pier.agent.pack import build, runtime
 from pier.errors import AgentError
 from pier.files import locked, write_json
 from pier.home import packs_home
@@ -51,7 +51,7 @@ class PackStore:
 
     def find(self, spec: PackSpec) -> Pack | None:
         """The pack of a pinned spec, if it is built."""
-        return self._read(self._reference(replace(spec, package=npm.named(spec.package)))) if spec.version else None
+        return self._read(self._reference(replace(spec, package=build.named(spec.package)))) if spec.version else None
 
     def all(self) -> list[Pack]:
         """Every built pack, by package."""
@@ -75,7 +75,7 @@ class PackStore:
         """The pack of `spec`, built first if it is missing. Several callers wait for one build, which goes on when the
         one that began it is cancelled."""
         say = on_progress or (lambda _: None)
-        spec = replace(spec, package=npm.named(spec.package))
+        spec = replace(spec, package=build.named(spec.package))
         if spec.version in (None, "latest"):
             say(f"looking up the newest {spec.package}")
             spec = await asyncio.to_thread(resolve, spec)
@@ -100,7 +100,7 @@ class PackStore:
         tree.mkdir(parents=True)
         try:
             say(f"installing {spec.package}@{spec.version}")
-            (npm if spec.source == "npm" else pypi).build(spec, tree, scratch)
+            build.build(spec, tree, scratch)
             say("adding loader, libraries and tools")
             runtime.complete(tree)
             _seal(tree)
@@ -137,8 +137,8 @@ def resolve(spec: PackSpec) -> PackSpec:
     """The same spec with a version. Blocks; needs the package index."""
     if spec.source not in ("npm", "pypi"):
         raise AgentError(f"packs are built from npm or pypi, not from {spec.source!r}", code="pack", blame="user")
-    spec = replace(spec, package=npm.named(spec.package))
-    return replace(spec, version=(npm if spec.source == "npm" else pypi).newest(spec))
+    spec = replace(spec, package=build.named(spec.package))
+    return replace(spec, version=build.newest(spec))
 
 
 async def ensure_pack(spec: PackSpec, on_progress: OnProgress | None = None) -> Pack:

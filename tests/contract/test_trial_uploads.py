@@ -1,4 +1,4 @@
-"""Small directories on their way into sandboxes: packed once, and never an old state of them."""
+"""Directories of scripts on their way into sandboxes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pier.image.store import ImageStore
 from pier.lease import Lease
 from pier.sandbox import SandboxSpec, open_backend
 from pier.sandbox.contract import Sandbox
-from pier.sandbox.parcel import deliver
+from pier.sandbox.upload import upload_scripts
 
 pytestmark = pytest.mark.plain
 
 
 @pytest.fixture
 async def sandbox(pier_home: Path) -> AsyncIterator[Sandbox]:
-    with Lease(label="parcels") as lease:
+    with Lease(label="uploads") as lease:
         async with open_backend("local", lease) as backend:
             async with await backend.start(SandboxSpec(image=await ImageStore().resolve("host"))) as started:
                 yield started
@@ -48,23 +48,15 @@ async def test_a_directory_arrives_as_it_is_with_its_program_ready_to_run(
 ) -> None:
     if large:
         (source / "below" / "more").write_bytes(os.urandom(100_000))
-    await deliver(sandbox, source, "/in", program="run.sh")
+    await upload_scripts(sandbox, source, "/in", program="run.sh")
     assert await look(sandbox) == "one\nbelow/data\n640 0:0\n755 0:0\nbelow\nlink\nrun.sh\n"
-
-
-async def test_a_change_is_seen(sandbox: Sandbox, source: Path) -> None:
-    await deliver(sandbox, source, "/in", program="run.sh")
-    (source / "run.sh").write_text("#!/bin/sh\necho two\n")
-    (source / "new").write_text("")
-    await deliver(sandbox, source, "/in", program="run.sh")
-    assert await look(sandbox) == "two\nbelow/data\n640 0:0\n755 0:0\nbelow\nlink\nnew\nrun.sh\n"
 
 
 async def test_an_owner_is_given_and_a_program_behind_a_link_runs(sandbox: Sandbox, source: Path) -> None:
     (source / "run.sh").rename(source / "real.sh")
     (source / "run.sh").symlink_to("real.sh")
-    await deliver(sandbox, source, "/in", program="run.sh", owner="0:0")
+    await upload_scripts(sandbox, source, "/in", program="run.sh", owner="0:0")
     assert (await look(sandbox)).startswith("one\n")
     await sandbox.remove("/in")
-    await deliver(sandbox, source, "/in", program="run.sh")
+    await upload_scripts(sandbox, source, "/in", program="run.sh")
     assert (await look(sandbox)).startswith("one\n")

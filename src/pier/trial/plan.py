@@ -1,0 +1,306 @@
+"""What a task asks of its sandboxes: the image and its files, the network of each phase, limits.
+
+All of it is decided before anything starts, from the task and the choices of the run alone. What the backend cannot
+run or enforce is refused here, by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pier.agent.contract import AGENT_LOGS
+from pier.errors import PolicyError, SandboxError, TaskError
+from pier.image.model import HOST, Image
+from pier.network.policy import NetworkPolicy
+from pier.sandbox.compose import MAIN, Compose, Service
+from pier.sandbox.compose.storage import LOGS as SERVICE_LOGS
+from pier.sandbox.contract import Backend, Capabilities, Limits
+from pier.task import Task, TaskStep, resolve_env
+from pier.task.model import Environment, normalise_host
+from pier.trial.images import ImageRequest
+from pier.trial.record import TrialRecord
+from pier.trial.spec import SandboxChoice
+from pier.verifier.changes import ARTIFACTS, TESTS, VERIFIER_LOGS
+
+_MEGABYTE = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxPlan:
+    """A sandbox to be started: its settings, and the files that its image does not bring."""
+
+    table: Environment
+    image: ImageRequest
+    content: Path | None
+    """The directory whose files go into the working directory, if the image cannot hold them."""
+    compose: Compose | None = None
+    """The services that run with it."""
+
+
+async def check_support(task: Task, backend: Backend, choice: SandboxChoice) -> None:
+    """Refuse what the backend cannot run, before anything starts."""
+    environment, name = task.config.environment, backend.name
+    if task.compose and not (await backend.capabilities()).compose:
+        message = f"{task.compose}: this task is made of several services, which the backend {name!r} cannot run"
+        raise _refusal(f"{message}; 'docker' can", "compose", hint="run it with --env docker")
+    if environment.os != "linux":
+        raise _refusal(f"{task.name}: the backend {name!r} runs no {environment.os} tasks", "unsupported")
+    if environment.tpu:
+        raise _refusal(f"{task.name}: the backend {name!r} has no TPUs", "unsupported")
+    if wanted_gpus(environment, choice) and not await backend.has_gpus():
+        message = f"{task.name}: the backend {name!r} has no GPUs here"
+        raise _refusal(message, "no_gpu", hint="pier doctor; run it without them: --override-gpus 0")
+
+
+def wanted_gpus(table: Environment, choice: SandboxChoice) -> int:
+    """How many GPUs a sandbox is to have."""
+    return (table.gpus or 0) if choice.gpus is None else choice.gpus
+
+
+def _refusal(message: str, code: str, hint: str | None = None) -> SandboxError:
+    return SandboxError(message, code=code, blame="user", retryable=False, hint=hint)
+
+
+def agent_plan(task: Task, choice: SandboxChoice, environ: Mapping[str, str] | None = None) -> SandboxPlan:
+    """What the agent works in. `environ` is what the task's own variables are filled from."""
+    context = task.environment_dir if task.dockerfile else None
+    if task.compose is not None:
+        plan = _services_plan(task, task.config.environment, task.compose, choice, environ)
+    else:
+        plan = _plan(task, task.config.environment, context, choice)
+    return _finished(task, plan, choice)
+
+
+def _finished(task: Task, plan: SandboxPlan, choice: SandboxChoice) -> SandboxPlan:
+    """`plan` with what its image may reach while it is built, and whether the user let it be this machine's root."""
+    chosen = choice.image is not None and choice.image in (plan.image.reference, HOST)
+    return replace(plan, image=replace(plan.image, network=build_network(task), host=chosen))
+
+
+def _services_plan(
+    task: Task, table: Environment, path: Path, choice: SandboxChoice, environ: Mapping[str, str] | None
+) -> SandboxPlan:
+    """A plan with services. Its image is the one of `main` in the file, else that of a task without one."""
+    from pier.sandbox.compose.read import read_compose  # most tasks have one service, and need no reader
+
+    compose = read_compose(path, compose_variables(table, path.parent, environ))
+    request = service_request(compose.main)
+    if choice.image:
+        request = ImageRequest(choice.image, chosen=True)
+    elif request is None or (table.docker_image and request.context == path.parent and not choice.force_build):
+        context = path.parent if (path.parent / "Dockerfile").is_file() else None
+        request = _plan(task, table, context, choice).image
+    return SandboxPlan(table, request, None, compose)
+
+
+def _plan(task: Task, table: Environment, context: Path | None, choice: SandboxChoice) -> SandboxPlan:
+    if choice.image:
+        return SandboxPlan(table, ImageRequest(choice.image, chosen=True), task.environment_dir)
+    if table.docker_image and not (choice.force_build and context):
+        return SandboxPlan(table, ImageRequest(table.docker_image), None if task.dockerfile else task.environment_dir)
+    if context is None:
+        raise TaskError(
+            f"{task.path}: neither environment.docker_image nor a Dockerfile says what to run in",
+            hint="run it with --image host",
+            code="no_image",
+        )
+    return SandboxPlan(table, ImageRequest(context=context), None)
+
+
+def verifier_plan(
+    task: Task, index: int, choice: SandboxChoice, environ: Mapping[str, str] | None = None
+) -> SandboxPlan:
+    """What a separate verifier works in: its own image, or a fresh copy of what the agent began with."""
+    return _finished(task, _verifier_plan(task, index, choice, environ), choice)
+
+
+def _verifier_plan(task: Task, index: int, choice: SandboxChoice, environ: Mapping[str, str] | None) -> SandboxPlan:
+    own = task.steps[index].verifier_environment
+    if own.compose is not None:
+        return _services_plan(task, own.table, own.compose, choice, environ)
+    if not own.bundled:
+        return replace(_plan(task, task.config.environment, own.context, choice), table=own.table)
+    if own.table.docker_image and not (choice.force_build and own.context):
+        return SandboxPlan(own.table, ImageRequest(own.table.docker_image), None)
+    return SandboxPlan(own.table, ImageRequest(context=own.context), None)
+
+
+async def sandbox_limits(
+    task: Task, table: Environment, choice: SandboxChoice, backend: Backend, record: TrialRecord
+) -> Limits:
+    """The task's limits with the run's own before them, and the backend's share of the machine where neither says
+    anything; what the backend cannot hold is left out and said."""
+    asked = Limits(
+        cpus=table.cpus or None,
+        memory=(table.memory_mb or 0) * _MEGABYTE or None,
+        disk=(table.storage_mb or 0) * _MEGABYTE or None,
+        processes=_processes(task),
+    )
+    wanted = asdict(choice.limits.over(asked))
+    capabilities = await backend.capabilities()
+    held = {name: value for name, value in wanted.items() if value and name in capabilities.limits}
+    if table.gpu_types and wanted_gpus(table, choice):
+        record.warn(
+            f"this backend does not choose GPUs by their kind; the task asks for {' or '.join(table.gpu_types)}"
+        )
+    for name in (name for name, value in wanted.items() if value and name not in held):
+        record.warn(f"this backend does not limit {name} here; the task asks for {wanted[name]}")
+    lifted = {name: 0 for name, value in asdict(choice.limits).items() if value == 0}
+    return Limits(**{**held, **lifted}).over(await backend.share())
+
+
+def pier_setting(task: Task, key: str) -> Any:
+    """What `metadata.pier` of a task's file says about `key`; None if it says nothing."""
+    table = task.config.metadata.get("pier")
+    return table.get(key) if isinstance(table, dict) else None
+
+
+def _processes(task: Task) -> int | None:
+    """What `metadata.pier.processes` says."""
+    value = pier_setting(task, "processes")
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    where = f"{task.path / 'task.toml'}: metadata.pier.processes"
+    raise TaskError(f"{where}: invalid value {value!r}: expected a number above 0", code="task_toml")
+
+
+_MAIN_IMAGE = "pier-main-image"
+
+
+def compose_variables(table: Environment, directory: Path, environ: Mapping[str, str] | None) -> dict[str, str]:
+    """All that a compose file can see: what `[environment.env]` asks for, and the names that Harbor's tasks use. The
+    directories of logs of the host are not mounted, so they have no real path."""
+    harbor = {
+        "CONTEXT_DIR": str(directory.resolve()),
+        "MAIN_IMAGE_NAME": _MAIN_IMAGE,
+        "PREBUILT_IMAGE_NAME": table.docker_image or _MAIN_IMAGE,
+        "TEST_DIR": TESTS,
+        "CPUS": str(table.cpus or ""),
+        "MEMORY": f"{table.memory_mb}M" if table.memory_mb else "",
+        "HOST_VERIFIER_LOGS_PATH": f"{SERVICE_LOGS}verifier",
+        "HOST_AGENT_LOGS_PATH": f"{SERVICE_LOGS}agent",
+        "HOST_ARTIFACTS_PATH": f"{SERVICE_LOGS}artifacts",
+        "ENV_VERIFIER_LOGS_PATH": VERIFIER_LOGS,
+        "ENV_AGENT_LOGS_PATH": AGENT_LOGS,
+        "ENV_ARTIFACTS_PATH": ARTIFACTS,
+    }
+    return harbor | resolve_env(table.env, where="environment.env", environ=environ)
+
+
+def service_request(service: Service) -> ImageRequest | None:
+    """The image of a service, as its file says; None if that says nothing."""
+    if service.build is not None:
+        build = service.build
+        return ImageRequest(None, build.context, build.dockerfile, tuple(sorted(build.args.items())), build.target)
+    if service.image and service.image != _MAIN_IMAGE:
+        return ImageRequest(service.image)
+    return None
+
+
+async def service_images(
+    compose: Compose, main: ImageRequest, get: Callable[[ImageRequest], Awaitable[Image]]
+) -> dict[str, Image]:
+    """The images of all services, each fetched or built once. What one of them builds under a name is what the others
+    mean by that name."""
+    requests = {name: main if name == MAIN else service_request(service) for name, service in compose.services.items()}
+    built = {one.image: requests[name] for name, one in compose.services.items() if one.build and one.image}
+    requests = {name: built.get(compose.services[name].image or "", request) for name, request in requests.items()}
+    asked = (replace(request or main, network=main.network) for request in requests.values())
+    found = await asyncio.gather(*(get(request) for request in asked))
+    return dict(zip(requests, found, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class StepNetwork:
+    """The policies of one step. `verifier` is of the sandbox that grades; `shared` if that is the agent's own."""
+
+    agent: NetworkPolicy
+    verifier: NetworkPolicy
+    shared: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPlan:
+    """The policy that the sandbox starts with, and those of the steps in order. `setup`: the one while the agent is
+    installed, if that happens in the sandbox."""
+
+    baseline: NetworkPolicy
+    steps: tuple[StepNetwork, ...]
+    setup: NetworkPolicy | None = None
+
+
+def plan_network(
+    environment: Environment,
+    steps: tuple[TaskStep, ...],
+    *,
+    override: NetworkPolicy | None = None,
+    hosts: tuple[str, ...] = (),
+    agent_hosts: tuple[str, ...] = (),
+    verifier_hosts: tuple[str, ...] = (),
+    setup: NetworkPolicy | None = None,
+) -> NetworkPlan:
+    """The task's policies with what the run adds. An override holds for every phase."""
+    baseline = with_hosts(override or environment.policy, hosts)
+    planned: list[StepNetwork] = []
+    for step in steps:
+        agent = baseline if override else (step.agent.policy or baseline)
+        verifier = with_hosts(_verifier_policy(step, baseline, override), verifier_hosts)
+        planned.append(StepNetwork(with_hosts(agent, agent_hosts), verifier, step.verifier_mode == "shared"))
+    return NetworkPlan(baseline, tuple(planned), setup)
+
+
+def _verifier_policy(step: TaskStep, baseline: NetworkPolicy, override: NetworkPolicy | None) -> NetworkPolicy:
+    if override is not None:
+        return baseline
+    own = step.verifier_environment.own_table and step.verifier_mode == "separate"
+    start = step.verifier_environment.table.policy if own else baseline
+    return step.verifier.policy or start
+
+
+def build_network(task: Task) -> NetworkPolicy | None:
+    """What the Dockerfiles of a task may reach while they are built: `metadata.pier.build_network` of its file is
+    `public`, `none`, or a list of hosts. None if nothing is said, which is public."""
+    said = pier_setting(task, "build_network")
+    if said is None or said in ("public", "none"):
+        return None if said is None else NetworkPolicy(said)
+    if not isinstance(said, list) or not all(isinstance(host, str) for host in said):
+        message = (
+            f"{task.path / 'task.toml'}: metadata.pier.build_network: {said!r} is not public, none or a list of hosts"
+        )
+        raise TaskError(message, code="task_toml")
+    return with_hosts(NetworkPolicy("none"), tuple(said))
+
+
+def with_hosts(policy: NetworkPolicy, hosts: tuple[str, ...]) -> NetworkPolicy:
+    """`policy` with more hosts: none becomes an allowlist, public has them already."""
+    if not hosts or policy.mode == "public":
+        return policy
+    merged = dict.fromkeys((*policy.hosts, *(_rule(host) for host in hosts)))
+    return NetworkPolicy("allowlist", tuple(merged))
+
+
+def _rule(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    if colon and port.isdigit() and ":" not in name:
+        return f"{normalise_host(name)}:{port}"
+    return normalise_host(host)
+
+
+def check_network(plan: NetworkPlan, capabilities: Capabilities, backend: str) -> None:
+    """Refuse a plan that the backend cannot enforce."""
+    setup = {plan.setup} if plan.setup else set[NetworkPolicy]()
+    used = {plan.baseline, *setup, *(policy for step in plan.steps for policy in (step.agent, step.verifier))}
+    wanted = {policy.mode for policy in used}
+    if missing := wanted - capabilities.networks:
+        have = ", ".join(sorted(capabilities.networks)) or "none at all"
+        raise PolicyError(
+            f"the backend {backend!r} cannot enforce the network mode {min(missing)!r} here; it can: {have}",
+            hint="pier doctor",
+        )
+    phases = {p for s in plan.steps for p in ((s.agent, s.verifier) if s.shared else (s.agent,))}
+    if {*phases, *setup} - {plan.baseline} and not capabilities.switch_network:
+        raise PolicyError(f"the backend {backend!r} cannot change the network between phases, which this task asks for")
