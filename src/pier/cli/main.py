@@ -10,7 +10,6 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -128,6 +127,8 @@ class LazyGroup(click.Group):
 def cli(ctx: click.Context) -> None:
     """Run coding agents in sandboxes, record everything they do, and grade the result so that it can be trusted."""
     if ctx.invoked_subcommand is None:
+        from pathlib import Path
+
         fresh = not any(Path(name).exists() for name in ("jobs", "tasks", "task.toml"))
         click.echo(FIRST_STEPS if fresh else ctx.get_help())
 

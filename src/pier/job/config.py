@@ -55,7 +55,9 @@ def _is_empty(value: Any) -> bool:
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False, defer_build=True
+    )
     group: ClassVar[str]
 
 
