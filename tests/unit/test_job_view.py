@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,18 @@ def test_empty_torn_and_other_directories(tmp_path: Path, capsys: pytest.Capture
             JobView.open(other)
         assert caught.value.code == "not-a-job"
     assert [view.name for view in list_jobs(tmp_path)] == ["torn"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_job_that_may_not_be_read_is_an_error(tmp_path: Path) -> None:
+    write_job(tmp_path / "j", [GOOD])
+    (tmp_path / "j").chmod(0)
+    try:
+        with pytest.raises(JobError) as caught:
+            JobView.open(tmp_path / "j")
+        assert caught.value.code == "job-files" and list_jobs(tmp_path) == []
+    finally:
+        (tmp_path / "j").chmod(0o700)
 
 
 def test_jobs_of_other_programs_are_read_from_their_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

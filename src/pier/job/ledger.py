@@ -92,15 +92,20 @@ class Ledger:
     @classmethod
     def read(cls, directory: Path) -> Ledger:
         """The ledger of a job that exists."""
+        if (ledger := cls.find(directory)) is None:
+            raise not_a_job(directory)
+        return ledger
+
+    @classmethod
+    def find(cls, directory: Path) -> Ledger | None:
+        """The ledger of a job; None if there is no readable one."""
         ledger = cls(directory, "", "")
         for line in _lines(directory / JOURNAL):
             try:
                 ledger._apply(line)
             except (KeyError, TypeError, IndexError, ValueError):
                 ledger.lost_lines += 1
-        if not ledger.id:
-            raise not_a_job(directory)
-        return ledger
+        return ledger if ledger.id else None
 
     def _apply(self, line: dict[str, Any]) -> None:
         event = line["e"]

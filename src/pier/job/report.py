@@ -8,7 +8,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from pier.job.directory import result_of
 from pier.job.ledger import current_owner
 from pier.job.plan import NOT_ASKED
 from pier.job.progress import describe_outcome, first_line
-from pier.job.results import Comparison, Interval, Summary, Totals, calls_of, compare, describe, describe_calls
-from pier.job.view import LOG, RESULT, TRIAL_LOG, JobView, TrialRow, has_finished, rewards_by_task, summary_of
+from pier.job.results import Comparison, Interval, Summary, calls_of, compare, describe, describe_calls
+from pier.job.view import LOG, RESULT, TRIAL_LOG, Group, JobView, TrialRow, has_finished, rewards_by_task
 from pier.sizes import size_text
 from pier.tree import Tree, TreeError
 from pier.trial.record import printable
@@ -281,24 +281,16 @@ def _print_log_line(line: str, *, as_json: bool) -> None:
         click.echo(printable(line))
 
 
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """One agent of one job, in a comparison."""
-
-    label: str
-    view: JobView
-    totals: Totals
-    summary: Summary
-    rewards: dict[str, list[float]]
-
-
 def print_comparison(views: Sequence[JobView], *, as_json: bool) -> None:
     """Print how the agents of jobs compare with the first of them."""
-    first, *others = _sides(views)
-    found = [(side, compare(first.rewards, side.rewards)) for side in others]
+    first, *rest = _sides(views)
+    rewards = rewards_by_task(first.trials)
+    found = [(side, compare(rewards, rewards_by_task(side.trials))) for side in rest]
     differing = _config_differences(views)
     if as_json:
-        click.echo(json.dumps(_comparison_data(first, found, differing), indent=2))
+        others = [{**_side_data(side), "against_first": asdict(result)} for side, result in found]
+        data = {"first": _side_data(first), "others": others, "configuration": differing}
+        click.echo(json.dumps(data, indent=2))
         return
     shown = [(*_side_cells(side), _difference(result.difference, result.interval)) for side, result in found]
     rows = [(*_side_cells(first), "-"), *shown]
@@ -312,7 +304,7 @@ def print_comparison(views: Sequence[JobView], *, as_json: bool) -> None:
             for row in sorted(changed, key=lambda row: (row.difference is None, row.difference or 0.0, row.task))
         ]
         if cells:
-            print_columns(cells, ("task", first.label, side.label, "difference (95%)"))
+            print_columns(cells, ("task", first.key, side.key, "difference (95%)"))
     if differing:
         click.echo()
         print_columns(
@@ -324,30 +316,29 @@ def print_comparison(views: Sequence[JobView], *, as_json: bool) -> None:
         )
 
 
-def _sides(views: Sequence[JobView]) -> list[_Side]:
-    """Each agent with its model, of each job; jobs with one agent go by their own names."""
-    sides: list[_Side] = []
+def _sides(views: Sequence[JobView]) -> list[Group]:
+    """Each agent with its model, of each job, over all datasets; jobs with one agent go by their own names."""
+    sides: list[Group] = []
     for view in views:
         agents = dict.fromkeys((group.agent, group.model) for group in view.groups)
         for agent, model in agents:
             own = f"{agent} {model}" if model else agent
             label = view.name if len(agents) == 1 else own if len(views) == 1 else f"{view.name}: {own}"
-            rows = [row for row in view.trials if (row.agent, row.model) == (agent, model)]
-            totals, summary = Totals.of(row.outcome for row in rows), summary_of(rows)
-            sides.append(_Side(label, view, totals, summary, rewards_by_task(rows)))
+            rows = tuple(row for row in view.trials if (row.agent, row.model) == (agent, model))
+            sides.append(Group(label, agent, model, "", rows))
     if len(sides) < 2:
         raise UsageError("nothing to compare: give two jobs, or one job with several agents", hint="pier job list")
     return sides
 
 
-def _side_cells(side: _Side) -> tuple[str, ...]:
+def _side_cells(side: Group) -> tuple[str, ...]:
     verdicts = f"{side.summary.n_verdicts}/{side.summary.n_trials}"
-    return (side.label, verdicts, _means(side.summary), str(side.totals.cost) if side.totals.done else "-")
+    return (side.key, verdicts, _means(side.summary), str(side.totals.cost) if side.totals.done else "-")
 
 
-def _verdict(first: _Side, side: _Side, result: Comparison) -> str:
+def _verdict(first: Group, side: Group, result: Comparison) -> str:
     ties = result.n_paired - result.wins - result.losses
-    text = f"{side.label} against {first.label}: {result.n_paired} tasks with verdicts in both, "
+    text = f"{side.key} against {first.key}: {result.n_paired} tasks with verdicts in both, "
     text += f"{result.wins} better, {result.losses} worse, {ties} equal"
     return text if result.p_value is None else f"{text} (sign test: p = {result.p_value:.3g})"
 
@@ -362,15 +353,9 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _comparison_data(
-    first: _Side, found: Sequence[tuple[_Side, Comparison]], differing: dict[str, list[Any]]
-) -> dict[str, Any]:
-    def data(side: _Side) -> dict[str, Any]:
-        cost = {"known_usd": side.totals.cost.known, "trials_unknown": side.totals.cost.unknown}
-        return {"name": side.label, "job": str(side.view.directory), **describe(side.summary), "cost": cost}
-
-    others = [{**data(side), "against_first": asdict(result)} for side, result in found]
-    return {"first": data(first), "others": others, "configuration": differing}
+def _side_data(side: Group) -> dict[str, Any]:
+    cost = {"known_usd": side.totals.cost.known, "trials_unknown": side.totals.cost.unknown}
+    return {"name": side.key, "agent": side.agent, "model": side.model, **describe(side.summary), "cost": cost}
 
 
 def _config_differences(views: Sequence[JobView]) -> dict[str, list[Any]]:

@@ -74,7 +74,7 @@ class Group:
 
     @cached_property
     def summary(self) -> Summary:
-        return summary_of(self.trials)
+        return summarise(GradedTrial(row.task, row.outcome.rewards if row.outcome else None) for row in self.trials)
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,16 @@ class JobView:
     @classmethod
     def open(cls, path: Path) -> JobView:
         """The job in a directory. `JobError` with code `not-a-job` if it is the directory of something else."""
-        if not path.is_dir():
-            raise not_a_job(path)
-        owner = current_owner(path)
         try:
-            return cls.of(Ledger.read(path), owner)
-        except JobError:
+            if not path.is_dir():
+                raise not_a_job(path)
+            owner = current_owner(path)
+            if ledger := Ledger.find(path):
+                return cls.of(ledger, owner)
             with Tree(path.resolve()) as tree:
                 return _without_journal(path, tree, owner)
+        except OSError as error:
+            raise JobError(f"{path}: cannot be read: {error}", code="job-files") from error
 
     @classmethod
     def of(cls, ledger: Ledger, owner: Owner | None = None) -> JobView:
@@ -288,11 +290,6 @@ def list_jobs(jobs_dir: Path) -> list[JobView]:
             continue
         found += [view] if view.state != "empty" else []
     return sorted(found, key=lambda view: view.created_at or "", reverse=True)
-
-
-def summary_of(rows: Iterable[TrialRow]) -> Summary:
-    """The metrics of some trials."""
-    return summarise(GradedTrial(row.task, row.outcome.rewards if row.outcome else None) for row in rows)
 
 
 def rewards_by_task(rows: Iterable[TrialRow]) -> dict[str, list[float]]:
