@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,13 @@ def test_commands_in_examples_exist(page: Path) -> None:
             if command not in COMMANDS:
                 unknown.append(command)
     assert unknown == []
+
+
+def test_the_page_of_errors_is_complete() -> None:
+    checked = subprocess.run(
+        [sys.executable, ROOT / ".ci/errors", "--check"], capture_output=True, text=True, timeout=60
+    )
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_named_tests_exist() -> None:
