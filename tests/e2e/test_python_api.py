@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -104,6 +106,17 @@ async def test_a_job_is_run_continued_and_opened_again(tmp_path: Path) -> None:
     assert again.result["n_total_trials"] == 2
     before = [trial.result.id for trial in job.trials]
     assert [trial.result.id for trial in (await job.run()).trials] == before
+
+
+async def test_a_cancelled_job_can_be_run_again(tmp_path: Path) -> None:
+    job = pier.Job.of(ROOT / "examples/tasks/hello", image="host", jobs_dir=tmp_path, job_name="one")
+    for seconds in (0, 0.2):
+        running = asyncio.create_task(job.run())
+        await asyncio.sleep(seconds)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):  # it may have ended already
+            await running
+    assert [trial.reward for trial in (await job.run()).trials] == [1.0]
 
 
 def test_a_task_is_loaded() -> None:

@@ -125,7 +125,12 @@ async def run_quietly(config: JobConfig, env: Mapping[str, str], *, yes: bool = 
 
     with ExitStack() as stack:
         opened = open_for(config, env, yes=yes, check=lambda: _check(config, env))
-        job = await asyncio.to_thread(stack.enter_context, opened)
+        opening = asyncio.ensure_future(asyncio.to_thread(stack.enter_context, opened))
+        try:
+            job = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            await asyncio.wait([opening])  # only what is open can be closed
+            raise
         await run_job(job, env, _progress(job, Show.QUIET), Interrupts())
         return job.directory
 
