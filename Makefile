@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Each target prepares what it needs.
 
-.PHONY: help demo test lint format bench soak docs venv dev system clients clean
+.PHONY: help demo test lint format bench soak errors docs venv dev system clients clean
 
 help:
 	@echo "make demo    run the example tasks on the embedded sandbox (no Docker, no key)"
@@ -9,6 +9,7 @@ help:
 	@echo "make bench   run the benchmarks"
 	@echo "make soak    run the property tests with ever new examples, for MINUTES=10"
 	@echo "make bump    raise the agents' pinned versions to the newest ones that pass their tests"
+	@echo "make errors  write docs/reference/errors.md from the source"
 	@echo "make docs    check that the documentation's links and commands exist"
 
 venv: .venv/.ready
@@ -49,6 +50,9 @@ soak: dev
 
 bump: dev system
 	@.venv/bin/python .ci/bump
+
+errors: dev
+	@.venv/bin/python .ci/errors
 
 docs: dev
 	@.venv/bin/python -m pytest -q tests/unit/test_docs.py

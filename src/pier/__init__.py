@@ -1,4 +1,8 @@
-"""pier runs coding agents in sandboxes, records what they do, and grades the result so that it can be trusted."""
+"""pier runs coding agents in sandboxes, records what they do, and grades the result so that it can be trusted.
+
+Everything that programs need is here by name: `from pier import Job, Sandbox, Gateway`. A name is loaded when it is
+first used, so that `import pier` costs nothing. `__init__.pyi` has the types.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,33 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOMES = {"Gateway": "pier.gateway"}
-"""What `pier.NAME` gives, and where it is. Loaded on first use, so that `import pier` costs nothing."""
+_HOMES = {
+    "pier.api": "Job Trial",
+    "pier.endpoint": "GATEWAY_PORT Endpoint",
+    "pier.errors": "AgentError ArgumentError ImageError JobError PathError PierError PolicyError ProviderError "
+    "SandboxError StorageError TaskError UsageError VerifierError",
+    "pier.gateway": "Budget Gateway Provider Session",
+    "pier.record.reader": "Recording read_recording",
+    "pier.job.config": "AgentConfig DatasetConfig JobConfig",
+    "pier.network.policy": "NetworkPolicy",
+    "pier.sandbox.contract": "Backend FileInfo Limits Mount Process Result Sandbox SandboxSpec",
+    "pier.task": "Task load_task",
+    "pier.trial.result": "TrialResult",
+}
+"""Where each name is from."""
+
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+_RENAMED = {"read_recording": "read"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name == "sandbox":
+        return import_module("pier.sandbox")  # the package, which can be called
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    value = globals()[name] = getattr(import_module(_HOME_OF[name]), _RENAMED.get(name, name))
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "sandbox", *_HOME_OF})

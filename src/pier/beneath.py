@@ -13,7 +13,7 @@ import errno
 import itertools
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 NO_MAGICLINKS, NO_SYMLINKS, BENEATH, IN_ROOT = 0x02, 0x04, 0x08, 0x10
@@ -77,21 +77,33 @@ def open_by_parts(root: int, path: str, flags: int, mode: int) -> int:
         os.close(here)
 
 
-def make_directory(root: int, path: str, resolve: int) -> tuple[int, bool]:
-    """Open the directory `path`, making what is missing of it; says whether its last part was made."""
+def make_directory(root: int, path: str, resolve: int, owner: Sequence[int] | None = None) -> tuple[int, bool]:
+    """Open the directory `path`, making what is missing of it; says whether its last part was made. What is made
+    belongs to `owner` (user and group), else to this process."""
     try:
         return open_in(root, path, DIRECTORY, resolve), False
     except FileNotFoundError:
         parent, _, last = path.strip("/").rpartition("/")
-        above, _ = make_directory(root, parent or ".", resolve)
+        above, _ = make_directory(root, parent or ".", resolve, owner)
     try:
         try:
             os.mkdir(last, 0o755, dir_fd=above)
         except FileExistsError:
             pass
+        else:
+            _give(last, above, owner)
     finally:
         os.close(above)
     return open_in(root, path, DIRECTORY, resolve), True
+
+
+def _give(name: str, above: int, owner: Sequence[int] | None) -> None:
+    if owner:
+        fd = os.open(name, READ_DIRECTORY, dir_fd=above)
+        try:
+            os.fchown(fd, *owner)
+        finally:
+            os.close(fd)
 
 
 def write_all(fd: int, data: bytes) -> None:

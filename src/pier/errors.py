@@ -7,7 +7,8 @@
     ├── SandboxError     a sandbox could not be started, reached or controlled
     │   ├── PolicyError  a network policy cannot be enforced here, so nothing was started
     │   ├── ArgumentError   an argument of a call is wrong; also a ValueError
-    │   └── PathError    a path in a sandbox is not of the kind that the call needs; also an OSError
+    │   └── PathError    a path in a sandbox is missing, not allowed or not of the kind that the call needs; also an
+    │                    OSError: its subclasses are FileNotFoundError, PermissionError, IsADirectoryError, ...
     ├── AgentError       the agent program failed
     ├── ProviderError    the model provider failed
     ├── VerifierError    the verifier gave no usable verdict
@@ -117,6 +118,18 @@ class NoDirectoryError(PathError, NotADirectoryError):
     """A path leads through something that is not a directory."""
 
     code = "not_directory"
+
+
+class MissingPathError(PathError, FileNotFoundError):
+    """A path does not exist."""
+
+    code = "not_found"
+
+
+class DeniedPathError(PathError, PermissionError):
+    """The user that a call acts as may not do that to this path."""
+
+    code = "permission_denied"
 
 
 class AgentError(PierError):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import pier
 from pier.image.model import Image
 from pier.lease import Lease
 from pier.sandbox import open_backend
@@ -42,6 +43,22 @@ async def backend(docker: Engine, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 async def test_promise(check: Check, backend: Backend, image: Image, tmp_path: Path) -> None:
     await verify(check, backend, image, tmp_path)
+
+
+async def test_the_front_door_leads_to_containers_too(
+    docker: Engine, monkeypatch: pytest.MonkeyPatch, image: Image
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", docker.url)
+    async with pier.sandbox(image, backend="docker", workdir="/srv/w", user="1234:1234") as box:
+        await box.write_file("sub/a.txt", "text")
+        assert (
+            await box.exec("id -u; cat sub/a.txt; stat -c ' %u' . sub sub/a.txt")
+        ).text == "1234\ntext 1234\n 1234\n 1234\n"
+        with pytest.raises(PermissionError):
+            await box.write_file("/etc/a.txt", "text")
+    with pytest.raises(pier.SandboxError, match="no-such-user"):
+        async with pier.sandbox(image, backend="docker", user="no-such-user"):
+            pass
 
 
 async def test_the_machines_disks_are_out_of_reach(backend: Backend, image: Image) -> None:

@@ -30,7 +30,8 @@ GIVEN = os.environ.get("PIER_TEST_ENGINE", "")
 SELECTED = (
     "exit_codes", "output_as_it_comes", "large_stdin", "terminal_size", "timeout_kills_daemons", "upload_tree",
     "download_tree", "served_from_outside", "none_refuses_at_once", "allowlist_refuses_at_once", "kill_all", "snapshot",
-    "isolated_view", "wrong_arguments", "undecodable_names", "paths_in_the_way", "failing_on_output",
+    "isolated_view", "written_as_user", "refused_to_user", "large_as_user",
+    "wrong_arguments", "undecodable_names", "paths_in_the_way", "failing_on_output",
 )  # fmt: skip
 WAYS = ("socket", "tcp", "context", "chosen context", "tls", "ssh")
 

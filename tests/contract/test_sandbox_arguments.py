@@ -40,10 +40,10 @@ JSON = st.recursive(
 )
 METHODS = (
     "exec", "environment", "place", "write_file", "data", "read_file", "upload", "download", "put_packed", "get_tar",
-    "remove", "listen",
+    "remove", "listen", "mkdir", "stat", "list_dir", "as_user",
 )  # fmt: skip
 OPERATIONS = ("exec", "copy", "probe", "signal", "kill", "listen", "network", "none of these")
-REQUESTS = ("pack", "unpack", "read", "write", "remove", "none of these")
+REQUESTS = ("pack", "unpack", "read", "write", "remove", "mkdir", "list", "stat", "none of these")
 
 
 async def _take(stream: AsyncIterator[bytes]) -> None:
@@ -65,6 +65,10 @@ async def _call(sandbox: Sandbox, name: str, one: Any, two: Any, scratch: Path) 
         "put_packed": lambda: sandbox.put_packed(one, "/srv", clear=two),
         "get_tar": lambda: _take(sandbox.get_tar(one)),
         "remove": lambda: sandbox.remove(one),
+        "mkdir": lambda: sandbox.mkdir(one, mode=two),
+        "stat": lambda: sandbox.stat(one, user=two),
+        "list_dir": lambda: sandbox.list_dir(one, user=two),
+        "as_user": lambda: sandbox.write_file(one, b"x", user=two),
         "listen": lambda: sandbox.listen(one, asyncio.Protocol, host=two),
     }
     await asyncio.wait_for(calls[name](), 60)

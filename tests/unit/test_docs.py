@@ -43,6 +43,13 @@ def test_the_page_of_settings_is_current() -> None:
     assert page.read_text() == made, f"run: .ci/settings > {page.relative_to(ROOT)}"
 
 
+def test_the_page_of_errors_is_complete() -> None:
+    checked = subprocess.run(
+        [sys.executable, ROOT / ".ci/errors", "--check"], capture_output=True, text=True, timeout=60
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
 def test_named_tests_exist() -> None:
     text = (ROOT / "docs/reference/acceptance.md").read_text()
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from pier.image.model import Image
-    from pier.sandbox.contract import Limits, Mount, Process, SandboxSpec
+    from pier.sandbox.contract import Mount, Process
     from pier.sandbox.remote import Running
 
 _SHELL = "/bin/sh"
@@ -153,61 +152,27 @@ async def _until_terminated(work: Coroutine[Any, Any, int]) -> int:
 
 
 async def _run(command: tuple[str, ...], interactive: bool, tty: bool, options: dict[str, Any]) -> int:
-    from pier.lease import Lease, sweep
-    from pier.sandbox import open_backend
+    from pier.sandbox.contract import Limits
+    from pier.sandbox.opening import open_sandbox
     from pier.sandbox.remote import Running, serving
-
-    with Lease(label="pier sandbox run") as lease:
-        async with open_backend("local", lease) as backend:
-            await sweep(dict.fromkeys(backend.kinds, backend.destroy))
-            spec = await _spec(options, await backend.share())
-            config = spec.image.config
-            argv = list(command) or [*config.entrypoint, *config.cmd] or [_SHELL]
-            async with await backend.start(spec) as box:
-                ended = asyncio.Event()
-                directory: Path = box.box.directory  # type: ignore[attr-defined]
-                running = Running(
-                    box.id, spec.name, spec.image.reference, os.getpid(), time.time(), argv, directory
-                )  # fmt: skip
-                async with serving(box, running, ended.set):
-                    code = await _attach(await _spawn(box, argv, interactive, tty), interactive, tty, ended)
-                if code == 127 and argv == [_SHELL] and not command:
-                    told = f"{spec.image.reference} has neither a default command nor a shell: give the program to run"
-                    click.echo(told, err=True)
-                return code
-
-
-async def _spec(options: dict[str, Any], share: Limits) -> SandboxSpec:
-    from pier.image.host import host_image
-    from pier.network.policy import NetworkPolicy
-    from pier.sandbox.contract import Limits, SandboxSpec
-    from pier.sandbox.hidden import refuse_hidden
 
     if options["allow"] and options["network"] == "public":
         raise click.UsageError("--allow says what may be reached; with --network public that is everything")
-    policy = NetworkPolicy("allowlist", tuple(options["allow"])) if options["allow"] else None
-    mounts = tuple(_mount(text) for text in options["volume"])
-    refuse_hidden(mounts)
-    limits = {name: options[name] for name in ("cpus", "memory", "processes", "disk", "open_files")}
-    return SandboxSpec(
-        image=host_image() if options["image"] == "host" else await _resolve(options["image"]),
-        network=policy or NetworkPolicy(options["network"]),
-        limits=Limits(**limits).over(share),
-        mounts=mounts,
-        env=_env(options["env"]),
-        user=options["user"],
-        workdir=options["workdir"],
-        hostname=options["hostname"],
-        no_new_privileges=options["no_new_privileges"],
-        name=options["name"],
-    )
-
-
-async def _resolve(reference: str) -> Image:
-    """Apart from the built-in one, since the store brings much with it."""
-    from pier.image.store import ImageStore
-
-    return await ImageStore().resolve(reference)
+    limits = {name: options.pop(name) for name in ("cpus", "memory", "processes", "disk", "open_files")}
+    mounts = [_mount(text) for text in options.pop("volume")]
+    env = _env(options.pop("env"))
+    async with open_sandbox(**options, env=env, mounts=mounts, limits=Limits(**limits)) as box:
+        config = box.spec.image.config
+        argv = list(command) or [*config.entrypoint, *config.cmd] or [_SHELL]
+        ended = asyncio.Event()
+        directory: Path = box.box.directory  # type: ignore[attr-defined]
+        reference, name = box.spec.image.reference, box.spec.name
+        running = Running(box.id, name, reference, os.getpid(), time.time(), argv, directory)
+        async with serving(box, running, ended.set):
+            code = await _attach(await _spawn(box, argv, interactive, tty), interactive, tty, ended)
+        if code == 127 and argv == [_SHELL] and not command:
+            click.echo(f"{reference} has neither a default command nor a shell: give the program to run", err=True)
+        return code
 
 
 def _mount(text: str) -> Mount:

@@ -114,7 +114,7 @@ def open_connector(address: str) -> tuple[aiohttp.BaseConnector, str]:
             return aiohttp.TCPConnector(), f"http://{parts.netloc}"
         return aiohttp.TCPConnector(ssl=context), f"https://{parts.netloc}"
     raise UsageError(
-        f"{url} is no address of a Docker engine",
+        f"invalid Docker engine address {url}",
         hint="unix:///run/docker.sock, tcp://host:2376 or ssh://user@host",
         code="engine_address",
     )

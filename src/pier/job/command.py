@@ -7,6 +7,7 @@ import gc
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -116,6 +117,23 @@ def _run(job: Job, env: Mapping[str, str], show: Show) -> int:
         view = JobView.of(job.ledger)
         print_report(view, seconds=progress.seconds, interrupted=interrupted, stopped=job.stopped)
     return exit_code(job.ledger, graded=not job.config.verifier.disable, interrupted=interrupted)
+
+
+async def run_quietly(config: JobConfig, env: Mapping[str, str], *, yes: bool = False) -> Path:
+    """Run the job that `config` asks for, or continue it, in the caller's event loop; the job's directory. Prints
+    nothing and catches no signal: a cancelled call ends its trials in good order."""
+    from pier.job.runner import run_job
+
+    with ExitStack() as stack:
+        opened = open_for(config, env, yes=yes, check=lambda: _check(config, env))
+        opening = asyncio.ensure_future(asyncio.to_thread(stack.enter_context, opened))
+        try:
+            job = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            await asyncio.wait([opening])  # only what is open can be closed
+            raise
+        await run_job(job, env, _progress(job, Show.QUIET), Interrupts())
+        return job.directory
 
 
 def _run_owed(job: Job, env: Mapping[str, str], progress: Progress) -> bool:

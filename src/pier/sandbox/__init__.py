@@ -1,6 +1,15 @@
-"""Sandboxes: the contract that every backend keeps, and the backends by name."""
+"""Sandboxes: the contract that every backend keeps, and the backends by name.
 
+The module can be called: `pier.sandbox("host")` is `pier.sandbox.opening.open_sandbox("host")`.
+"""
+
+from __future__ import annotations
+
+import sys
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from types import ModuleType
+from typing import Any
 
 from pier.lease import Lease
 from pier.plugin import find
@@ -30,3 +39,13 @@ __all__ = [
     "SandboxSpec",
     "open_backend",
 ]
+
+
+class _Callable(ModuleType):
+    def __call__(self, *given: Any, **named: Any) -> AbstractAsyncContextManager[Sandbox]:
+        from pier.sandbox.opening import open_sandbox
+
+        return open_sandbox(*given, **named)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -97,17 +97,33 @@ def check_source(source: Any) -> None:
         raise _invalid("source", source, "a regular file or a directory")
 
 
-def check_owner(owner: Any) -> None:
+def check_user(user: Any, owner: Any = None) -> None:
+    """On whose behalf a file is written: as a user, or as root for an owner."""
+    _check_optional_text("user", user)
     _check_optional_text("owner", owner)
+    if user is not None and owner is not None:
+        raise ArgumentError("invalid arguments: expected user or owner, got both")
 
 
 def check_mode(mode: Any) -> None:
-    check_number("mode", mode, 0, 0o7777)
+    if mode is not None:
+        check_number("mode", mode, 0, 0o7777)
 
 
 def check_bytes(name: str, value: Any) -> None:
     if not isinstance(value, (bytes, bytearray, memoryview)):
         raise ArgumentError(f"invalid value for {name}: expected bytes, got {type(value).__name__}")
+
+
+def as_bytes(name: str, value: Any) -> bytes:
+    """Text as UTF-8."""
+    if isinstance(value, str):
+        try:
+            return value.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            raise ArgumentError(f"invalid value for {name}: expected text that UTF-8 can hold") from None
+    check_bytes(name, value)
+    return value
 
 
 def check_stream(stream: Any) -> None:

@@ -67,7 +67,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """All that is needed to start a sandbox. `user`, `workdir` and `env` add to and go before the image's own."""
+    """All that is needed to start a sandbox. `user`, `workdir` and `env` add to and go before the image's own. A
+    `workdir` that is missing is made and belongs to the user."""
 
     image: Image
     network: NetworkPolicy = field(default_factory=NetworkPolicy)
@@ -76,6 +77,8 @@ class SandboxSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     user: str | None = None
     workdir: str | None = None
+    files_as: str | None = None
+    """The user that calls about files act as if they name none; None is root (see `Sandbox`)."""
     hostname: str = "pier"
     no_new_privileges: bool = False
     gpus: int = 0
@@ -177,6 +180,19 @@ class Isolation:
     count: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """What `Sandbox.stat` and `Sandbox.list_dir` know of a path."""
+
+    name: str
+    kind: Literal["file", "directory", "link", "other"]
+    size: int
+    mode: int
+    uid: int
+    gid: int
+    mtime: float
+
+
 class Process(ABC):
     """A running command with its streams. Leaving the context kills the whole tree that it started."""
 
@@ -226,7 +242,15 @@ class Listener(ABC):
 class Sandbox(ABC):
     """A running sandbox. All methods raise `SandboxError` when the sandbox is gone; none of them hangs then. A wrong
     argument is an `ArgumentError` before anything is done (`pier.sandbox.arguments` has the checks), and a path that is
-    not what a call needs a `PathError`; the sandbox goes on after either.
+    not what a call needs a `PathError`: a FileNotFoundError, PermissionError, IsADirectoryError or NotADirectoryError
+    where that fits. The sandbox goes on after either. Relative paths are meant from `spec.workdir`, else from the
+    image's.
+
+    Calls about files act as `user` (a name or `uid[:gid]`), else as `spec.files_as`, as that user's shell would: that
+    user's rights decide, what is made belongs to that user, links are followed, and a file that exists is written in
+    place, so that it keeps its mode, owner and links. Without either, or with an `owner`, they act as root and trust
+    nothing inside: a link is not followed but replaced, a file is replaced at once by a new one, and what is made,
+    parents included, belongs to `owner`, else to root. No call is ever led out of the sandbox by a link.
 
     Use as an async context manager, or call `stop`.
     """
@@ -270,16 +294,51 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def upload(
-        self, source: Path, target: str, *, owner: str | None = None, leave_out: Collection[str] = ()
+        self,
+        source: Path,
+        target: str,
+        *,
+        owner: str | None = None,
+        user: str | None = None,
+        leave_out: Collection[str] = (),
     ) -> None:
         """Copy a file or a link to the path `target`, or the contents of a directory into the directory `target`,
-        without what has one of the paths `leave_out` below it. Parents are made. Modes are kept; owners become root's,
-        or `owner` (a name or `uid[:gid]`). No link is followed on this side: a source that is a link, or links in it,
-        come as links. Symlinks inside the sandbox are never followed out of it: paths are resolved inside its root."""
+        without what has one of the paths `leave_out` below it. Parents are made. Modes are kept. No link is followed on
+        this side: a source that is a link, or links in it, come as links."""
 
     @abstractmethod
-    async def write_file(self, target: str, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
-        """Write one file, replacing what is there, unless that is a directory. Parents are made."""
+    async def write_file(
+        self,
+        target: str,
+        data: bytes | str,
+        *,
+        mode: int | None = None,
+        owner: str | None = None,
+        user: str | None = None,
+    ) -> None:
+        """Write one file, text as UTF-8. Parents are made. A new file has the mode 0o644 if there is no `mode`."""
+
+    @abstractmethod
+    async def mkdir(
+        self, target: str, *, mode: int | None = None, owner: str | None = None, user: str | None = None
+    ) -> None:
+        """Make a directory and its parents. One that exists stays as it is."""
+
+    @abstractmethod
+    async def stat(self, path: str, *, user: str | None = None) -> FileInfo:
+        """What is at a path; links are followed."""
+
+    @abstractmethod
+    async def list_dir(self, path: str = ".", *, user: str | None = None) -> list[FileInfo]:
+        """The entries of a directory by name; links are listed as links."""
+
+    async def exists(self, path: str, *, user: str | None = None) -> bool:
+        """Whether there is something at a path; links are followed. PermissionError if the user may not know."""
+        try:
+            await self.stat(path, user=user)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     @abstractmethod
     async def download(
@@ -290,18 +349,23 @@ class Sandbox(ABC):
         exclude: Sequence[str] = (),
         max_bytes: int | None = None,
         keep_empty: bool = True,
+        user: str | None = None,
     ) -> list[str]:
         """Copy a file or a tree out to the host path `target`, which must not exist or be an empty directory. Regular
         files, directories and symlinks come; devices, fifos and sockets are left out and named in the answer; a
         symlink is copied as it is, never followed. Nothing is written outside `target`. `exclude` are glob patterns
         against the path below `source` and against base names. Of a directory from which nothing comes there is
-        nothing at `target` without `keep_empty`. Raises FileNotFoundError if `source` is not there, `SandboxError` with
-        code `too_large` past `max_bytes`, and `StorageError` if this machine cannot write what came."""
+        nothing at `target` without `keep_empty`. Raises `SandboxError` with code `too_large` past `max_bytes`, and
+        `StorageError` if this machine cannot write what came."""
 
     @abstractmethod
-    async def read_file(self, source: str, *, max_bytes: int = OUTPUT_LIMIT) -> bytes:
-        """Read one regular file; no symlink is followed in any part of the path. FileNotFoundError if it is missing,
-        `SandboxError` with code `not_regular` if it is something else and `too_large` past `max_bytes`."""
+    async def read_file(self, source: str, *, max_bytes: int = OUTPUT_LIMIT, user: str | None = None) -> bytes:
+        """Read one regular file; without a user no symlink is followed in any part of the path. `SandboxError` with
+        code `not_regular` if it is something else and `too_large` past `max_bytes`."""
+
+    async def read_text(self, source: str, *, max_bytes: int = OUTPUT_LIMIT, user: str | None = None) -> str:
+        """`read_file` of a file in UTF-8."""
+        return (await self.read_file(source, max_bytes=max_bytes, user=user)).decode()
 
     @abstractmethod
     async def put_tar(self, stream: AsyncIterator[bytes], target: str) -> None:
@@ -322,10 +386,9 @@ class Sandbox(ABC):
     def get_tar(self, source: str) -> AsyncIterator[bytes]:
         """The directory or file `source` as a tar stream with owners, modes and links."""
 
-    async def remove(self, target: str) -> None:
-        """Remove a file, a link or a tree; a missing one is fine. No link is followed. Backends that can do it without
-        running one of the sandbox's own programs, do."""
-        await self.exec(["rm", "-rf", "--", target], cwd="/", user="0:0")
+    @abstractmethod
+    async def remove(self, target: str, *, user: str | None = None) -> None:
+        """Remove a file, a link or a tree; a missing one is fine. None of the sandbox's own programs is run."""
 
     async def changes(self) -> list[Change] | None:
         """What differs from the image now, seen from outside, so that nothing inside can hide it; None if this backend

@@ -42,7 +42,17 @@ ARTIFACT_LIMIT = 16 * 1024**3
 """How many bytes one artifact may have."""
 
 _AGENTS_DOING = frozenset(
-    {"os", "not_regular", "not_directory", "too_large", "too_deep", "unsafe_archive", "broken_archive", "copy_lost"}
+    {
+        "os",
+        "not_found",
+        "not_regular",
+        "not_directory",
+        "too_large",
+        "too_deep",
+        "unsafe_archive",
+        "broken_archive",
+        "copy_lost",
+    }
 )
 """Codes of errors that an agent can bring about: by what it made of its files, or by killing the process that copies
 them. All others are faults of the infrastructure."""

@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pier.errors import ImageError, PolicyError
 from pier.image.host import host_refusal
@@ -15,11 +14,9 @@ from pier.image.model import HOST, Image, OnProgress
 from pier.network.policy import NONE, PUBLIC, NetworkPolicy
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend
+from pier.sandbox.opening import resolve_image
 from pier.sandbox.order import BuildOrder
 from pier.task.digest import tree_digest
-
-if TYPE_CHECKING:
-    from pier.image.store import ImageStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,29 +150,6 @@ def _file_key(context: Path, file: Path | None) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-async def _pull(backend: Backend, store: ImageStore, request: ImageRequest, reference: str, tell: OnProgress) -> Image:
-    """By the backend, else by pier; if neither can, both say why."""
-    refused: ImageError | None = None
-    try:
-        if (found := await backend.pull_image(reference, tell)) is not None:
-            return found
-    except ImageError as error:
-        if error.code == "disk_full":
-            raise
-        refused = error
-    try:
-        return await store.resolve(reference, on_progress=tell, for_task=not request.chosen)
-    except ImageError as error:
-        if refused is None:
-            raise
-        hint = refused.hint if error.code in ("not_found", "refused") else error.hint
-        message = f"{error.message}\n  - {refused.message}"
-        if error.code == "refused":
-            # The backend reached the registry and pier may not: what the backend was answered counts.
-            message, error = f"{refused.message}\n  - registry: {error.message}", refused
-        raise ImageError(message, code=error.code, blame=error.blame, retryable=error.retryable, hint=hint) from error
-
-
 def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
     """Images that the backend has itself or pulls, else from pier's own store; Dockerfiles are built in local
     sandboxes, whose layers every backend can take, or by the backend if it is asked to or nothing else can."""
@@ -185,9 +159,7 @@ def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
     builder = backend if backend.name == "local" else open_backend("local", backend.lease)
 
     async def resolve(request: ImageRequest, tell: OnProgress) -> Image:
-        reference = request.reference or ""
-        found = await backend.find_image(reference) or store.find(reference)
-        return found or await _pull(backend, store, request, reference, tell)
+        return await resolve_image(request.reference or "", backend, store, tell, for_task=not request.chosen)
 
     async def build(request: ImageRequest, key: str, tell: OnProgress) -> Image:
         from pier.image.build import build_image

@@ -165,7 +165,7 @@ class DockerBackend(Backend):
             raise
         sandbox = kind(spec, box, self)
         self._sandboxes.add(sandbox)
-        await sandbox.open_network()
+        await sandbox.begin()
         if engine.is_podman:
             # It says nowhere who resolves names, where it gives no network.
             names = "".join(f"nameserver {address}\n" for address in config["HostConfig"]["Dns"])

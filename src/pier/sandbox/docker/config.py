@@ -68,7 +68,6 @@ def container_config(
         "Entrypoint": [placing.program],
         "Cmd": [],
         "User": "0:0",
-        **({"WorkingDir": spec.workdir} if spec.workdir else {}),
         "Hostname": spec.hostname,
         "Labels": {**labels, **spec.labels},
         "HostConfig": host,

@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from pier.beneath import DIRECTORY
-from pier.errors import ArgumentError, DirectoryInTheWayError, NoDirectoryError, PathError, SandboxError, StorageError
+from pier.errors import (
+    ArgumentError,
+    DeniedPathError,
+    DirectoryInTheWayError,
+    MissingPathError,
+    NoDirectoryError,
+    PathError,
+    SandboxError,
+    StorageError,
+)
 from pier.sandbox import tree
 from pier.sandbox.arguments import check_bytes
 from pier.sandbox.linux.channel import Channel
@@ -31,10 +40,10 @@ _FEW = 64
 """Entries of a tree that are worth no thread."""
 _OF_PATHS = {
     errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EEXIST, errno.ENOTEMPTY, errno.EXDEV, errno.EBUSY,
-    errno.EROFS, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENODEV, errno.ETXTBSY, errno.EOPNOTSUPP,
+    errno.EROFS, errno.ENXIO, errno.ENODEV, errno.ETXTBSY, errno.EOPNOTSUPP,
 }  # fmt: skip
 """What the kernel says of a path or of what is there: doing the same again does not help, and the machine is sound."""
-_BLAMED_ON_TASK = {"not_regular", "too_large", "unsafe_archive", "no_such_user", "broken_archive"}
+_BLAMED_ON_TASK = {"not_regular", "too_large", "unsafe_archive", "no_such_user", "single_id", "broken_archive"}
 
 
 async def copy(
@@ -124,8 +133,6 @@ def _raise_if_failed(message: dict[str, Any]) -> None:
     if message.get("ok"):
         return
     text, code = message.get("message", "the sandbox lost the copy"), message.get("code", "copy_lost")
-    if code == "not_found":
-        raise FileNotFoundError(text)
     if message.get("errno") in (errno.ENOSPC, errno.EDQUOT):
         raise SandboxError(text, code="disk_full", retryable=False)
     if message.get("errno") in FAULTS:
@@ -142,6 +149,10 @@ def _path_error(text: str, code: str, number: int) -> PathError | None:
         return DirectoryInTheWayError(text, number)
     if number == errno.ENOTDIR or code == NoDirectoryError.code:
         return NoDirectoryError(text, errno.ENOTDIR)
+    if code == MissingPathError.code:
+        return MissingPathError(text, errno.ENOENT)
+    if number in (errno.EACCES, errno.EPERM):
+        return DeniedPathError(text, number)
     return PathError(text, number) if number in _OF_PATHS else None
 
 
@@ -152,9 +163,12 @@ def _feed(fd: int, data: bytes) -> None:
             view = view[stream.write(view) or 0 :]
 
 
-async def upload(channel: Channel, source: Path, target: str, owner: str | None, leave_out: Collection[str]) -> None:
-    """Have a worker write a file, make a link, or unpack a directory that comes as a tar stream."""
-    request: dict[str, Any] = {"op": "unpack", "target": target, "owner": owner or [0, 0]}
+async def upload(
+    channel: Channel, source: Path, target: str, behalf: dict[str, Any], leave_out: Collection[str]
+) -> None:
+    """Have a worker write a file, make a link, or unpack a directory that comes as a tar stream. `behalf` is the part
+    of the request that says who it is for."""
+    request: dict[str, Any] = {"op": "unpack", "target": target} | behalf
     status = os.lstat(source)
     if stat.S_ISLNK(status.st_mode):
         parent, _, name = target.rstrip("/").rpartition("/")
@@ -164,7 +178,10 @@ async def upload(channel: Channel, source: Path, target: str, owner: str | None,
     if not is_directory:
         if not stat.S_ISREG(status.st_mode):
             raise SandboxError(f"not a regular file: {source}", code="not_regular", blame="task", retryable=False)
-        request |= {"op": "write", "mode": stat.S_IMODE(status.st_mode)}
+        mode = stat.S_IMODE(status.st_mode)
+        request |= (
+            {"op": "write", "mode": None, "new_mode": mode} if "user" in behalf else {"op": "write", "mode": mode}
+        )
     work = _pack_tree if is_directory else _read_file
     if not _is_small(source, status):
         await copy(channel, request, inward=True, work=lambda fd: asyncio.to_thread(_send, fd, work, source, leave_out))

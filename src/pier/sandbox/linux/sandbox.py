@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import posixpath
 import socket
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from pier.sandbox.contract import (
     OUTPUT_LIMIT,
     Change,
     Command,
+    FileInfo,
     Isolation,
     Listener,
     OnOutput,
@@ -193,7 +196,7 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
             "op": "exec",
             "argv": argv,
             "env": config.env | dict(self.spec.env) | dict(env or {}),
-            "cwd": cwd or self.spec.workdir or config.workdir or "/",
+            "cwd": self._place(cwd or "."),
             "user": user if user is not None else self.spec.user or config.user or "",
         }
 
@@ -221,21 +224,65 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         for process in [process for process in self._processes if process.finished]:
             self._processes.discard(process)
 
+    def _place(self, path: str) -> str:
+        """A path from the root."""
+        workdir = self.spec.workdir or self.spec.image.config.workdir or "/"
+        return posixpath.join("/", workdir, path) if path != "." else posixpath.join("/", workdir)
+
+    def _as(self, user: str | None, owner: str | None = None) -> dict[str, Any]:
+        """On whose behalf a call about files is made: the part of its request that says so."""
+        arguments.check_user(user, owner)
+        if user is None and owner is None:
+            user = self.spec.files_as
+        return {"owner": owner or [0, 0]} if user is None else {"owner": None, "user": user}
+
     async def upload(
-        self, source: Path, target: str, *, owner: str | None = None, leave_out: Collection[str] = ()
+        self,
+        source: Path,
+        target: str,
+        *,
+        owner: str | None = None,
+        user: str | None = None,
+        leave_out: Collection[str] = (),
     ) -> None:
         arguments.check_source(source)
         arguments.check_path("target", target)
-        arguments.check_owner(owner)
-        await copying.upload(self.box.channel, source, target, owner, leave_out)
+        await copying.upload(self.box.channel, source, self._place(target), self._as(user, owner), leave_out)
 
-    async def write_file(self, target: str, data: bytes, *, mode: int = 0o644, owner: str | None = None) -> None:
+    async def write_file(
+        self,
+        target: str,
+        data: bytes | str,
+        *,
+        mode: int | None = None,
+        owner: str | None = None,
+        user: str | None = None,
+    ) -> None:
         arguments.check_path("target", target)
-        arguments.check_bytes("data", data)
+        data = arguments.as_bytes("data", data)
         arguments.check_mode(mode)
-        arguments.check_owner(owner)
-        request = {"op": "write", "target": target, "mode": mode, "owner": owner or [0, 0]}
+        request = {"op": "write", "target": self._place(target), "mode": mode} | self._as(user, owner)
         await copying.put(self.box.channel, request, data)
+
+    async def mkdir(
+        self, target: str, *, mode: int | None = None, owner: str | None = None, user: str | None = None
+    ) -> None:
+        arguments.check_path("target", target)
+        arguments.check_mode(mode)
+        request = {"op": "mkdir", "target": self._place(target), "mode": mode} | self._as(user, owner)
+        await copying.put(self.box.channel, request, b"")
+
+    async def stat(self, path: str, *, user: str | None = None) -> FileInfo:
+        return (await self._look("stat", path, user))[0]
+
+    async def list_dir(self, path: str = ".", *, user: str | None = None) -> list[FileInfo]:
+        return sorted(await self._look("list", path, user), key=lambda entry: entry.name)
+
+    async def _look(self, op: str, path: str, user: str | None) -> list[FileInfo]:
+        arguments.check_path("path", path)
+        request = {"op": op, "source": self._place(path)} | self._as(user)
+        rows = (await copying.take(self.box.channel, request, lambda stream: stream.read()))[1]
+        return [FileInfo(*json.loads(row)) for row in rows.splitlines()]
 
     async def download(
         self,
@@ -245,28 +292,30 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         exclude: Sequence[str] = (),
         max_bytes: int | None = None,
         keep_empty: bool = True,
+        user: str | None = None,
     ) -> list[str]:
         arguments.check_path("source", source)
         arguments.check_host_path("target", target)
         arguments.check_texts("exclude", exclude)
         arguments.check_size("max_bytes", max_bytes, optional=True)
         arguments.check_flag("keep_empty", keep_empty)
-        request = {"op": "pack", "source": source, "exclude": list(exclude), "max_bytes": max_bytes}
+        request = {"op": "pack", "source": self._place(source), "exclude": list(exclude), "max_bytes": max_bytes}
+        request |= self._as(user)
         far, near = await copying.take(
             self.box.channel, request, lambda stream: copying.unpack(stream, target, max_bytes, keep_empty)
         )
         return [*far, *near]
 
-    async def read_file(self, source: str, *, max_bytes: int = OUTPUT_LIMIT) -> bytes:
+    async def read_file(self, source: str, *, max_bytes: int = OUTPUT_LIMIT, user: str | None = None) -> bytes:
         arguments.check_path("source", source)
         arguments.check_size("max_bytes", max_bytes)
-        request = {"op": "read", "source": source, "max_bytes": max_bytes}
+        request = {"op": "read", "source": self._place(source), "max_bytes": max_bytes} | self._as(user)
         return (await copying.take(self.box.channel, request, lambda stream: stream.read()))[1]
 
     async def put_tar(self, stream: AsyncIterator[bytes], target: str) -> None:
         arguments.check_stream(stream)
         arguments.check_path("target", target)
-        request = {"op": "unpack", "target": target, "owner": None}
+        request = {"op": "unpack", "target": self._place(target), "owner": None}
         await copying.copy(
             self.box.channel,
             request,
@@ -279,17 +328,18 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         arguments.check_bytes("archive", archive)
         arguments.check_path("target", target)
         arguments.check_paths("clear", clear)
-        request = {"op": "unpack", "target": target, "owner": None, "clear": list(clear)}
+        places = [self._place(path) for path in clear]
+        request = {"op": "unpack", "target": self._place(target), "owner": None, "clear": places}
         await copying.put(self.box.channel, request, archive)
 
     def get_tar(self, source: str) -> AsyncIterator[bytes]:
         arguments.check_path("source", source)
-        request = {"op": "pack", "source": source, "exclude": [], "max_bytes": None}
+        request = {"op": "pack", "source": self._place(source), "exclude": [], "max_bytes": None}
         return copying.stream(self.box.channel, request)
 
-    async def remove(self, target: str) -> None:
+    async def remove(self, target: str, *, user: str | None = None) -> None:
         arguments.check_path("target", target)
-        request = {"op": "remove", "target": target}
+        request = {"op": "remove", "target": self._place(target)} | self._as(user)
         await copying.put(self.box.channel, request, b"")
 
     async def changes(self) -> list[Change]:
@@ -298,14 +348,17 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
             raise self.box.channel.lost()
         return await self._home.changes(self)
 
-    async def open_network(self) -> None:
-        """Put the policy in force that the sandbox begins with. When that fails, the sandbox is stopped."""
+    async def begin(self) -> None:
+        """Put the policy in force that the sandbox begins with, and make its working directory. When that fails, the
+        sandbox is stopped."""
         self.network.watch(self.box.watching)
-        if self.spec.network.mode == "none":
-            self.network.begin(self.box.proof)
-            return
         try:
-            await self.network.enforce(self.box.channel, self.spec.network)
+            if self.spec.network.mode == "none":
+                self.network.begin(self.box.proof)
+            else:
+                await self.network.enforce(self.box.channel, self.spec.network)
+            if self.spec.workdir:
+                await self.mkdir(self.spec.workdir, owner=self.spec.user or self.spec.image.config.user or "0:0")
         except BaseException:
             await asyncio.shield(self.stop())
             raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import select
 import signal
@@ -133,7 +134,7 @@ class Worker:
             elif message["op"] == "probe":
                 self._probe(message["mode"])
             else:
-                self._answer(copy(message["request"], fds[0]) or {})
+                self._answer(copy(message["request"], fds[0], many_ids=self.many_ids, extra=self.extra) or {})
         except Exception as error:  # noqa: BLE001 - the boundary to pier: no request ends this process
             self._answer(wire.failure(message, error))
 
@@ -197,9 +198,13 @@ class Worker:
             self.answer = {}
 
 
-def copy(request: dict[str, Any], fd: int, *, small: bool = False) -> dict[str, Any] | None:
+def copy(
+    request: dict[str, Any], fd: int, *, small: bool = False, many_ids: bool = True, extra: int = -1
+) -> dict[str, Any] | None:
     """Do a request about files, whose owner may be given by name. Closes `fd`; or gives None, if it is to be done only
     if it is small and may not be."""
+    if "user" in request:
+        return None if small else _copy_as(request, fd, many_ids, extra)
     if isinstance(owner := request.get("owner"), str):
         try:
             found = users.find(owner)
@@ -208,6 +213,50 @@ def copy(request: dict[str, Any], fd: int, *, small: bool = False) -> dict[str, 
             return {"ok": False, "code": "no_such_user", "message": str(error)}
         request["owner"] = [found.uid, found.gid]
     return serve_small(request, fd) if small else tree.serve(request, fd)
+
+
+def _copy_as(request: dict[str, Any], fd: int, many_ids: bool, extra: int) -> dict[str, Any]:
+    """Do a request about files as the user that it names, in a process that has become this user."""
+    try:
+        try:
+            user = users.find(request["user"])
+        except users.NoSuchUser as error:
+            return {"ok": False, "code": "no_such_user", "message": str(error)}
+        if not many_ids and (user.uid or user.gid):
+            text = f"cannot act as user {request['user']!r}: this sandbox has only one user id"
+            return {"ok": False, "code": "single_id", "message": text}
+        request["owner"] = [user.uid, user.gid] if request["op"] == "unpack" else None
+        answer = os.memfd_create("pier-answer", os.MFD_CLOEXEC)
+        try:
+            return _wait_for_copy(_fork_copy(request, fd, user, extra, answer), answer)
+        finally:
+            os.close(answer)
+    finally:
+        os.close(fd)
+
+
+def _fork_copy(request: dict[str, Any], fd: int, user: users.User, extra: int, answer: int) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if user.uid or user.gid:
+                kernel.become(user.groups, user.gid, user.uid, extra)
+            os.write(answer, json.dumps(tree.serve(request, fd)).encode())
+        finally:
+            os._exit(0)
+    return pid
+
+
+def _wait_for_copy(pid: int, answer: int) -> dict[str, Any]:
+    """That user's other processes may kill or stop the one that copies."""
+    _, status = os.waitpid(pid, os.WUNTRACED)
+    if os.WIFSTOPPED(status):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    try:
+        return json.loads(os.pread(answer, os.fstat(answer).st_size, 0))
+    except ValueError:
+        return {"ok": False, "message": "the process that copied was killed or stopped", "code": "sandbox"}
 
 
 def ended(also: int = 0, seconds: float = AT_ONCE) -> Iterator[tuple[int, int]]:

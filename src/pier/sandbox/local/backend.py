@@ -86,7 +86,7 @@ class LocalBackend(Backend):
         sandbox = LinuxSandbox[Box](spec, box, self)
         self._snapshots.hold(sandbox.id, spec.image.layers)
         self._sandboxes.add(sandbox)
-        await sandbox.open_network()
+        await sandbox.begin()
         return sandbox
 
     async def _start_box(self, spec: SandboxSpec, frozen: tuple[Path, ...]) -> Box:

@@ -1,6 +1,6 @@
 """Trees of files through tar streams, safe against whatever lies on either side.
 
-`serve` runs in a forked child inside a sandbox's root and does one request (pack, unpack, read, write, remove);
+`serve` runs in a forked child inside a sandbox's root and does one request (pack, unpack, read, write, ...);
 `receive.receive` runs on the host, for a stream that came out of a sandbox. Neither ever reads or writes outside of the
 directory it was given, whatever the stream or the tree holds: symlinked parents, `..`, absolute names, hard links,
 devices, fifos, or a tree that changes under its hands. Each path is resolved by the kernel in one step (`openat2`) with
@@ -12,8 +12,10 @@ beforehand. Extended attributes are not carried.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fnmatch
+import json
 import os
 import stat
 import tarfile
@@ -38,6 +40,9 @@ from pier.sandbox.tree.unpack import unpack
 
 __all__ = ["TreeError", "pack", "pack_entry", "serve", "unpack", "warm"]
 
+_INSIDE = IN_ROOT | NO_MAGICLINKS
+_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
+
 
 def warm() -> None:
     """Make sure that nothing is left to be imported or compiled lazily."""
@@ -59,6 +64,11 @@ def serve(request: dict[str, Any], fd: int) -> dict[str, Any]:
     {"op": "read", "source", "max_bytes"}    writes the file's content
     {"op": "write", "target", "mode", "owner": null | [uid, gid]}    reads the file's content
     {"op": "remove", "target"}    removes a file, link or tree
+    {"op": "mkdir", "target", "mode", "owner": null | [uid, gid]}    makes a directory and its parents
+    {"op": "list" | "stat", "source"}    writes a JSON array for each entry of a directory, or for one path
+
+    A request with "user" comes from a process that has become this user, and is done as that user's shell would: links
+    are followed, and files that exist are written in place.
     """
     try:
         root = os.open("/", DIRECTORY)
@@ -92,27 +102,29 @@ def _serve_unpack(root: int, fd: int, request: dict[str, Any]) -> list[str]:
     target = request["target"]
     for path in request.get("clear", ()):
         _remove(root, path)
-    below, _ = make_directory(root, target, IN_ROOT | NO_MAGICLINKS)
-    limits = NO_MAGICLINKS | (BENEATH if target.strip("/") else IN_ROOT)
     owner = tuple(request["owner"]) if request["owner"] else None
+    below, _ = make_directory(root, target, _INSIDE, owner)
+    limits = NO_MAGICLINKS | (BENEATH if target.strip("/") else IN_ROOT)
+    options = {"owner": owner, "max_bytes": request.get("max_bytes"), "in_place": "user" in request}
     try:
         with open(fd, "rb", closefd=False) as stream:
-            limit = request.get("max_bytes")
-            return unpack(stream, below, resolve=limits, owner=owner, keep=True, max_bytes=limit).skipped
+            return unpack(stream, below, resolve=limits, keep=True, **options).skipped
     finally:
         os.close(below)
 
 
 def _serve_read(root: int, fd: int, request: dict[str, Any]) -> None:
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
+    flags, as_user = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY, "user" in request
     try:
-        source = open_in(root, request["source"], flags, IN_ROOT | NO_SYMLINKS | NO_MAGICLINKS)
+        source = open_in(root, request["source"], flags, _INSIDE if as_user else _INSIDE | NO_SYMLINKS)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
+        if error.errno == errno.ENXIO or (error.errno == errno.ELOOP and not as_user):
             raise TreeError("not_regular", f"not a regular file: {request['source']}") from None
         raise
     try:
         status = os.fstat(source)
+        if as_user and stat.S_ISDIR(status.st_mode):
+            raise _is_directory(request["source"])
         if not stat.S_ISREG(status.st_mode):
             raise TreeError("not_regular", f"not a regular file: {request['source']}")
         left = request["max_bytes"]
@@ -126,13 +138,17 @@ def _serve_read(root: int, fd: int, request: dict[str, Any]) -> None:
 
 
 def _serve_write(root: int, fd: int, request: dict[str, Any]) -> None:
-    """The content goes to a new file that then takes the name, so a reader sees the old one or the new one."""
+    """The content goes to a new file that then takes the name, so a reader sees the old one or the new one; or, as a
+    user, where a shell would write it."""
     parent, _, name = request["target"].rpartition("/")
     if name in ("", ".", ".."):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), request["target"])
-    above, _ = make_directory(root, parent or ".", IN_ROOT | NO_MAGICLINKS)
+        raise _is_directory(request["target"])
+    above, _ = make_directory(root, parent or ".", _INSIDE, request["owner"])
     try:
-        _write_new(above, name, fd, request)
+        if "user" in request:
+            _write_in_place(root, fd, request)
+        else:
+            _write_new(above, name, fd, request)
     except OSError as error:
         # Name the path that was asked for, not the temporary one.
         raise OSError(error.errno, os.strerror(error.errno or 0), request["target"]) from error
@@ -148,7 +164,7 @@ def _write_new(above: int, name: str, fd: int, request: dict[str, Any]) -> None:
             write_sparse(target, data)
         if request["owner"]:
             os.fchown(target, *request["owner"])
-        os.fchmod(target, request["mode"])
+        os.fchmod(target, 0o644 if request["mode"] is None else request["mode"])
         os.rename(unborn, name, src_dir_fd=above, dst_dir_fd=above)
     except BaseException:
         os.unlink(unborn, dir_fd=above)
@@ -157,17 +173,75 @@ def _write_new(above: int, name: str, fd: int, request: dict[str, Any]) -> None:
         os.close(target)
 
 
+def _write_in_place(root: int, fd: int, request: dict[str, Any]) -> None:
+    """A new file has the mode `new_mode` without what the umask takes; one that is there keeps its mode, unless there
+    is a `mode`."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY
+    target = open_in(root, request["target"], flags, _INSIDE, request.get("new_mode", 0o666))
+    try:
+        os.set_blocking(target, True)
+        while data := os.read(fd, CHUNK):
+            write_all(target, data)
+        if request["mode"] is not None:
+            os.fchmod(target, request["mode"])
+    finally:
+        os.close(target)
+
+
+def _serve_mkdir(root: int, fd: int, request: dict[str, Any]) -> None:
+    """A directory that is there stays as it is."""
+    above, made = make_directory(root, request["target"], _INSIDE, request["owner"])
+    try:
+        if made and request["mode"] is not None:
+            below = open_in(above, ".", os.O_RDONLY | os.O_DIRECTORY, _INSIDE)
+            os.fchmod(below, request["mode"])
+            os.close(below)
+    finally:
+        os.close(above)
+
+
+def _serve_stat(root: int, fd: int, request: dict[str, Any]) -> None:
+    source = open_in(root, request["source"], os.O_PATH, _INSIDE)
+    try:
+        write_all(fd, _row(request["source"], os.fstat(source)))
+    finally:
+        os.close(source)
+
+
+def _serve_list(root: int, fd: int, request: dict[str, Any]) -> None:
+    source = open_in(root, request["source"], os.O_RDONLY | os.O_DIRECTORY, _INSIDE)
+    try:
+        with os.scandir(source) as entries:
+            for count, entry in enumerate(entries):
+                if count >= ENTRIES:
+                    raise TreeError("too_large", f"more than {ENTRIES} entries: {request['source']}")
+                with contextlib.suppress(FileNotFoundError):
+                    write_all(fd, _row(entry.name, entry.stat(follow_symlinks=False)))
+    finally:
+        os.close(source)
+
+
+def _row(name: str, found: os.stat_result) -> bytes:
+    kind = _KINDS.get(stat.S_IFMT(found.st_mode), "other")
+    row = [name, kind, found.st_size, stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid, found.st_mtime]
+    return json.dumps(row).encode() + b"\n"
+
+
+def _is_directory(path: str) -> IsADirectoryError:
+    return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+
+
 def _serve_remove(root: int, fd: int, request: dict[str, Any]) -> None:
-    _remove(root, request["target"])
+    _remove(root, request["target"], _INSIDE if "user" in request else _INSIDE | NO_SYMLINKS)
 
 
-def _remove(root: int, target: str) -> None:
-    """No link on the way is followed: whoever removes a path means that path."""
+def _remove(root: int, target: str, resolve: int = IN_ROOT | NO_SYMLINKS | NO_MAGICLINKS) -> None:
+    """No link on the way is followed, except as a user: whoever removes a path means that path."""
     parent, _, name = target.rstrip("/").rpartition("/")
     if name in ("", ".", ".."):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
+        raise _is_directory(target)
     try:
-        above = open_in(root, parent or ".", DIRECTORY, IN_ROOT | NO_SYMLINKS | NO_MAGICLINKS)
+        above = open_in(root, parent or ".", DIRECTORY, resolve)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -188,4 +262,7 @@ _OPERATIONS = {
     "read": _serve_read,
     "write": _serve_write,
     "remove": _serve_remove,
+    "mkdir": _serve_mkdir,
+    "list": _serve_list,
+    "stat": _serve_stat,
 }

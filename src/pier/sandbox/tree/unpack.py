@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -46,15 +47,17 @@ def unpack(
     keep: bool = False,
     max_bytes: int | None = None,
     single: str | None = None,
+    in_place: bool = False,
 ) -> Unpacked:
     """Unpack a tar stream below the directory `root` and answer what was left out. An archive of one file called `.`
     is refused unless `single` names it.
 
     Without `keep` (the host's side) files belong to the caller, set-id bits are dropped, the caller can always read
-    what came and fifos are left out. With it owners and modes are as in the stream, or the owner is `owner`.
+    what came and fifos are left out. With it owners and modes are as in the stream, or the owner is `owner`. With
+    `in_place` files and directories that are there are written to and keep their owners, modes and links.
     """
     unpacker = _Unpacker(root, resolve, owner, keep, max_bytes)
-    unpacker.single = single
+    unpacker.single, unpacker.in_place = single, in_place
     try:
         with tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER) as archive:
             for count, entry in enumerate(_entries(archive)):
@@ -92,6 +95,7 @@ class _Unpacker:
         self._directories: list[tuple[str, _Looks]] = []
         self._parent: tuple[str, int] | None = None
         self.single: str | None = None
+        self.in_place = False
         self.alone = False
         self.skipped: list[str] = []
 
@@ -140,7 +144,7 @@ class _Unpacker:
         if self._parent is None or self._parent[0] != path:
             self.close()
             try:
-                fd, _ = make_directory(self._root, path, self._resolve)
+                fd, _ = make_directory(self._root, path, self._resolve, self._owner)
             except OSError as error:
                 if error.errno in (errno.ELOOP, errno.EXDEV, errno.ENOTDIR, errno.EEXIST):
                     raise TreeError("unsafe_archive", f"{'/'.join(parts)!r} lies behind a link or a file") from None
@@ -154,6 +158,8 @@ class _Unpacker:
         except FileExistsError:
             try:
                 os.close(open_in(self._root, path, DIRECTORY, self._resolve))
+                if self.in_place:
+                    return
             except OSError:
                 _remove(parent, name)
                 os.mkdir(name, 0o700, dir_fd=parent)
@@ -164,16 +170,25 @@ class _Unpacker:
             self._left -= entry.size
             if self._left < 0:
                 raise TreeError("too_large", f"the archive is larger than allowed (at {entry.name})")
-        _remove(parent, name)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(name, flags, 0o600, dir_fd=parent)
+        fd, is_new = self._open_file(parent, name)
         try:
             content = archive.extractfile(entry)
             while content and (data := content.read(CHUNK)):
                 write_sparse(fd, data)
-            self._dress_open(fd, _looks(entry))
+            if is_new:
+                self._dress_open(fd, _looks(entry))
         finally:
             os.close(fd)
+
+    def _open_file(self, parent: int, name: str) -> tuple[int, bool]:
+        """A file to write to, and whether it is a new one."""
+        if self.in_place:
+            with contextlib.suppress(FileNotFoundError):
+                flags = os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY
+                return open_in(parent, name, flags, NO_MAGICLINKS), False
+        _remove(parent, name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=parent), True
 
     def _add_link(self, parent: int, name: str, entry: tarfile.TarInfo) -> None:
         parts = split(entry.linkname)
