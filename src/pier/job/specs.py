@@ -1,9 +1,8 @@
 """From a place in the plan to a trial that can be run: the task is read again and must still be the planned one.
 
-Grading again: a job whose trials bring back what earlier agents left behind, and run only the verifier on it.
-
-The earlier job is read and never changed. Its tasks are read as they are now, since a fixed verifier is the usual
-reason; trials keep their names, so that the two jobs can be laid side by side.
+For grading again, trials bring back what earlier agents left behind and run only the verifier on it. The earlier job
+is read and never changed. Its tasks are read as they are now, since a fixed verifier is the usual reason; trials keep
+their names, so that the two jobs can be compared.
 """
 
 from __future__ import annotations
