@@ -118,9 +118,9 @@ def rm(names: tuple[str, ...], as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:
     """Say whether packs can be built here, and whether the built ones are whole."""
-    from pier.agent.pack.doctor import examine
+    from pier.agent.pack.store import check_packs
 
-    findings = examine()
+    findings = check_packs()
     rows = [{"subject": f.subject, "ok": f.ok, "detail": f.detail, "fix": f.fix} for f in findings]
     lines = [
         f"{'ok ' if f.ok else 'BAD'}  {f.subject}: {f.detail}{f'  (try: {f.fix})' if f.fix else ''}" for f in findings

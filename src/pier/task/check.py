@@ -1,7 +1,4 @@
-"""Static checks of a task: each finding names its file and key, and the rule that it breaks.
-
-A new task that works as it is: the oracle solves it, doing nothing does not.
-"""
+"""Static checks of a task, and a new task to start from: the oracle solves it, doing nothing does not."""
 
 from __future__ import annotations
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from pier.errors import TaskError
 from pier.task.digest import check_containment, is_kept
@@ -22,7 +24,6 @@ from pier.task.model import (
     UnknownKey,
     Verifier,
     VerifierEnvironment,
-    unknown_keys,
 )
 
 P = TypeVar("P", bound=PhaseNetwork)
@@ -90,6 +91,37 @@ def describe(error: ValidationError) -> str:
         key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"]).lstrip(".")
         rows.append(f"{key or 'the file'}: {item['msg'].removeprefix('Value error, ')}")
     return "; ".join(rows)
+
+
+def unknown_keys(data: Any, model: type[BaseModel]) -> list[UnknownKey]:
+    """The keys in `data` that `model` and the models inside it ignore."""
+    return list(_walk(data, model, ""))
+
+
+def _walk(data: Any, model: type[BaseModel], prefix: str) -> Iterator[UnknownKey]:
+    if not isinstance(data, dict):
+        return
+    for key, value in data.items():
+        field = model.model_fields.get(key)
+        if field is None:
+            near = difflib.get_close_matches(str(key), model.model_fields, n=1)
+            yield UnknownKey(f"{prefix}{key}", f"{prefix}{near[0]}" if near else None)
+            continue
+        inner = _model_in(field.annotation)
+        if inner is None:
+            continue
+        for index, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            place = f"{prefix}{key}" if index is None else f"{prefix}{key}[{index}]"
+            yield from _walk(item, inner, f"{place}.")
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for part in get_args(annotation):
+        if (found := _model_in(part)) is not None:
+            return found
+    return None
 
 
 def strip_canary(text: str) -> str:

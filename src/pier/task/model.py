@@ -1,33 +1,22 @@
 """A task as the rest of pier sees it: where it came from, its settings, and its steps in one shape.
 
+`task.toml` is Harbor's format up to schema 1.4; models take what Harbor takes and give old keys their present names.
 A task without `[[steps]]` is a task with one nameless step, so that nothing downstream has two ways to run a task.
-
-`task.toml` as typed values: Harbor's format up to schema 1.4, with its legacy spellings.
-
-The models take what Harbor takes and give old keys their present names. Keys that no model knows are ignored here and
-found by `pier.task.model`, so that a task for a newer schema still loads.
-
-Hosts in a network allowlist: the grammar that `allowed_hosts` and the extra hosts of a run share.
-
-Keys of a file that no model knows, each with the nearest name that one does know.
-
-Variables whose value comes from the runner's own environment: `${NAME}` and `${NAME:-default}`, as a whole value.
-
-Nothing inside a longer text is replaced. What is kept on disk is always the template, never what it stood for.
+Variables may come from the runner's own environment: `${NAME}` and `${NAME:-default}`, as a whole value. What is kept
+on disk is always the template, never its value.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from ipaddress import ip_address, ip_network
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -411,37 +400,6 @@ class UnknownKey:
 
     def __str__(self) -> str:
         return f"unknown key {self.key}" + (f" (did you mean {self.nearest}?)" if self.nearest else "")
-
-
-def unknown_keys(data: Any, model: type[BaseModel]) -> list[UnknownKey]:
-    """The keys in `data` that `model` and the models inside it ignore."""
-    return list(_walk(data, model, ""))
-
-
-def _walk(data: Any, model: type[BaseModel], prefix: str) -> Iterator[UnknownKey]:
-    if not isinstance(data, dict):
-        return
-    for key, value in data.items():
-        field = model.model_fields.get(key)
-        if field is None:
-            near = difflib.get_close_matches(str(key), model.model_fields, n=1)
-            yield UnknownKey(f"{prefix}{key}", f"{prefix}{near[0]}" if near else None)
-            continue
-        inner = _model_in(field.annotation)
-        if inner is None:
-            continue
-        for index, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
-            place = f"{prefix}{key}" if index is None else f"{prefix}{key}[{index}]"
-            yield from _walk(item, inner, f"{place}.")
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for part in get_args(annotation):
-        if (found := _model_in(part)) is not None:
-            return found
-    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,13 @@
 """Where tasks come from, and which of them are taken.
 
-A source is a task directory, a directory of tasks, `URL[@REF][#PATH]` of a git repository, a `dataset.toml` or a
-`registry.json` (with `#NAME[@VERSION]` if it holds several datasets). A directory is walked whether or not a
-`dataset.toml` lies in it; digests are checked only when the file itself is the source. The order of tasks is by name,
-the same on every machine, so that a seed always picks the same ones.
+A source is a task directory, a directory of tasks, `URL[@REF][#PATH]` of a git repository, a `dataset.toml` (names and
+digests) or a `registry.json` (names, repositories, commits; with `#NAME[@VERSION]` if it holds several datasets). A
+directory is walked whether or not a `dataset.toml` lies in it; digests are checked only when the file itself is the
+source. The order of tasks is by name, the same on every machine, so that a seed always picks the same ones. Each commit
+of a repository is checked out once into pier's cache and never changed after.
 
-Lists of tasks: `dataset.toml` (names and digests) and `registry.json` (names, repositories, commits).
-
-Tasks from git repositories: each commit is checked out once into pier's cache and never changed after.
-
-<home>/cache/git/<repository>/repo.git        bare; only fetched into, under a lock
-<home>/cache/git/<repository>/<commit>/       the working tree of one commit
+    <home>/cache/git/<repository>/repo.git        bare; only fetched into, under a lock
+    <home>/cache/git/<repository>/<commit>/       the working tree of one commit
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class SandboxStarter:
         watch: OnDecision | None = None,
     ) -> AsyncIterator[tuple[Sandbox, str]]:
         """A sandbox with the directories and files that every task may count on, and its working directory. `suffix`
-        tells it from the one that is worked in; `watch` sees the decisions of its network policy."""
+        goes to its name; `watch` sees the decisions of its network policy."""
         async with await self.start(plan, network, suffix, mounts, watch) as sandbox:
             yield sandbox, await _add_files(sandbox, plan)
 

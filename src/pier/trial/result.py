@@ -1,11 +1,9 @@
-"""`config.json` and `result.json` of a trial: the fields of Harbor's models, and pier's additional ones.
+"""`result.json` of a trial: the fields of Harbor's models and pier's additional ones, how errors and rewards get into
+them, and reading them back.
 
 Harbor and datacurve pier pass over fields that they do not know, so what pier adds (`integrity`, `pier`) does not keep
-them from loading the files. Reading is lenient in the same way: a file of theirs loads here.
-
-How things ended: errors as Harbor names them, rewards of several steps as one.
-
-Reads what a trial left, also trials of other programs; a missing, torn or invalid file is a typed error.
+them from loading the files. Reading is lenient in the same way: a file of theirs loads here. A missing, torn or invalid
+file is a typed error.
 """
 
 from __future__ import annotations
