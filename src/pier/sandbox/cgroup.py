@@ -2,11 +2,12 @@
 
 `find` says where groups can be made: a delegated or root-owned cgroup v2 tree that has the controllers, else writable
 v1 hierarchies, else nowhere (None). A `Group` is a few directories called `pier/<id>`; everything is done by plain
-file operations, so a process that can import nothing more can still join one with `join`.
+file operations, so a process that can import nothing more can still join one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -66,12 +67,8 @@ class Group:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files that `join` writes to."""
+        """The files that move a process into the group when its id is written there."""
         return tuple(str(path / "cgroup.procs") for path in self.paths)
-
-    def attach(self, pid: int) -> None:
-        """Move a process into the group; those that it forks later are in it too."""
-        join(self.files, pid)
 
     def members(self) -> set[int]:
         """The processes in the group now."""
@@ -112,16 +109,6 @@ class Group:
             time.sleep(0.005)
             left = [path for path in left if not _rmdir(path)]
         return not left
-
-
-def join(files: Iterable[str], pid: int = 0) -> None:
-    """Write a process (this one, if 0) into each `cgroup.procs` file. Needs no import that a forked child lacks."""
-    for name in files:
-        fd = os.open(name, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.write(fd, b"%d" % pid)
-        finally:
-            os.close(fd)
 
 
 def find(mountinfo: str | None = None) -> Hierarchies | None:
@@ -193,9 +180,9 @@ def _limit(version: int, controller: str, path: Path, limits: Limits, own: int) 
     if controller == "memory" and limits.memory is not None:
         size = str(limits.memory)
         _write(path / ("memory.max" if version == 2 else "memory.limit_in_bytes"), size)
-        swap = path / ("memory.swap.max" if version == 2 else "memory.memsw.limit_in_bytes")
-        if swap.exists():
-            _write(swap, "0" if version == 2 else size)
+        with contextlib.suppress(FileNotFoundError):
+            swap = "memory.swap.max" if version == 2 else "memory.memsw.limit_in_bytes"
+            _write(path / swap, "0" if version == 2 else size)
     if controller == "cpu" and limits.cpus is not None:
         quota = max(1000, round(limits.cpus * _PERIOD))
         if version == 2:
@@ -215,8 +202,8 @@ def _write(path: Path, text: str) -> None:
 
 def _read(name: str) -> str:
     try:
-        with open(name, encoding="utf-8") as stream:
-            return stream.read()
+        with open(name, "rb", buffering=0) as stream:
+            return stream.readall().decode()
     except OSError:
         return ""
 
