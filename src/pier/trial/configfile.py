@@ -16,7 +16,7 @@ _HARBOR_BACKENDS = frozenset({"docker", "modal", "podman", "daytona", "e2b", "gk
 _MEGABYTE = 1024 * 1024
 
 
-def task_reference(origin: Origin) -> dict[str, Any]:
+def _task_reference(origin: Origin) -> dict[str, Any]:
     """The task's identity as Harbor writes it: a path, or a path in a repository at a commit."""
     if origin.git_url:
         return {"git_url": origin.git_url, "git_commit_id": origin.git_commit, "path": origin.git_path or "."}
@@ -27,7 +27,7 @@ def trial_config(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:
     """What `config.json` says."""
     factors = spec.multipliers
     return {
-        "task": {**task_reference(spec.task.origin), "source": spec.task.origin.source},
+        "task": {**_task_reference(spec.task.origin), "source": spec.task.origin.source},
         "trial_name": spec.name,
         "trials_dir": str(spec.directory.parent),
         "timeout_multiplier": factors.all,
@@ -76,7 +76,7 @@ def trial_lock(spec: TrialSpec, config: Mapping[str, Any]) -> dict[str, Any]:
             "type": "git" if origin.git_url else "local",
             "digest": task.digest,
             "source": origin.source,
-            **task_reference(origin),
+            **{key: value for key, value in config["task"].items() if key != "source"},
         },
         **{key: config[key] for key in _LOCKED},
         "extra_instructions": [{"path": None, "digest": f"sha256:{digest}"} for digest in texts] or None,

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pier.agent.contract import AGENT_LOGS
@@ -152,7 +152,7 @@ async def sandbox_limits(
         disk=(table.storage_mb or 0) * _MEGABYTE or None,
         processes=_processes(task),
     )
-    wanted = asdict(choice.limits.over(asked))
+    wanted = choice.limits.over(asked).named()
     capabilities = await backend.capabilities()
     held = {name: value for name, value in wanted.items() if value and name in capabilities.limits}
     if table.gpu_types and wanted_gpus(table, choice):
@@ -161,7 +161,7 @@ async def sandbox_limits(
         )
     for name in (name for name, value in wanted.items() if value and name not in held):
         record.warn(f"this backend does not limit {name} here; the task asks for {wanted[name]}")
-    lifted = {name: 0 for name, value in asdict(choice.limits).items() if value == 0}
+    lifted = {name: 0 for name, value in choice.limits.named().items() if value == 0}
     return Limits(**{**held, **lifted}).over(await backend.share())
 
 

@@ -30,7 +30,7 @@ from pier.task import resolve_env
 from pier.trial.agents import Brought, bring_agent, make_agent
 from pier.trial.clock import Clock, limit, now
 from pier.trial.compose import SERVICES, ServiceLogs, service_images
-from pier.trial.configfile import task_reference, trial_config, trial_lock
+from pier.trial.configfile import trial_config, trial_lock
 from pier.trial.environment import Room, agent_room, check_support, furnish, sandbox_limits, start_room
 from pier.trial.grading import GradingPlace
 from pier.trial.health import wait_until_healthy
@@ -80,7 +80,7 @@ class _Trial:
             task_name=spec.task.name,
             trial_name=spec.name,
             trial_uri=(_resolved(spec.directory.parent) / spec.directory.name).as_uri(),
-            task_id=self.redactor.value(task_reference(spec.task.origin)),
+            task_id={key: value for key, value in self.config["task"].items() if key != "source"},
             source=spec.task.origin.source,
             task_checksum=spec.task.digest.removeprefix("sha256:"),
             config=self.config,

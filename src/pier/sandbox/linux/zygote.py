@@ -156,8 +156,7 @@ class Zygote:
                     wanted["tree"] = len(fds) - 1
                     fds.append(self._open_source(HOST + wanted["source"], shifted, read_only=wanted["read_only"]))
             plan["groups"] = len(message["groups"])
-            for path in message["groups"]:
-                fds.append(os.open(HOST + path, os.O_WRONLY | os.O_CLOEXEC))
+            fds.extend(os.open(HOST + path, os.O_WRONLY | os.O_CLOEXEC) for path in message["groups"])
             wire.send(spare.control, plan, fds)
             answer = {"id": message["id"], "pid": spare.pid, "shifted": shifted}
             wire.send(self.sock, answer, [spare.pidfd, spare.control.fileno()])

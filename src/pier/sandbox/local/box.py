@@ -60,7 +60,7 @@ class Box:
     async def start(self, plan: dict[str, Any], layers: list[str], cage: tuple[Hierarchies, Limits] | None) -> None:
         """Make everything; when this raises or is cancelled, `stop` removes what was made. `cage`: where to make a
         control group, and with which limits."""
-        groups = [str(path) for path in cage[0].place(self.id)] if cage else []
+        groups = cage[0].place(self.id) if cage else ()
         self._lease.write(KIND, self.id, {"directory": str(self.directory), "groups": groups})
         make_private(self.directory)
         if cage is not None:
