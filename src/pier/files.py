@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _numbers = itertools.count()
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 def write(path: Path, data: bytes | str, *, mode: int = 0o644, durable: bool = True) -> None:
@@ -62,7 +63,7 @@ class Journal:
 
     def append(self, value: Any) -> None:
         """Add one line; a tail torn by an earlier crash or a full disk is closed off first."""
-        self.append_lines(json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
+        self.append_lines(_encode(value).encode() + b"\n")
 
     def append_lines(self, lines: bytes) -> None:
         """Add lines that are encoded already, each with its newline, in one `write` call."""

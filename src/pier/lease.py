@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pier.files import write_json
+from pier.files import write
 from pier.home import pier_home
 
 
@@ -52,7 +52,7 @@ class Lease:
         """Write a thing down; call this before creating it. Writing again replaces what is known of it."""
         path = self.directory / f"{kind}.{id}"
         held = Held(self.owner, kind, id, dict(data or {}), path)
-        write_json(path, held.data, mode=0o600, durable=False)
+        write(path, json.dumps(held.data), mode=0o600, durable=False)
         return held
 
     def strike(self, kind: str, id: str) -> None:

@@ -2,11 +2,12 @@
 
 `find` says where groups can be made: a delegated or root-owned cgroup v2 tree that has the controllers, else writable
 v1 hierarchies, else nowhere (None). A `Group` is a few directories called `pier/<id>`; everything is done by plain
-file operations, so a process that can import nothing more can still join one with `join`.
+file operations, so a process that can import nothing more can still join one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -35,23 +36,24 @@ class Hierarchies:
         """The fields of `Limits` that groups made here enforce."""
         return frozenset(_LIMITED[controller] for controller in self.parents)
 
-    def place(self, id: str) -> tuple[Path, ...]:
+    def place(self, id: str) -> tuple[str, ...]:
         """The directories of the group `id`, whether or not they exist."""
-        return tuple(sorted({parent / id for parent in self.parents.values()}))
+        return tuple(sorted({f"{parent}/{id}" for parent in self.parents.values()}))
 
     def make(self, id: str, limits: Limits, *, own_processes: int = 1) -> Group:
         """Make a group with these limits. `own_processes` are pier's own inside, which the limit does not count."""
         wanted = {
-            controller: parent
+            controller: f"{parent}/{id}"
             for controller, parent in self.parents.items()
             if getattr(limits, _LIMITED[controller]) is not None
         }
-        group = Group(tuple(sorted({parent / id for parent in wanted.values()})))
+        group = Group(tuple(sorted(set(wanted.values()))))
         try:
             for path in group.paths:
-                path.mkdir(exist_ok=True)
-            for controller, parent in wanted.items():
-                _limit(self.version, controller, parent / id, limits, own_processes)
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(path)
+            for controller, path in wanted.items():
+                _limit(self.version, controller, path, limits, own_processes)
         except OSError:
             group.remove()
             raise
@@ -62,16 +64,12 @@ class Hierarchies:
 class Group:
     """The directories of one group. They can be written down and made into a `Group` again by a sweeper."""
 
-    paths: tuple[Path, ...]
+    paths: tuple[str, ...]
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files that `join` writes to."""
-        return tuple(str(path / "cgroup.procs") for path in self.paths)
-
-    def attach(self, pid: int) -> None:
-        """Move a process into the group; those that it forks later are in it too."""
-        join(self.files, pid)
+        """The files that move a process into the group when its id is written there."""
+        return tuple(f"{path}/cgroup.procs" for path in self.paths)
 
     def members(self) -> set[int]:
         """The processes in the group now."""
@@ -84,7 +82,7 @@ class Group:
         """How many processes the kernel killed because the group was out of memory."""
         for path in self.paths:
             for name in ("memory.events", "memory.oom_control"):
-                for row in _read(str(path / name)).splitlines():
+                for row in _read(f"{path}/{name}").splitlines():
                     if row.startswith("oom_kill "):
                         return int(row.split()[1])
         return 0
@@ -93,7 +91,7 @@ class Group:
         """Kill all members once. v2 does it at one stroke; on v1 a forking member may escape: call until empty."""
         for path in self.paths:
             try:
-                _write(path / "cgroup.kill", "1")
+                _write(f"{path}/cgroup.kill", "1")
             except OSError:
                 continue
             return
@@ -112,16 +110,6 @@ class Group:
             time.sleep(0.005)
             left = [path for path in left if not _rmdir(path)]
         return not left
-
-
-def join(files: Iterable[str], pid: int = 0) -> None:
-    """Write a process (this one, if 0) into each `cgroup.procs` file. Needs no import that a forked child lacks."""
-    for name in files:
-        fd = os.open(name, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.write(fd, b"%d" % pid)
-        finally:
-            os.close(fd)
 
 
 def find(mountinfo: str | None = None) -> Hierarchies | None:
@@ -170,9 +158,9 @@ def _enable(base: Path) -> Path | None:
     wanted = " ".join(f"+{name}" for name in _CONTROLLERS if name in offered)
     parent = base / "pier"
     try:
-        _write(base / "cgroup.subtree_control", wanted)
+        _write(f"{base}/cgroup.subtree_control", wanted)
         parent.mkdir(exist_ok=True)
-        _write(parent / "cgroup.subtree_control", wanted)
+        _write(f"{parent}/cgroup.subtree_control", wanted)
     except OSError:
         return None
     return parent if os.access(parent, os.W_OK) and os.access(base / "cgroup.procs", os.W_OK) else None
@@ -187,25 +175,25 @@ def _open_v1(mount: Path) -> Path | None:
     return parent if os.access(parent, os.W_OK) else None
 
 
-def _limit(version: int, controller: str, path: Path, limits: Limits, own: int) -> None:
+def _limit(version: int, controller: str, path: str, limits: Limits, own: int) -> None:
     if controller == "pids" and limits.processes is not None:
-        _write(path / "pids.max", str(limits.processes + own))
+        _write(f"{path}/pids.max", str(limits.processes + own))
     if controller == "memory" and limits.memory is not None:
         size = str(limits.memory)
-        _write(path / ("memory.max" if version == 2 else "memory.limit_in_bytes"), size)
-        swap = path / ("memory.swap.max" if version == 2 else "memory.memsw.limit_in_bytes")
-        if swap.exists():
-            _write(swap, "0" if version == 2 else size)
+        _write(f"{path}/memory.{'max' if version == 2 else 'limit_in_bytes'}", size)
+        with contextlib.suppress(FileNotFoundError):
+            swap = "memory.swap.max" if version == 2 else "memory.memsw.limit_in_bytes"
+            _write(f"{path}/{swap}", "0" if version == 2 else size)
     if controller == "cpu" and limits.cpus is not None:
         quota = max(1000, round(limits.cpus * _PERIOD))
         if version == 2:
-            _write(path / "cpu.max", f"{quota} {_PERIOD}")
+            _write(f"{path}/cpu.max", f"{quota} {_PERIOD}")
         else:
-            _write(path / "cpu.cfs_period_us", str(_PERIOD))
-            _write(path / "cpu.cfs_quota_us", str(quota))
+            _write(f"{path}/cpu.cfs_period_us", str(_PERIOD))
+            _write(f"{path}/cpu.cfs_quota_us", str(quota))
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: str, text: str) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(fd, text.encode())
@@ -215,15 +203,15 @@ def _write(path: Path, text: str) -> None:
 
 def _read(name: str) -> str:
     try:
-        with open(name, encoding="utf-8") as stream:
-            return stream.read()
+        with open(name, "rb", buffering=0) as stream:
+            return stream.readall().decode()
     except OSError:
         return ""
 
 
-def _rmdir(path: Path) -> bool:
+def _rmdir(path: str) -> bool:
     try:
-        path.rmdir()
+        os.rmdir(path)
     except FileNotFoundError:
         return True
     except OSError as error:

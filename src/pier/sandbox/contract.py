@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from pier.errors import SandboxError
 from pier.image.model import Image, OnProgress
@@ -60,9 +60,15 @@ class Limits:
 
     def over(self, share: Limits) -> Limits:
         """These limits, with those of `share` where they say nothing. Here 0 says that there is no limit."""
-        said = {each.name: getattr(self, each.name) for each in fields(self)}
-        merged = {name: getattr(share, name) if value is None else value for name, value in said.items()}
-        return Limits(**{name: value or None for name, value in merged.items()})
+        said, others = self.named(), share.named()
+        return Limits(**{name: (others[name] if said[name] is None else said[name]) or None for name in said})
+
+    def named(self) -> dict[str, Any]:
+        """The limits by their names."""
+        return {name: getattr(self, name) for name in _LIMITS}
+
+
+_LIMITS = tuple(each.name for each in fields(Limits))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,10 @@ def masks(mounts: Sequence[Mount], hidden: Iterable[Path], trees: Sequence[str] 
     sandbox has at the same paths. A mount from inside of a hidden directory is of pier's own making and stays."""
     shown = [(tree, tree) for tree in trees]
     shown += [(_real(mount.source).rstrip("/"), mount.target) for mount in mounts if mount.source is not None]
+    sources = tuple(source for source, _ in shown)
     found: set[str] = set()
     for path in _directories(hidden) if shown else ():
-        for source, target in shown:
+        for source, target in shown if path.startswith(sources) else ():
             inside = path.startswith(source) and (path[len(source) :].startswith("/") or path in trees)
             if inside and Path(path).is_dir():
                 found.add(target.rstrip("/") + path[len(source) :])
@@ -35,10 +36,9 @@ def masks(mounts: Sequence[Mount], hidden: Iterable[Path], trees: Sequence[str] 
 
 def refuse_hidden(mounts: Iterable[Mount], hidden: Iterable[Path] = ()) -> None:
     """Refuse to mount what no sandbox may see, apart from a pack."""
-    packs = _real(packs_home())
     for mount in mounts:
         source = _real(mount.source) if mount.source is not None else ""
-        if not source or source.startswith(f"{packs}/"):
+        if not source or source.startswith(f"{_real(packs_home())}/"):
             continue
         for path in _directories(hidden):
             if source == path or source.startswith(f"{path}/"):

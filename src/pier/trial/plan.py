@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ async def sandbox_limits(
         disk=(table.storage_mb or 0) * _MEGABYTE or None,
         processes=_processes(task),
     )
-    wanted = asdict(choice.limits.over(asked))
+    wanted = choice.limits.over(asked).named()
     capabilities = await backend.capabilities()
     held = {name: value for name, value in wanted.items() if value and name in capabilities.limits}
     if table.gpu_types and wanted_gpus(table, choice):
@@ -149,7 +149,7 @@ async def sandbox_limits(
         )
     for name in (name for name, value in wanted.items() if value and name not in held):
         record.warn(f"this backend does not limit {name} here; the task asks for {wanted[name]}")
-    lifted = {name: 0 for name, value in asdict(choice.limits).items() if value == 0}
+    lifted = {name: 0 for name, value in choice.limits.named().items() if value == 0}
     return Limits(**{**held, **lifted}).over(await backend.share())
 
 

@@ -133,24 +133,22 @@ class Channel:
         self._loop.remove_writer(self._sock.fileno())
 
     def _read(self) -> None:
-        for _ in range(64):
-            try:
-                received = wire.receive(self._sock)
-            except BlockingIOError:
-                return
-            except (OSError, ValueError):
-                received = None
-            if received is None:
-                self.close()
-                return
-            message, fds = received
-            callback = self._heard.get(message.get("id", -1))
-            if callback is None:
-                close_all(fds)
-            else:
-                callback(message, fds)
-            if self.closed:
-                return
+        """Take one message; the loop calls again while there are more."""
+        try:
+            received = wire.receive(self._sock)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
+            received = None
+        if received is None:
+            self.close()
+            return
+        message, fds = received
+        callback = self._heard.get(message.get("id", -1))
+        if callback is None:
+            close_all(fds)
+        else:
+            callback(message, fds)
 
     def close(self, why: str = "") -> None:
         """Close the connection, for everybody who still waits with the reason `why`. Idempotent."""

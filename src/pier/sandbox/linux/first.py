@@ -59,9 +59,12 @@ def _begin(control: socket.socket, config: dict[str, Any]) -> None:
     received = wire.receive(control)
     if received is None:
         return
-    plan, (_, *trees) = received
+    plan, (_, *fds) = received
+    trees, groups = fds[: len(fds) - plan["groups"]], fds[len(fds) - plan["groups"] :]
     try:
+        init.join(groups)
         root.build(plan, texts, trees, many_ids=many_ids)
+        init.check_joined()
         wire.send(control, {"id": 0, "ready": True, "proof": proof}, [sock.fileno() for sock in sockets])
     except Exception as error:  # noqa: BLE001 - as above
         wire.send(control, wire.failure({"id": 0}, error))
@@ -96,8 +99,9 @@ class First(Init):
         self._wanted: Callable[[], Any] | None = None
         self._outcome: Any = None
         self._filter = self.confine["filter"]
-        self._begin, self._ask, self._done = (_thread.allocate_lock() for _ in range(3))
-        for lock in (self._begin, self._ask, self._done):
+        self._groups: list[int] = []
+        self._join, self._joined, self._begin, self._ask, self._done = (_thread.allocate_lock() for _ in range(5))
+        for lock in (self._join, self._joined, self._begin, self._ask, self._done):
             lock.acquire()
 
     def run(self) -> None:
@@ -106,6 +110,9 @@ class First(Init):
             kernel.enter_domain()
             worker.confine(self.confine)
             self.confine["filter"] = b""
+            self._join.acquire()
+            self._join_groups()
+            self._joined.release()
             self._begin.acquire()
             self.memory = self._plan["watched_memory"]
             self.confine["no_new_privileges"] = self._plan["no_new_privileges"]
@@ -117,6 +124,28 @@ class First(Init):
             self.serve()
         finally:
             os._exit(1)
+
+    def join(self, groups: list[int]) -> None:
+        """Have the other thread move this process into control groups, given by their open `cgroup.procs`, which it
+        closes. The kernel may take milliseconds for each."""
+        self._groups = groups
+        self._join.release()
+
+    def check_joined(self) -> None:
+        """Wait until that is done; raise what failed."""
+        self._joined.acquire()
+        if self._outcome is not None:
+            raise self._outcome
+
+    def _join_groups(self) -> None:
+        try:
+            for fd in self._groups:
+                os.write(fd, b"0")
+        except OSError as error:
+            self._outcome = OSError(error.errno, f"cannot join a control group: {error.strerror}")
+        finally:
+            for fd in self._groups:
+                os.close(fd)
 
     def attend(self, plan: dict[str, Any]) -> None:
         """Let the other thread begin, and do for it what needs rights."""
@@ -153,7 +182,7 @@ class First(Init):
 
     def _send_each(self, pids: Iterable[int], number: int) -> None:
         wanted = list(pids)
-        if wanted:
+        if wanted and not _is_childless():
             self._with_rights(lambda: send_each(wanted, number))
 
     def _hold_all(self) -> None:
@@ -163,3 +192,12 @@ class First(Init):
         self.jobs.pop(job, None)
         if answer:
             wire.send(self.control, answer)
+
+
+def _is_childless() -> bool:
+    """Whether this process has no child, dead or alive: then there is no other process here, since it inherits all."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT | worker.ALL_CHILDREN)
+    except ChildProcessError:
+        return True
+    return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 
 _MOST = 1 << 20
 
@@ -29,7 +30,7 @@ class NoSuchUser(Exception):
 def find(wanted: str) -> User:
     """The user for `name`, `uid`, `name:group` or `uid:gid`. A number needs no entry; the empty string is root."""
     who, _, group = (wanted or "0").partition(":")
-    row = next((row for row in _rows("/etc/passwd", 7) if who in (row[0], row[2])), None)
+    row = next((row for row in _rows("/etc/passwd", 7, who) if who in (row[0], row[2])), None)
     if row is not None:
         name, uid, gid, home = row[0], int(row[2]), int(row[3]), row[5] or "/"
     elif _is_id(who):
@@ -39,32 +40,35 @@ def find(wanted: str) -> User:
     if group:
         gid = _group(group)
         return User(uid, gid, [gid], home, name)
-    extra = [int(row[2]) for row in _rows("/etc/group", 4) if name in row[3].split(",")]
+    extra = [int(row[2]) for row in _rows("/etc/group", 4, name) if name in row[3].split(",")]
     return User(uid, gid, sorted({gid, *extra}), home, name)
 
 
 def _group(wanted: str) -> int:
     if _is_id(wanted):
         return int(wanted)
-    for row in _rows("/etc/group", 4):
+    for row in _rows("/etc/group", 4, wanted):
         if row[0] == wanted:
             return int(row[2])
     raise NoSuchUser(f"unknown group {wanted!r}: not in the sandbox's /etc/group")
 
 
-def _rows(path: str, fields: int) -> list[list[str]]:
+def _rows(path: str, fields: int, wanted: str) -> Iterator[list[str]]:
+    """The valid rows of a file that contain `wanted`."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError:
-        return []
+        return
     try:
         data = os.read(fd, _MOST) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
     except OSError:
         data = b""
     finally:
         os.close(fd)
-    rows = [row.split(":") for row in data.decode(errors="surrogateescape").splitlines()]
-    return [row for row in rows if len(row) == fields and all(map(_is_id, row[2 : 4 if fields == 7 else 3]))]
+    for line in data.decode(errors="surrogateescape").splitlines():
+        row = line.split(":") if wanted in line else []
+        if len(row) == fields and all(map(_is_id, row[2 : 4 if fields == 7 else 3])):
+            yield row
 
 
 def _is_id(text: str) -> bool:

@@ -16,6 +16,7 @@ OUT_OF_MEMORY = -1
 """The number of the event that a process was killed because of the limit on memory."""
 
 _PACKET = 64 * 1024
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 _FDS = 250
 _ELSEWHERE = b"@"
 """The whole packet, when the message is in the first of its files."""
@@ -23,7 +24,7 @@ _ELSEWHERE = b"@"
 
 def encode(message: dict[str, Any], fds: list[int]) -> tuple[bytes, list[int], int]:
     """The packet, the files to send with it, and the one among them to close afterwards (-1 if none)."""
-    data = json.dumps(message, separators=(",", ":")).encode()
+    data = _encode(message).encode()
     if len(data) <= _PACKET:
         return data, fds, -1
     fd = os.memfd_create("message", os.MFD_CLOEXEC)

@@ -25,7 +25,7 @@ from pier.sandbox import seccomp, tree
 from pier.sandbox.linux import kernel, launch, oom, users, wire
 from pier.sandbox.tree.small import serve_small
 
-_ALL_CHILDREN = 0x40000000
+ALL_CHILDREN = 0x40000000
 """__WALL: children count, whatever signal they send at their end."""
 AT_ONCE = 0.05
 """Seconds of reaping before requests are looked at: some may fork and exit as fast as they are reaped."""
@@ -264,7 +264,7 @@ def ended(also: int = 0, seconds: float = AT_ONCE) -> Iterator[tuple[int, int]]:
     this process is woken for it. A ChildProcessError says that there is no child any more."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        pid, status = os.waitpid(-1, os.WNOHANG | _ALL_CHILDREN | also)
+        pid, status = os.waitpid(-1, os.WNOHANG | ALL_CHILDREN | also)
         if pid == 0:
             return
         yield pid, status

@@ -155,6 +155,8 @@ class Zygote:
                 if "source" in wanted:
                     wanted["tree"] = len(fds) - 1
                     fds.append(self._open_source(HOST + wanted["source"], shifted, read_only=wanted["read_only"]))
+            plan["groups"] = len(message["groups"])
+            fds.extend(os.open(HOST + path, os.O_WRONLY | os.O_CLOEXEC) for path in message["groups"])
             wire.send(spare.control, plan, fds)
             answer = {"id": message["id"], "pid": spare.pid, "shifted": shifted}
             wire.send(self.sock, answer, [spare.pidfd, spare.control.fileno()])

@@ -46,6 +46,14 @@ class LocalBackend(Backend):
         self._ids = IdMap.detect()
         self._base = pier_home() / "sandboxes"
         self._groups = cgroup.find()
+        self._capabilities = Capabilities(
+            networks=offered_modes(),
+            switch_network=True,
+            snapshot=True,
+            users=self._ids.mode != "single",
+            isolates_verifier=True,
+            limits=limits_of(self._groups),
+        )
         self._zygotes = Zygotes(self._ids)
         self._snapshots = Snapshots(lease, self._zygotes, pier_home() / "snapshots")
         self._sandboxes: set[LinuxSandbox[Box]] = set()
@@ -66,22 +74,14 @@ class LocalBackend(Backend):
         return self._zygotes.pids()
 
     async def capabilities(self) -> Capabilities:
-        return Capabilities(
-            networks=offered_modes(),
-            switch_network=True,
-            snapshot=True,
-            users=self._ids.mode != "single",
-            isolates_verifier=True,
-            limits=limits_of(self._groups),
-        )
+        return self._capabilities
 
     async def share(self) -> Limits:
         """Half of the memory, and half of the disk that is free."""
         return replace(await super().share(), memory=machine_memory() // 2, disk=free_bytes(self._base) // 2 or None)
 
     async def start(self, spec: SandboxSpec) -> LinuxSandbox[Box]:
-        capabilities = await self.capabilities()
-        _refuse_what_lacks(spec, capabilities)
+        _refuse_what_lacks(spec, self._capabilities)
         box = await self._start_box(spec, ())
         sandbox = LinuxSandbox[Box](spec, box, self)
         self._snapshots.hold(sandbox.id, spec.image.layers)
@@ -92,13 +92,12 @@ class LocalBackend(Backend):
     async def _start_box(self, spec: SandboxSpec, frozen: tuple[Path, ...]) -> Box:
         """Start what runs a sandbox; once more, when the zygote that was asked or the init that it gave was killed."""
         host = await self._prepare_host() if spec.image.is_host else None
-        enforced = limits_of(self._groups)
         limits = spec.limits
         wanted = {name for name in ("memory", "processes", "cpus") if getattr(limits, name) is not None}
         cage = (self._groups, limits) if self._groups is not None and wanted else None
         layers = [*layers_of(spec, host), *map(str, frozen)]
         for last in range(2):
-            plan = make_plan(spec, host, enforced_by=enforced, caged=cage is not None)
+            plan = make_plan(spec, host, enforced_by=self._capabilities.limits)
             box = Box(self._lease, self._zygotes, self._base)
             try:
                 await box.start(plan, layers, cage)

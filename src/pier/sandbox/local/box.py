@@ -60,23 +60,20 @@ class Box:
     async def start(self, plan: dict[str, Any], layers: list[str], cage: tuple[Hierarchies, Limits] | None) -> None:
         """Make everything; when this raises or is cancelled, `stop` removes what was made. `cage`: where to make a
         control group, and with which limits."""
-        groups = [str(path) for path in cage[0].place(self.id)] if cage else []
+        groups = cage[0].place(self.id) if cage else ()
         self._lease.write(KIND, self.id, {"directory": str(self.directory), "groups": groups})
         make_private(self.directory)
         if cage is not None:
             self._group = cage[0].make(self.id, cage[1], own_processes=_OWN_PROCESSES)
         message = {"op": "start", "directory": str(self.directory), "plan": plan, "layers": layers}
+        message["groups"] = self._group.files if self._group is not None else ()
         zygote = await self._zygotes.pick()
         self._asked = zygote.ask(message)
         try:
             async with asyncio.timeout(_START_SECONDS):
                 self._meet(await asyncio.shield(self._asked))
-                ready = self.channel.wait(0)
-                if self._group is not None:
-                    answer, _ = await asyncio.gather(ready, asyncio.to_thread(self._group.attach, self.pid))
-                else:
-                    answer = await ready
-                self.proof, self.watching = answer[0]["proof"], answer[1]
+                answer, self.watching = await self.channel.wait(0)
+                self.proof = answer["proof"]
         except TimeoutError:
             problem = f"the sandbox {self.id} did not start in {_START_SECONDS} s"
             raise SandboxError(problem, code="start_timeout") from None
@@ -154,7 +151,7 @@ class Box:
             await wait_for_end(self.directory)
         if hasattr(self, "channel"):
             self.channel.close()
-        if self._group is not None:
+        if self._group is not None and not self._group.remove(0):
             await asyncio.to_thread(self._group.remove)
 
     async def remove(self) -> None:

@@ -22,10 +22,8 @@ _SEEN_IN_TIME = 8 << 30
 """A file of a size like this takes longer to write than the disk goes unwatched. Sparse ones may be as long."""
 
 
-def make_plan(
-    spec: SandboxSpec, host: HostRoot | None, *, enforced_by: Mapping[str, str], caged: bool
-) -> dict[str, Any]:
-    """The plan for `spec`. `enforced_by` says which limits are left to init; `caged` that a control group comes."""
+def make_plan(spec: SandboxSpec, host: HostRoot | None, *, enforced_by: Mapping[str, str]) -> dict[str, Any]:
+    """The plan for `spec`. `enforced_by` says which limits are left to init."""
     rlimits: dict[str, int] = {}
     if spec.limits.open_files is not None:
         rlimits["RLIMIT_NOFILE"] = spec.limits.open_files
@@ -47,7 +45,6 @@ def make_plan(
         "processes": (by_init or 0) + _SLACK if by_init else 0,
         "no_new_privileges": spec.no_new_privileges,
         "shm_size": max(64 << 20, (spec.limits.memory or 0) // 2),
-        "caged": caged,
         "watched_memory": (spec.limits.memory or 0) if enforced_by.get("memory") == "watched" else 0,
         "cores": math.ceil(spec.limits.cpus) if spec.limits.cpus and enforced_by.get("cpus") == "affinity" else 0,
     }

@@ -16,6 +16,6 @@ async def destroy(held: Held, zygotes: Zygotes) -> None:
     directory = Path(held.data["directory"])
     await wait_for_end(directory)
     if groups := held.data.get("groups"):
-        await asyncio.to_thread(Group(tuple(map(Path, groups))).remove)
+        await asyncio.to_thread(Group(tuple(groups)).remove)
     if directory.exists():
         await zygotes.remove(directory)
