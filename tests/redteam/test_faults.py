@@ -15,7 +15,7 @@ from pier.errors import ImageError, SandboxError
 from pier.image.model import Image
 from pier.lease import Lease
 from pier.sandbox import open_backend
-from pier.sandbox.contract import Backend, SandboxSpec
+from pier.sandbox.contract import Backend, Mount, SandboxSpec
 from pier.sandbox.docker import images, telling
 from pier.sandbox.docker.client import Client
 from pier.sandbox.docker.images import EngineImages
@@ -183,19 +183,37 @@ while True:
 """Waits for data with the lock of the output's pipe held, for five seconds at a time."""
 
 
-@pytest.mark.plain
+def host_python(mount: str) -> str:
+    """How a container runs this machine's Python, with `/usr` mounted at `mount`."""
+    (linker,) = Path("/usr/lib").glob("*/ld-linux-*.so.*")
+    libraries = f"{mount}/lib/{linker.parent.name}"
+    return f"PYTHONHOME={mount} {libraries}/{linker.name} --library-path {libraries} {mount}/bin/python3"
+
+
+@pytest.mark.parametrize("through_helper", [pytest.param("", id="own"), pytest.param("1", id="helper")])
+@everywhere
 @route(
     "faults",
     "A command splices a stalled socket into its output, which holds the lock of the pipe",
     "The command is killed, and pier goes on",
 )
-async def test_a_command_cannot_keep_pier_from_reading(tmp_path: Path) -> None:
-    async with opened("local") as backend, await backend.start(SandboxSpec(host_image())) as sandbox:
+async def test_a_command_cannot_keep_pier_from_reading(
+    place: str, through_helper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place == "local" and through_helper:
+        pytest.skip("a local sandbox has no helper")
+    monkeypatch.setenv("PIER_DOCKER_HELPER", through_helper)
+    spec, python = SandboxSpec(host_image()), "/usr/bin/python3"
+    if place == "docker":
+        spec = SandboxSpec(busybox_image(tmp_path / "image"), mounts=(Mount("/usr/host", Path("/usr")),))
+        python = host_python("/usr/host")
+    async with opened(place) as backend, await backend.start(spec) as sandbox, await backend.start(spec) as other:
         await sandbox.write_file("/tmp/splice.py", SPLICE.encode())
-        splice = "timeout -s KILL 60 /usr/bin/python3 /tmp/splice.py"
+        splice = f"timeout -s KILL 60 env {python} /tmp/splice.py"
         command = f"(while :; do echo x; done) & {splice}; echo went on >/tmp/went-on"
         done = await sandbox.exec(command, output_limit=1000)
         assert done.exit_code == 137
         with pytest.raises(FileNotFoundError):
             await sandbox.read_file("/tmp/went-on")
-        assert (await sandbox.exec("echo fine")).text == "fine\n"
+        for each in (sandbox, other):
+            assert (await each.exec("echo fine")).text == "fine\n"
