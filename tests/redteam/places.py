@@ -26,6 +26,15 @@ docker = pytest.param(
 )
 everywhere = pytest.mark.parametrize("place", [local, docker])
 """Run a test on both backends; it takes the name as `place` and opens `open_place(place, ...)`."""
+everywhere_and_by_helper = pytest.mark.parametrize(
+    ("place", "helper"),
+    [
+        pytest.param("local", "", marks=local.marks, id="local"),
+        pytest.param("docker", "", marks=docker.marks, id="docker"),
+        pytest.param("docker", "1", marks=docker.marks, id="helper"),
+    ],
+)
+"""As `everywhere`, and in containers that the helper enters: the test sets `PIER_DOCKER_HELPER` to `helper`."""
 
 
 @contextmanager
