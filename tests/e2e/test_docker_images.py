@@ -64,6 +64,7 @@ async def test_an_engine_pulls_with_progress_and_credentials(docker: Engine, tmp
 
 
 async def test_a_trial_uses_what_the_engine_pulls(docker: Engine, tmp_path: Path) -> None:
+    """From a registry that the user has logged in to; others a task cannot have the engine ask."""
     packed = BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         archive.add(busybox_image(tmp_path / "image").layers[0], ".")
@@ -71,8 +72,13 @@ async def test_a_trial_uses_what_the_engine_pulls(docker: Engine, tmp_path: Path
         await push(address, "tools", "v1", Pieces(packed.getvalue()))
         toml = TOML + f'docker_image = "{address}/tools:v1"\n'
         test = "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n"
+        task = write_task(tmp_path / "task", toml=toml, test=test)
         async with docker_bench(tmp_path / "trials") as bench:
-            result = await bench.run(write_task(tmp_path / "task", toml=toml, test=test), "nop")
+            refused = await bench.run(task, "nop")
+            auth = base64.b64encode(b"some:body").decode()
+            (tmp_path / "config.json").write_text(json.dumps({"auths": {address: {"auth": auth}}}))
+            result = await bench.run(task, "nop")
+    assert refused.exception_info is not None and refused.exception_info.code == "refused"
     assert result.rewards == {"reward": 1}, result.exception_info
     assert result.pier is not None and result.pier.image == f"{address}/tools:v1", result.exception_info
     assert "image: " in (log := (bench.last / "trial.log").read_text()) and "Pull complete (1 of 1 layers)" in log

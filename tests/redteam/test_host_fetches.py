@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from tests.host_fetches import DIRECTORY, PLAIN, REGISTRIES, SPECIAL, Fetches, run_fetches
+from tests.engine import missing
+from tests.host_fetches import DIRECTORY, PLAIN, REALMS, REGISTRIES, SPECIAL, Fetches, run_fetches
 from tests.redteam import route
 
 pytestmark = pytest.mark.plain
@@ -14,6 +15,16 @@ pytestmark = pytest.mark.plain
 
 @pytest.fixture(scope="module")
 def fetches(tmp_path_factory: pytest.TempPathFactory) -> Fetches:
+    return _fetches(tmp_path_factory, "local")
+
+
+@pytest.fixture(scope="module")
+def engine_fetches(tmp_path_factory: pytest.TempPathFactory) -> Fetches:
+    """What a task has an engine fetch, or its builder."""
+    return _fetches(tmp_path_factory, "docker")
+
+
+def _fetches(tmp_path_factory: pytest.TempPathFactory, place: str) -> Fetches:
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed, so the registry has no certificate")
     directory = tmp_path_factory.mktemp("fetches")
@@ -23,7 +34,7 @@ def fetches(tmp_path_factory: pytest.TempPathFactory) -> Fetches:
         patch.setenv("DOCKER_CONFIG", str(directory))
         patch.setenv(DIRECTORY, str(directory))
         patch.setenv("SSL_CERT_FILE", str(directory / "server.pem"))
-        return run_fetches(directory)
+        return run_fetches(directory, place)
 
 
 def test_what_may_be_fetched_is_fetched(fetches: Fetches) -> None:
@@ -80,7 +91,42 @@ def test_a_registry_that_the_user_names_is_reached(fetches: Fetches) -> None:
 
 
 def test_nothing_reached_what_was_refused(fetches: Fetches) -> None:
+    _check_reached(fetches)
+
+
+def _check_reached(fetches: Fetches) -> None:
     assert fetches.touched == []
     reached = {row.split()[1] for row in fetches.seen}
     assert not [row for row in reached if row.startswith(("169.254.", "fd00:ec2", "203.0.113.2"))]
     assert f"10.1.2.3:{PLAIN}" not in reached
+
+
+engine = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+@engine
+@route("host", "the same images with `--env docker`", "pier pulls them by the same rules; the engine is not asked to")
+def test_an_engine_pulls_nothing_that_only_a_task_named(engine_fetches: Fetches) -> None:
+    outcomes = engine_fetches.outcomes
+    for name in REALMS:
+        outcome = "got 1" if name in ("own", "elsewhere") else "refused: cannot pull registry.test:5443/"
+        assert outcomes[f"realm {name}"].startswith(outcome), name
+    for host in REGISTRIES:
+        assert outcomes[f"registry {host}"].startswith("refused: "), host
+    assert outcomes["registry private"] == "got 1"
+    assert engine_fetches.by_user > 0 and "the engine cannot pull" in outcomes["registry of the user"]
+
+
+@engine
+@route(
+    "host",
+    "a Dockerfile for an engine's builder: FROM, COPY --from and RUN --mount of such images, ADD of URLs, `# syntax=`",
+    "images are pulled by pier, by the same rules; the rest is refused",
+)
+def test_an_engines_builder_fetches_nothing(engine_fetches: Fetches) -> None:
+    outcomes = {name[14:]: text for name, text in engine_fetches.outcomes.items() if name.startswith("engine builds ")}
+    assert outcomes.pop("on an image") == "got ('a \"$b\"', '/there')"
+    assert outcomes.pop("FROM elsewhere").startswith("got ")
+    for name, text in outcomes.items():
+        assert text.startswith("refused: " if name[:3] in ("FRO", "COP", "RUN") else "policy: "), (name, text)
+    _check_reached(engine_fetches)

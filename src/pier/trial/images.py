@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pier.errors import ImageError, PolicyError
+from pier.image.credentials import find_credentials
 from pier.image.host import host_refusal
 from pier.image.model import HOST, Image, OnProgress
+from pier.image.reference import parse
 from pier.network.policy import NONE, PUBLIC, NetworkPolicy
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend
@@ -154,19 +156,23 @@ def _file_key(context: Path, file: Path | None) -> str:
 
 
 async def _pull(backend: Backend, store: ImageStore, wish: ImageWish, reference: str, tell: OnProgress) -> Image:
-    """By the backend, else by pier; if neither can, both say why."""
+    """By the backend, else by pier; if neither can, both say why. An engine follows a registry to any host, so it pulls
+    only what the user named, and from registries that the user has logged in to."""
     refused: ImageError | None = None
-    try:
-        if (found := await backend.pull_image(reference, tell)) is not None:
-            return found
-    except ImageError as error:
-        if error.code == "disk_full":
-            raise
-        refused = error
+    if wish.chosen or await find_credentials(parse(reference).registry) is not None:
+        try:
+            if (found := await backend.pull_image(reference, tell)) is not None:
+                return found
+        except ImageError as error:
+            if error.code == "disk_full":
+                raise
+            refused = error
     try:
         return await store.resolve(reference, on_progress=tell, for_task=not wish.chosen)
     except ImageError as error:
         if refused is None:
+            if error.code == "unreachable" and backend.name != "local":
+                error.hint = f"pier image pull --env {backend.name} {reference}, if you trust its registry"
             raise
         hint = refused.hint if error.code in ("not_found", "refused") else error.hint
         message = f"{error.message}\n  - {refused.message}"
@@ -177,7 +183,7 @@ async def _pull(backend: Backend, store: ImageStore, wish: ImageWish, reference:
 
 
 def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
-    """Images that the backend has itself or pulls, else from pier's own store; Dockerfiles are built in local
+    """Images that the backend has itself, else from pier's own store, else pulled; Dockerfiles are built in local
     sandboxes, whose layers every backend can take, or by the backend if it is asked to or nothing else can."""
     from pier.image.store import ImageStore
 
