@@ -35,7 +35,7 @@ REALMS = {
 """For each repository of `registry.test` the token server that its challenge names."""
 REGISTRIES = ("127.0.0.1:7777", "localhost:7777", "203.0.113.2:7777", "metadata.test:8443", "169.254.169.254")
 """Registries that a task does not reach."""
-PIECES = Pieces(tar_of(entry("name", b"base")), config={"Env": ["NAME=a \"$b\""], "WorkingDir": "/there"})
+PIECES = Pieces(tar_of(entry("name", b"base")), config={"Env": ['NAME=a "$b"'], "WorkingDir": "/there"})
 _BLOBS = {sha(blob): blob for blob in (*PIECES.layers, PIECES.config)}
 
 SPECIAL = {

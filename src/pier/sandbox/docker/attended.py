@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pier.errors import SandboxError
@@ -20,6 +21,7 @@ from pier.sandbox.docker.hub import Member, Places
 from pier.sandbox.docker.layers import find_layers
 from pier.sandbox.docker.mux import Mux, Watched
 from pier.sandbox.linux.channel import Channel, close_all
+from pier.sandbox.linux.disk import free_bytes
 from pier.sandbox.linux.network import Network
 from pier.sandbox.linux.stuck import WATCH
 
@@ -246,6 +248,17 @@ class Attended:
         upper, lowers = self._layers
         request = {"op": "changes", "path": root + upper, "layers": [root + path for path in lowers]}
         return {"changes": (await doorkeeper.ask(request))[0]["changes"]}
+
+    def free_disk(self, root: str) -> dict[str, Any]:
+        """How much space is free where the container writes, if that can be found below `root`."""
+        return {"bytes": free_bytes(Path(root + self._layers[0])) if self._layers else None}
+
+    async def used_disk(self, doorkeeper: Channel, root: str) -> dict[str, Any]:
+        """How much the container has written."""
+        if self._layers is None:
+            return {"bytes": None}
+        request = {"op": "measure", "path": root + self._layers[0], "pid": self._pid}
+        return {"bytes": (await doorkeeper.ask(request))[0]["bytes"]}
 
     async def settle(self) -> dict[str, Any]:
         """Tell of what was tried without a network."""

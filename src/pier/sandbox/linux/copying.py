@@ -127,7 +127,7 @@ def _raise_if_failed(message: dict[str, Any]) -> None:
     if code == "not_found":
         raise FileNotFoundError(text)
     if message.get("errno") in (errno.ENOSPC, errno.EDQUOT):
-        raise SandboxError(text, code="disk_full", retryable=False)
+        raise SandboxError(text, code="disk_full")
     if message.get("errno") in FAULTS:
         raise SandboxError(text, code="storage")
     if code in _BLAMED_ON_TASK:
