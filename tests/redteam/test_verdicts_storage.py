@@ -8,7 +8,7 @@ import os
 import resource
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,10 @@ from pier.sandbox.contract import OnOutput, Result, Sandbox
 from pier.trial.model import TrialResult
 from pier.trial.run import run_trial
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialSpec
+from tests.engine import cannot_mount, missing
 from tests.redteam import route
-from tests.redteam.places import everywhere, open_place
-from tests.trial_runs import PASS, TOML, write_task
+from tests.redteam.places import bash_engine, everywhere, open_place
+from tests.trial_runs import PASS, TOML, kinds, write_task
 
 SEPARATE = TOML.replace("[verifier]\n", '[verifier]\nenvironment_mode = "separate"\n')
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
@@ -168,6 +169,52 @@ async def test_a_verifiers_sandbox_that_is_full(tmp_path: Path, monkeypatch: pyt
                 solve="head -c 40000000 /dev/urandom > /app/done",
             )
             assert_no_verdict(await bench.run(task))
+
+
+@needs_root
+@everywhere
+@route(
+    "verdicts",
+    "let the disk fill up before the tests are uploaded to the agent's sandbox",
+    "an infrastructure fault without a verdict, retryable",
+)
+async def test_tests_that_do_not_fit(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIER_HOME", str(tmp_path / "home"))
+    with ExitStack() as stack:
+        if place == "local":
+            disk = stack.enter_context(small_disk(tmp_path / "home", "64m"))
+        else:
+            running = stack.enter_context(bash_engine(tmp_path, disk="128m"))
+            monkeypatch.setenv("DOCKER_HOST", running.url)
+            disk = running.directory / "data"
+        async with open_place(place, tmp_path / "trials") as bench:
+            task = write_task(tmp_path / "t", tests__large="x" * 8_000_000)
+            filling = AgentChoice(f"{__name__}:FillingAgent", options={"disk": str(disk)})
+            assert_no_verdict(await bench.run(task, filling))
+
+
+@pytest.mark.docker
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.skipif(cannot_mount("btrfs") is not None, reason=str(cannot_mount("btrfs")))
+@route(
+    "verdicts",
+    "fill a container up to the quota that its engine keeps, so that no tests fit",
+    "the agent broke its own grading: 0, with a note",
+)
+async def test_a_container_at_its_own_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with bash_engine(tmp_path, "--storage-driver=btrfs", disk="1g", filesystem="btrfs") as running:
+        monkeypatch.setenv("DOCKER_HOST", running.url)
+        async with open_place("docker", tmp_path / "trials") as bench:
+            task = write_task(
+                tmp_path / "t",
+                toml=f"{TOML}storage_mb = 32\n",
+                solve="cat /dev/zero > /zeros; true",
+                tests__large="x" * 4_000_000,
+            )
+            result = await bench.run(task)
+            assert result.rewards == {"reward": 0} and "no_reward" in kinds(result), result.exception_info
+            assert result.integrity is not None
+            assert "has reached its own limit on disk" in (result.integrity.runs[0].message or "")
 
 
 @everywhere

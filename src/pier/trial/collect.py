@@ -19,7 +19,7 @@ from pier import files
 from pier.beneath import remove
 from pier.errors import SandboxError, StorageError
 from pier.sandbox.compose import MAIN
-from pier.sandbox.contract import Sandbox
+from pier.sandbox.contract import DISK_FAULTS, Sandbox
 from pier.task.config import Artifact
 from pier.tree import Tree, TreeError
 from pier.trial.record import TrialRecord
@@ -39,8 +39,6 @@ _AGENTS_DOING = frozenset(
 """Codes of errors that an agent can bring about: by what it made of its files, or by killing the process that copies
 them. All others are faults of the infrastructure."""
 
-DISK_FAULTS = frozenset({"disk_full", "storage"})
-"""Codes of errors of a sandbox's disk."""
 
 Status = Literal["ok", "failed", "empty", "skipped"]
 Look = Callable[[Tree, list[str]], None]

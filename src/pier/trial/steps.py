@@ -11,7 +11,7 @@ from pier.agent.contract import AGENT_LOGS, Agent
 from pier.errors import SandboxError, StorageError
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.compose import MAIN
-from pier.sandbox.contract import Change, Sandbox
+from pier.sandbox.contract import DISK_FAULTS, Change, Sandbox
 from pier.task import Step, resolve_env
 from pier.trial.agents import (
     check_job_budget,
@@ -27,7 +27,7 @@ from pier.trial.agents import (
     user_text,
 )
 from pier.trial.clock import Clock
-from pier.trial.collect import DISK_FAULTS, Collected, collect_artifacts, seal_artifacts, take_logs
+from pier.trial.collect import Collected, collect_artifacts, seal_artifacts, take_logs
 from pier.trial.follow import followed
 from pier.trial.grading import Graded, GradingPlace, SeparateTests, SharedTests
 from pier.trial.health import prepare_step

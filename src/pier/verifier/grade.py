@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pier.errors import SandboxError, TaskError, VerifierError
-from pier.sandbox.contract import OnOutput, Result, Sandbox
+from pier.errors import SandboxError, StorageError, TaskError, VerifierError
+from pier.sandbox.contract import DISK_FAULTS, OnOutput, Result, Sandbox
 from pier.sandbox.parcel import deliver
 from pier.verifier.folders import TESTS, VERIFIER_LOGS
 from pier.verifier.notes import Note
@@ -89,9 +89,14 @@ async def _prepare(sandbox: Sandbox, grading: Grading) -> list[str]:
         holders = [tests for tests in grading.tests if (tests / grading.script).is_file()]
         if not holders:
             raise TaskError(f"the task brings no tests/{grading.script}", code="no_tests")
-        for tests in grading.tests:
-            program = grading.script if tests == holders[-1] else None
-            await deliver(sandbox, tests, TESTS, program=program, owner=grading.user)
+        try:
+            for tests in grading.tests:
+                program = grading.script if tests == holders[-1] else None
+                await deliver(sandbox, tests, TESTS, program=program, owner=grading.user)
+        except SandboxError as error:
+            if error.code not in DISK_FAULTS:
+                raise
+            raise StorageError(f"the tests cannot be uploaded: {error}") from error
         with (holders[-1] / grading.script).open("rb") as stream:
             script = stream.read(2)
     return [path] if script.startswith(b"#!") else ["/bin/bash", path]
