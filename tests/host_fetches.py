@@ -35,7 +35,7 @@ REALMS = {
 """For each repository of `registry.test` the token server that its challenge names."""
 REGISTRIES = ("127.0.0.1:7777", "localhost:7777", "203.0.113.2:7777", "metadata.test:8443", "169.254.169.254")
 """Registries that a task does not reach."""
-PIECES = Pieces(tar_of(entry("name", b"base")))
+PIECES = Pieces(tar_of(entry("name", b"base")), config={"Env": ['NAME=a "$b"'], "WorkingDir": "/there"})
 _BLOBS = {sha(blob): blob for blob in (*PIECES.layers, PIECES.config)}
 
 SPECIAL = {
@@ -56,8 +56,20 @@ SPECIAL = {
 }
 """URLs that no task makes this machine fetch."""
 
+BUILDS = {
+    "on an image": f"FROM registry.test:{SECURE}/own\nLABEL a=b\n",
+    **{f"FROM {name}": f"FROM registry.test:{SECURE}/{name}\nLABEL a=b\n" for name in REALMS if name[-2:] != "wn"},
+    **{f"FROM at {host}": f"FROM {host}/app\nLABEL a=b\n" for host in REGISTRIES},
+    "COPY --from": "FROM scratch\nCOPY --from=127.0.0.1:7777/app /x /x\n",
+    "RUN --mount": f'FROM registry.test:{SECURE}/own\nRUN --mount=target=/x,"FROM=127.0.0.1:7777/app" x\n',
+    "syntax": "# syntax=127.0.0.1:7777/app\nFROM scratch\nLABEL a=b\n",
+    "ADD": "FROM scratch\nADD http://127.0.0.1:7777/x /x\n",
+    "ADD of git": "FROM scratch\nADD git@127.0.0.1:x.git /x\n",
+}
+"""Dockerfiles for the builder of an engine; what all but the first would fetch is out of a task's reach."""
+
 _OUTSIDE = r"""
-import asyncio, json, socket, sys, threading
+import asyncio, contextlib, json, os, socket, sys, threading
 from hashlib import sha256
 from pathlib import Path
 from pier.errors import PierError
@@ -66,8 +78,10 @@ from pier.image.build import build_image
 from pier.lease import Lease
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import open_backend
+from pier.sandbox.order import BuildOrder
 from pier.trial.images import ImageRequest, open_images
-from tests.host_fetches import PLAIN, REALMS, REGISTRIES, SECURE, SPECIAL
+from tests.engine import engine
+from tests.host_fetches import BUILDS, PLAIN, REALMS, REGISTRIES, SECURE, SPECIAL
 
 touched = []
 def listen(family, address):
@@ -83,7 +97,7 @@ def listen(family, address):
 listen(socket.AF_INET, "0.0.0.0")
 listen(socket.AF_INET6, "::1")
 
-told, context = {}, Path(sys.argv[1]) / "context"
+told, context, place = {}, Path(sys.argv[1]) / "context", sys.argv[3]
 context.mkdir()
 
 async def attempt(name, work):
@@ -98,7 +112,7 @@ async def add(url, mode="public", hosts=()):
     found = next((image.layers[0] / "d").iterdir())
     return found.name, found.read_text(), oct(found.stat().st_mode & 0o777), int(found.stat().st_mtime)
 
-async def main():
+async def add_all():
     fine, other = f"http://files.test:{PLAIN}/file", f"http://other.test:{PLAIN}/file"
     to = f"http://files.test:{PLAIN}/to/"
     await attempt("add", lambda: add(fine))
@@ -113,8 +127,17 @@ async def main():
     for name, url in {"fine": fine, "other": other, "redirected": to + other, "address": f"http://10.1.2.3:{PLAIN}/x",
                       "inward": f"http://inward.test:{PLAIN}/x"}.items():
         await attempt(f"add allowlist {name}", lambda: add(url, "allowlist", ("files.test", "inward.test")))
+
+async def build(text, backend):
+    (context / "Dockerfile").write_text(text)
+    image = await backend.build_image(BuildOrder(text, context))
+    return image.config.env.get("NAME"), image.config.workdir
+
+async def main():
+    if place == "local":
+        await add_all()
     with Lease() as lease:
-        async with open_backend("local", lease) as backend:
+        async with open_backend(place, lease) as backend:
             images = open_images(backend)
             async def pull(reference, chosen=False):
                 image = await images.get(ImageRequest(reference, chosen=chosen))
@@ -123,6 +146,8 @@ async def main():
                 await attempt(f"realm {name}", lambda: pull(f"registry.test:{SECURE}/{name}"))
             for host in REGISTRIES:
                 await attempt(f"registry {host}", lambda: pull(f"{host}/app"))
+            for name, text in BUILDS.items() if place == "docker" else ():
+                await attempt(f"engine builds {name}", lambda: build(text, backend))
             await attempt("registry private", lambda: pull(f"inward.test:{SECURE}/own"))
             before = len(touched)
             await attempt("registry of the user", lambda: pull("127.0.0.1:7777/app", chosen=True))
@@ -131,7 +156,10 @@ async def main():
     told["seen"] = traffic.seen()
     Path(sys.argv[2]).write_text(json.dumps(told))
 
-asyncio.run(main())
+with contextlib.ExitStack() as stack:
+    if place == "docker":
+        os.environ["DOCKER_HOST"] = stack.enter_context(engine()).url
+    asyncio.run(main())
 """
 
 
@@ -198,14 +226,15 @@ class Fetches:
     seen: dict[str, int]
 
 
-def run_fetches(directory: Path) -> Fetches:
-    """Run every attempt. The caller's environment must name `directory` as `DIRECTORY`, and trust its `server.pem`."""
+def run_fetches(directory: Path, place: str) -> Fetches:
+    """Run every attempt on a backend; for `docker` with an engine inside the fake internet. The caller's environment
+    must name `directory` as `DIRECTORY`, and trust its `server.pem`."""
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=world"]
     command += ["-addext", "subjectAltName=DNS:registry.test,DNS:inward.test", "-keyout", "key", "-out", "crt"]
     subprocess.run(command, cwd=directory, check=True, capture_output=True)
     (directory / "server.pem").write_text((directory / "key").read_text() + (directory / "crt").read_text())
     answer = directory / "told.json"
-    done = in_world(_OUTSIDE, directory, str(directory), str(answer), servers="tests.host_fetches:serve")
+    done = in_world(_OUTSIDE, directory, str(directory), str(answer), place, servers="tests.host_fetches:serve")
     assert answer.exists(), f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     told = json.loads(answer.read_text())
     touched, by_user, seen = told.pop("touched"), told.pop("by the user"), told.pop("seen")

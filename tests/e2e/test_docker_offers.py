@@ -129,19 +129,19 @@ def test_a_run_without_gpus_is_refused_by_name(tmp_path: Path) -> None:
     assert (result["exception_info"]["blame"], result["exception_info"]["code"]) == ("user", "no_gpu")
 
 
-async def _check_disk(running: Engine, image: Image, scratch: Path, *, offered: bool) -> None:
+async def _check_disk(running: Engine, image: Image, scratch: Path, *, kept_by: str) -> None:
     with Lease() as lease:
         async with open_backend("docker", lease) as backend:
-            assert ("disk" in (await backend.capabilities()).limits) is offered
+            assert (await backend.capabilities()).limits["disk"] == kept_by
             (check,) = (check for check in CHECKS if check.name == "disk_limit")
-            assert await verify(check, backend, image, scratch) is offered
-            if offered:
+            assert await verify(check, backend, image, scratch)
+            if kept_by == "quota":
                 async with await backend.start(SandboxSpec(image, limits=Limits(disk=32 << 20))) as sandbox:
                     written = await sandbox.exec(["sh", "-c", "dd if=/dev/zero of=/big bs=1M count=100"])
                     assert "Disk quota exceeded" in written.error_text, written
                     with pytest.raises(SandboxError) as not_written:
                         await sandbox.write_file("/more", os.urandom(8 << 20))
-                    assert not_written.value.code == "disk_full"
+                    assert (not_written.value.code, not_written.value.blame) == ("disk_limit", "agent")
                     await sandbox.exec(["rm", "/big", "/more"])
                     await sandbox.write_file("/more", os.urandom(24 << 20))
         assert lease.held() == []
@@ -154,14 +154,14 @@ async def test_a_disk_is_limited_by_btrfs(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PIER_DOCKER_HELPER", through_helper)
     with engine("--storage-driver=btrfs", disk="1g", filesystem="btrfs") as running:
         monkeypatch.setenv("DOCKER_HOST", running.url)
-        await _check_disk(running, busybox_image(tmp_path), tmp_path, offered=True)
+        await _check_disk(running, busybox_image(tmp_path), tmp_path, kept_by="quota")
 
 
 @pytest.mark.skipif(cannot_mount("xfs") is not None, reason=str(cannot_mount("xfs")))
-async def test_a_disk_is_not_limited_by_xfs_without_quotas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_is_watched_on_xfs_without_quotas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine("--storage-driver=overlay2", disk="512m", filesystem="xfs") as running:
         monkeypatch.setenv("DOCKER_HOST", running.url)
-        await _check_disk(running, busybox_image(tmp_path), tmp_path, offered=False)
+        await _check_disk(running, busybox_image(tmp_path), tmp_path, kept_by="watched")
         assert "pier/idle" in running.docker("images", "--format", "{{.Repository}}")
 
 
@@ -176,7 +176,7 @@ async def test_a_limit_that_the_engine_would_leave_out_is_not_offered(
     with engine(before=WITHOUT_PIDS) as running, Lease() as lease:
         monkeypatch.setenv("DOCKER_HOST", running.url)
         async with open_backend("docker", lease) as backend:
-            assert sorted((await backend.capabilities()).limits) == ["cpus", "memory", "open_files"]
+            assert sorted((await backend.capabilities()).limits) == ["cpus", "disk", "memory", "open_files"]
             with pytest.raises(SandboxError, match="cannot limit processes here") as refused:
                 await backend.start(SandboxSpec(image, limits=Limits(processes=10)))
             assert (refused.value.code, refused.value.blame, refused.value.retryable) == ("no_limit", "user", False)

@@ -26,11 +26,21 @@ docker = pytest.param(
 )
 everywhere = pytest.mark.parametrize("place", [local, docker])
 """Run a test on both backends; it takes the name as `place` and opens `open_place(place, ...)`."""
+_ENGINE = [
+    pytest.param("docker", "", marks=docker.marks, id="docker"),
+    pytest.param("docker", "1", marks=docker.marks, id="helper"),
+]
+by_engine = pytest.mark.parametrize(("place", "helper"), _ENGINE)
+"""Run a test in containers that pier enters, and the helper: the test sets `PIER_DOCKER_HELPER` to `helper`."""
+everywhere_and_by_helper = pytest.mark.parametrize(
+    ("place", "helper"), [pytest.param("local", "", marks=local.marks, id="local"), *_ENGINE]
+)
+"""As `by_engine`, and on the local backend."""
 
 
 @contextmanager
-def bash_engine(directory: Path) -> Iterator[Engine]:
-    """An engine that has `IMAGE`. `directory` is scratch space for making it."""
+def bash_engine(directory: Path, *options: str, **more: str) -> Iterator[Engine]:
+    """An engine that has `IMAGE`. `directory` is scratch space for making it; the rest as for `engine`."""
     layer = busybox_image(directory / "image").layers[0]
     told = subprocess.run(["ldd", "/bin/bash"], capture_output=True, text=True, check=True).stdout
     for path in ["/bin/bash", *(part for part in told.split() if part.startswith("/"))]:
@@ -41,7 +51,7 @@ def bash_engine(directory: Path) -> Iterator[Engine]:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         archive.add(layer, ".")
-    with engine() as running:
+    with engine(*options, **more) as running:
         running.docker("import", "-", IMAGE, stdin=packed.getvalue())
         yield running
         assert running.containers() == []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,17 @@ from aiodocker.exceptions import DockerError
 from pier.errors import ImageError, SandboxError
 from pier.image.model import Image
 from pier.lease import Lease
+from pier.network import outside
+from pier.network.outside import Outside, Unreachable
 from pier.sandbox import open_backend
-from pier.sandbox.contract import Backend, SandboxSpec
+from pier.sandbox.contract import Backend, Mount, SandboxSpec
 from pier.sandbox.docker import images, telling
 from pier.sandbox.docker.client import Client
 from pier.sandbox.docker.images import EngineImages
 from pier.sandbox.host import host_image
 from tests.busybox import busybox_image
 from tests.redteam import route
-from tests.redteam.places import everywhere
+from tests.redteam.places import everywhere, everywhere_and_by_helper
 
 PATIENCE = 60.0
 Reply = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -176,26 +180,92 @@ near, far = socket.socketpair()
 near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 5, 0))
 while True:
     try:
+        os.write(1, b"x")
         os.splice(near.fileno(), 1, 1)
     except BlockingIOError:
         pass
 """
-"""Waits for data with the lock of the output's pipe held, for five seconds at a time."""
+"""Writes what pier wants to read, then waits for data with the lock of the output's pipe held, for five seconds."""
 
 
-@pytest.mark.plain
+def host_python(mount: str) -> str:
+    """How a container runs this machine's Python, with `/usr` mounted at `mount`."""
+    (linker,) = Path("/usr/lib").glob("*/ld-linux-*.so.*")
+    libraries = f"{mount}/lib/{linker.parent.name}"
+    return f"PYTHONHOME={mount} {libraries}/{linker.name} --library-path {libraries} {mount}/bin/python3"
+
+
+@everywhere_and_by_helper
 @route(
     "faults",
     "A command splices a stalled socket into its output, which holds the lock of the pipe",
     "The command is killed, and pier goes on",
 )
-async def test_a_command_cannot_keep_pier_from_reading(tmp_path: Path) -> None:
-    async with opened("local") as backend, await backend.start(SandboxSpec(host_image())) as sandbox:
+async def test_a_command_cannot_keep_pier_from_reading(
+    place: str, helper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIER_DOCKER_HELPER", helper)
+    spec, python = SandboxSpec(host_image()), "/usr/bin/python3"
+    if place == "docker":
+        spec = SandboxSpec(busybox_image(tmp_path / "image"), mounts=(Mount("/usr/host", Path("/usr")),))
+        python = host_python("/usr/host")
+    async with opened(place) as backend, await backend.start(spec) as sandbox, await backend.start(spec) as other:
         await sandbox.write_file("/tmp/splice.py", SPLICE.encode())
-        splice = "timeout -s KILL 60 /usr/bin/python3 /tmp/splice.py"
-        command = f"(while :; do echo x; done) & {splice}; echo went on >/tmp/went-on"
-        done = await sandbox.exec(command, output_limit=1000)
+        splice = f"timeout -s KILL 60 env {python} /tmp/splice.py"
+        done = await sandbox.exec(f"{splice}; echo went on >/tmp/went-on")
         assert done.exit_code == 137
         with pytest.raises(FileNotFoundError):
             await sandbox.read_file("/tmp/went-on")
-        assert (await sandbox.exec("echo fine")).text == "fine\n"
+        for each in (sandbox, other):
+            assert (await each.exec("echo fine")).text == "fine\n"
+
+
+class Resolver:
+    """The system's resolver, which holds lookups of `slow.test` until it is released."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.released = threading.Event()
+        self._real = socket.getaddrinfo
+
+    def __call__(self, host: str, *rest: Any, **options: Any) -> Any:
+        if host != "slow.test":
+            return self._real(host, *rest, **options)
+        self.held += 1
+        self.released.wait()
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
+    slow = Resolver()
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    yield slow
+    slow.released.set()
+
+
+@pytest.mark.plain
+@route("faults", "lookups of one sandbox that a name server never answers", "other sandboxes and pier's own work go on")
+async def test_a_slow_name_server_starves_nothing_else(resolver: Resolver) -> None:
+    slow = Outside()
+    waiting = [asyncio.create_task(slow.resolve("slow.test")) for _ in range(100)]
+    async with asyncio.timeout(60):
+        while resolver.held < 16:
+            await asyncio.sleep(0.001)
+        assert [str(address) for address in await Outside().resolve("192.0.2.1")] == ["192.0.2.1"]
+        await asyncio.gather(*(asyncio.to_thread(int) for _ in range(64)))
+        assert resolver.held == 16, "one sandbox has a bounded number of lookups under way"
+        assert not any(task.done() for task in waiting)
+        resolver.released.set()
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {Unreachable}
+
+
+@pytest.mark.plain
+@route("faults", "a lookup that takes longer than ten seconds", "fails; its thread counts until it has ended")
+async def test_a_lookup_that_never_ends_is_given_up(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outside, "_LOOK_UP_SECONDS", 0.01)
+    slow = Outside()
+    outcomes = await asyncio.gather(*(slow.resolve("slow.test") for _ in range(100)), return_exceptions=True)
+    assert {str(outcome) for outcome in outcomes} == {"slow.test: the name servers do not answer"}
+    assert resolver.held <= 16

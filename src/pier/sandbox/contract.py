@@ -37,6 +37,9 @@ DEFAULT_PROCESSES = 4096
 
 ProtocolFactory = Callable[[], asyncio.BaseProtocol]
 
+DISK_FAULTS = frozenset({"disk_full", "storage"})
+"""Codes of errors of the disk that a sandbox is on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mount:

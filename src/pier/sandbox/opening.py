@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pier.errors import ImageError, SandboxError, UsageError
+from pier.image.credentials import find_credentials
 from pier.image.host import host_image
 from pier.image.model import HOST, Image, OnProgress
+from pier.image.reference import parse
 from pier.lease import Lease, sweep
 from pier.network.policy import PUBLIC, NetworkMode, NetworkPolicy
 from pier.sandbox import open_backend
@@ -133,22 +135,26 @@ async def resolve_image(
     for_task: bool = False,
 ) -> Image:
     """An image by its name: one that the backend or pier's store has, else pulled by the backend, else by pier. If
-    neither can, the error has both reasons. With `for_task` a task named it, not the user."""
+    neither can, the error has both reasons. With `for_task` a task named it, not the user: an engine follows a registry
+    to any host, so it then pulls only from registries that the user has logged in to."""
     found = await backend.find_image(reference) or store.find(reference)
     if found is not None:
         return found
     refused: ImageError | None = None
-    try:
-        if (found := await backend.pull_image(reference, on_progress)) is not None:
-            return found
-    except ImageError as error:
-        if error.code == "disk_full":
-            raise
-        refused = error
+    if not for_task or await find_credentials(parse(reference).registry) is not None:
+        try:
+            if (found := await backend.pull_image(reference, on_progress)) is not None:
+                return found
+        except ImageError as error:
+            if error.code == "disk_full":
+                raise
+            refused = error
     try:
         return await store.resolve(reference, on_progress=on_progress, for_task=for_task)
     except ImageError as error:
         if refused is None:
+            if error.code == "unreachable" and backend.name != "local":
+                error.hint = f"pier image pull --env {backend.name} {reference}, if you trust its registry"
             raise
         hint = refused.hint if error.code in ("not_found", "refused") else error.hint
         message = f"{error.message}\n  - {refused.message}"

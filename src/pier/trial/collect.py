@@ -27,7 +27,7 @@ from pier.beneath import remove
 from pier.errors import SandboxError, StorageError
 from pier.files import write_json
 from pier.sandbox.compose import MAIN
-from pier.sandbox.contract import Sandbox, Stream
+from pier.sandbox.contract import DISK_FAULTS, Sandbox, Stream
 from pier.task.model import Artifact
 from pier.tree import Tree, TreeError
 from pier.trial.environment import TaskSandbox
@@ -57,8 +57,6 @@ _AGENTS_DOING = frozenset(
 """Codes of errors that an agent can bring about: by what it made of its files, or by killing the process that copies
 them. All others are faults of the infrastructure."""
 
-DISK_FAULTS = frozenset({"disk_full", "storage"})
-"""Codes of errors of a sandbox's disk."""
 
 SHELL = ("/bin/sh", "-c", 'command -v bash >/dev/null 2>&1 && exec bash -c "$0"; exec sh -c "$0"')
 """Runs the next argument as a shell line: in bash where the image has one, since tasks are written for it."""

@@ -151,7 +151,7 @@ def _file_key(context: Path, file: Path | None) -> str:
 
 
 def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
-    """Images that the backend has itself or pulls, else from pier's own store; Dockerfiles are built in local
+    """Images that the backend has itself, else from pier's own store, else pulled; Dockerfiles are built in local
     sandboxes, whose layers every backend can take, or by the backend if it is asked to or nothing else can."""
     from pier.image.store import ImageStore
 

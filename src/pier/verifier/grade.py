@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pier.errors import SandboxError, TaskError, VerifierError
-from pier.sandbox.contract import OnOutput, Result, Sandbox
+from pier.errors import SandboxError, StorageError, TaskError, VerifierError
+from pier.sandbox.contract import DISK_FAULTS, OnOutput, Result, Sandbox
 from pier.sandbox.upload import upload_scripts
 from pier.task.digest import without_ignored
 from pier.verifier.changes import TESTS, VERIFIER_LOGS, Note
@@ -89,10 +89,15 @@ async def _prepare(sandbox: Sandbox, plan: TestPlan) -> list[str]:
         holders = [tests for tests in plan.tests if (tests / plan.script).is_file()]
         if not holders:
             raise TaskError(f"the task brings no tests/{plan.script}", code="no_tests")
-        for tests in plan.tests:
-            program = plan.script if tests == holders[-1] else None
-            with without_ignored(tests) as source:
-                await upload_scripts(sandbox, source, TESTS, program=program, owner=plan.user)
+        try:
+            for tests in plan.tests:
+                program = plan.script if tests == holders[-1] else None
+                with without_ignored(tests) as source:
+                    await upload_scripts(sandbox, source, TESTS, program=program, owner=plan.user)
+        except SandboxError as error:
+            if error.code not in DISK_FAULTS:
+                raise
+            raise StorageError(f"the tests cannot be uploaded: {error}") from error
         with (holders[-1] / plan.script).open("rb") as stream:
             script = stream.read(2)
     return [path] if script.startswith(b"#!") else ["/bin/bash", path]

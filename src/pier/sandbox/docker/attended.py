@@ -9,6 +9,8 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pier.errors import SandboxError
@@ -16,9 +18,11 @@ from pier.network.policy import Decision, NetworkPolicy
 from pier.sandbox.docker.group import CONTAINER_ENDED, ContainerGroup, until_frozen
 from pier.sandbox.docker.hub import Member, Places
 from pier.sandbox.docker.layers import find_layers
-from pier.sandbox.docker.mux import Mux
+from pier.sandbox.docker.mux import Mux, Watched
 from pier.sandbox.linux.channel import Channel, close_all
+from pier.sandbox.linux.disk import free_bytes
 from pier.sandbox.linux.network import Network
+from pier.sandbox.linux.stuck import WATCH
 
 EVENT = -2
 """The number of messages that answer nothing: a decision of the network policy, the end of the container."""
@@ -119,7 +123,7 @@ class Attended:
         fds: list[int] = []
         try:
             for kind, number in message.pop("files", []):
-                fds.append(self._open(kind, number))
+                fds.append(self._open(kind, number, self._watched(id)))
                 if kind == "out":
                     self._outputs.setdefault(id, []).append(number)
             assert channel is not None
@@ -133,7 +137,12 @@ class Attended:
         finally:
             close_all(fds)
 
-    def _open(self, kind: str, number: int) -> int:
+    def _watched(self, job: int) -> Watched:
+        """Watches calls that the command `job` could hold up, and with them all containers of this session."""
+        assert self._channel is not None
+        return partial(WATCH.over, self._channel, job)
+
+    def _open(self, kind: str, number: int, watched: Watched) -> int:
         if kind == "null":
             return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         read, write = os.pipe2(os.O_CLOEXEC)
@@ -141,9 +150,9 @@ class Attended:
         os.fchmod(inside, 0o666)
         if kind == "in":
             os.set_blocking(write, False)
-            self._mux.take(number, sink=write)
+            self._mux.take(number, sink=write, watched=watched)
         else:
-            self._mux.take(number, source=read)
+            self._mux.take(number, source=read, watched=watched)
         return inside
 
     def _pass_back(self, id: int, answer: dict[str, Any], fds: list[int]) -> None:
@@ -238,6 +247,17 @@ class Attended:
         upper, lowers = self._layers
         request = {"op": "changes", "path": root + upper, "layers": [root + path for path in lowers]}
         return {"changes": (await doorkeeper.ask(request))[0]["changes"]}
+
+    def free_disk(self, root: str) -> dict[str, Any]:
+        """How much space is free where the container writes, if that can be found below `root`."""
+        return {"bytes": free_bytes(Path(root + self._layers[0])) if self._layers else None}
+
+    async def used_disk(self, doorkeeper: Channel, root: str) -> dict[str, Any]:
+        """How much the container has written."""
+        if self._layers is None:
+            return {"bytes": None}
+        request = {"op": "measure", "path": root + self._layers[0], "pid": self._pid}
+        return {"bytes": (await doorkeeper.ask(request))[0]["bytes"]}
 
     async def settle(self) -> dict[str, Any]:
         """Tell of what was tried without a network."""

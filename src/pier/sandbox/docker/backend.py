@@ -119,9 +119,8 @@ class DockerBackend(Backend):
             )
         asked = (each.name for each in fields(spec.limits) if getattr(spec.limits, each.name) is not None)
         for name in (name for name in asked if name not in offered.limits):
-            lacking = "storage driver has no quotas" if name == "disk" else "host has no control group for it"
             raise SandboxError(
-                f"the Docker backend cannot limit {name} here: the engine's {lacking}",
+                f"the Docker backend cannot limit {name} here: the engine's host has no control group for it",
                 code="no_limit",
                 blame="user",
                 retryable=False,
@@ -143,12 +142,13 @@ class DockerBackend(Backend):
     ) -> DockerSandbox:
         placing = await engine.place(spec.mounts, spec.on_progress)
         box = ContainerBox(self._lease, await engine.entrance(), engine.docker, engine.address)
+        has_quota = spec.limits.disk is not None and await engine.has_quotas()
         try:
             labels = {LABEL: self._lease.owner}
             async with engine.images.held(spec.image, spec.on_progress) as image:
-                if spec.limits.disk is not None and await engine.disk_counts_image():
-                    size = spec.limits.disk + await engine.images.size(image)
-                    more = {"StorageOpt": {"size": str(size)}, **more}
+                if has_quota and spec.limits.disk is not None:
+                    own = await engine.images.size(image) if await engine.disk_counts_image() else 0
+                    more = {"StorageOpt": {"size": str(spec.limits.disk + own)}, **more}
                 config = container_config(spec, image, placing, labels, more)
                 try:
                     await box.start(config, attendant_plan(spec))
@@ -164,6 +164,10 @@ class DockerBackend(Backend):
             await asyncio.shield(box.stop())
             raise
         sandbox = kind(spec, box, self)
+        if has_quota:
+            sandbox.free_disk = engine.free_disk
+        elif spec.limits.disk is not None:
+            box.watch_disk(spec.limits.disk)
         self._sandboxes.add(sandbox)
         await sandbox.begin()
         if engine.is_podman:
@@ -178,10 +182,11 @@ class DockerBackend(Backend):
         return TrialVolumes(engine.docker, self._lease, await engine.images.ensure(image))
 
     async def share(self) -> Limits:
-        """Half of the memory of the engine's host. How much disk is free there is not known."""
-        share = await super().share()
-        can = "memory" in (await self.capabilities()).limits
-        return replace(share, memory=await self.memory() // 2 or None) if can else share
+        """Half of the memory of the engine's host, and of the disk that is free there as far as that is known."""
+        engine, share = await self._engine(), await super().share()
+        can = "memory" in await engine.limits()
+        memory, disk = await engine.memory() if can else 0, await engine.free_disk() or 0
+        return replace(share, memory=memory // 2 or None, disk=disk // 2 or None)
 
     async def memory(self) -> int:
         """How many bytes of memory the engine's host has."""

@@ -22,6 +22,7 @@ from pier.sandbox.docker.entering import Entered, Entrance
 from pier.sandbox.docker.group import CONTAINER_ENDED
 from pier.sandbox.docker.idle import PLACE
 from pier.sandbox.linux.channel import Channel
+from pier.sandbox.linux.disk import DiskWatch
 
 __all__ = ["IMAGE_MISSING", "KIND", "LABEL", "ContainerBox", "engine_error", "remove"]
 
@@ -45,6 +46,7 @@ class ContainerBox:
         self._entrance = entrance
         self._docker = docker
         self._address = address
+        self._disk: DiskWatch | None = None
         self._running: asyncio.Future[tuple[str, int]] | None = None
         self._stopping: asyncio.Task[None] | None = None
 
@@ -92,8 +94,23 @@ class ContainerBox:
         return self.entered.oom_kills()
 
     def disk_kills(self) -> int:
-        """The engine limits disks itself, where it can: nothing is killed for it."""
-        return 0
+        """How often everything was killed because of the limit on disk. An engine with quotas keeps it itself."""
+        return self._disk.kills if self._disk else 0
+
+    def watch_disk(self, limit: int) -> None:
+        """From now on kill everything inside whenever what it wrote takes more than `limit` bytes."""
+        self._disk = DiskWatch(self.channel, limit, self.entered.free_disk, self._measure)
+
+    async def _measure(self) -> int:
+        """What the container's layer holds, also by files without a name; the engine counts those with one."""
+        used = await self.entered.used_disk()
+        if used is not None:
+            return used
+        try:
+            found = await self._docker._query_json(f"containers/{self.name}/json", params={"size": "1"})
+        except DockerError as error:
+            raise engine_error(error) from error
+        return int(found.get("SizeRw") or 0)
 
     async def changes(self) -> list[Change]:
         """What differs from the image, read from the container's layer or as the engine tells it; directories only when
@@ -119,6 +136,8 @@ class ContainerBox:
         await asyncio.shield(self._stopping)
 
     async def _stop(self) -> None:
+        if self._disk is not None:
+            await self._disk.stop()
         if hasattr(self, "entered"):
             await self.entered.leave()
         if self._running is not None:

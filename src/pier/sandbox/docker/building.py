@@ -17,12 +17,9 @@ import aiohttp
 from aiodocker.exceptions import DockerError
 
 from pier.errors import ImageError, PolicyError
-from pier.image.dockerfile import read
-from pier.image.host import host_refusal
 from pier.image.ignore import Ignore, read_ignore
-from pier.image.model import HOST, SCRATCH, Image
-from pier.image.stage import arg_pairs
-from pier.image.words import expand, split
+from pier.image.model import Image
+from pier.sandbox.docker.bases import OWN_BUILDER, bring_bases, refuse_fetches
 from pier.sandbox.docker.buildkit import Trace
 from pier.sandbox.docker.client import DISK_FULL, SPACE_HINT, is_disk_full
 from pier.sandbox.docker.holding import making
@@ -47,11 +44,12 @@ async def build_there(docker: aiodocker.Docker, images: EngineImages, order: Bui
     """The image of an order, built once for everyone who uses the engine. Errors are `ImageError`s: code `build`, with
     the end of the output, blames the task."""
     await _refuse_network(docker, order)
+    refuse_fetches(order)
     name = built_name(order)
     async with making(name):
         found = await images.find(name)
         if found is None:
-            await _pull_bases(images, order)
+            await bring_bases(images, order)
             await _build(docker, order, name)
             found = await images.find(name)
     if found is None:
@@ -62,54 +60,14 @@ async def build_there(docker: aiodocker.Docker, images: EngineImages, order: Bui
 async def _refuse_network(docker: aiodocker.Docker, order: BuildOrder) -> None:
     """A policy is kept or refused: no builder keeps an allowlist, and podman's builds have the host's network even when
     they are told to have none."""
-    hint = "build it with pier's own: --ek builder=pier"
     if order.network is not None and order.network.mode not in _NETWORKS:
         message = "an engine's builder cannot keep an allowlist, which this task asks for while its Dockerfile is built"
-        raise PolicyError(message, hint=hint)
+        raise PolicyError(message, hint=OWN_BUILDER)
     if order.network is not None and order.network.mode == "none":
         parts = (await docker.version()).get("Components") or []
         if _DOCKER not in {part.get("Name") for part in parts}:
             message = "this engine is not Docker's: its builder may not keep a build without a network"
-            raise PolicyError(f"{message}, which this task asks for", hint=hint)
-        if _adds_urls(order):
-            message = f"{order.file}: an engine's builder fetches the URLs of ADD also in a build without a network"
-            raise PolicyError(f"{message}, which this task asks for", hint=hint)
-
-
-def _adds_urls(order: BuildOrder) -> bool:
-    """Whether an ADD may fetch something: it has a URL, or a variable that may have one."""
-    texts: dict[str, str] = {"ADD": "", "ARG": " ".join(order.args.values()), "ENV": ""}
-    for instruction in read(order.file).instructions:
-        if instruction.name in texts:
-            texts[instruction.name] += f" {instruction.text}"
-    values = texts["ARG"] + texts["ENV"]
-    return "://" in texts["ADD"] or ("$" in texts["ADD"] and "://" in values)
-
-
-async def _pull_bases(images: EngineImages, order: BuildOrder) -> None:
-    """Have the engine pull what the file begins with, as whoever `docker login` says: its builder knows nobody."""
-    for base in _bases(order):
-        if base == HOST:
-            raise host_refusal(f"{order.file}: FROM {base}")
-        if await images.find(base) is None:
-            await images.pull(base, order.on_progress)
-
-
-def _bases(order: BuildOrder) -> list[str]:
-    """The images that the stages of the file are made from, and that it copies from."""
-    file = read(order.file)
-    stages, values, bases = {SCRATCH}, dict[str, str](), list[str]()
-    for instruction in file.instructions:
-        if instruction.name == "FROM":
-            words = [expand(word, values, file.escape) for word in split(instruction.text, file.escape)]
-            bases += [words[0]] if words and words[0].lower() not in stages else []
-            stages |= {word.lower() for word in words[2:3]}
-        elif instruction.name == "ARG" and not bases and stages == {SCRATCH}:
-            for name, default in arg_pairs(instruction, file, values).items():
-                values[name] = order.args.get(name, default or "")
-        elif (source := instruction.flag("from")) and source.lower() not in stages and not source.isdigit():
-            bases += [source] if "$" not in source else []
-    return list(dict.fromkeys(base for base in bases if base))
+            raise PolicyError(f"{message}, which this task asks for", hint=OWN_BUILDER)
 
 
 async def _build(docker: aiodocker.Docker, order: BuildOrder, name: str) -> None:

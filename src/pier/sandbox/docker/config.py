@@ -55,8 +55,6 @@ def container_config(
         host["PidsLimit"] = limits.processes + _OWN_PROCESSES
     if spec.gpus:
         host["DeviceRequests"] = [gpu_request(spec.gpus)]
-    if limits.disk is not None:
-        host["StorageOpt"] = {"size": str(limits.disk)}
     for key, value in more.items():
         if key == "Binds":
             value = [*placing.binds, *value]

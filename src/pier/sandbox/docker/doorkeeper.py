@@ -14,7 +14,7 @@ import socket
 from typing import Any
 
 from pier.sandbox import tree
-from pier.sandbox.linux import attendant, changes, kernel, wire
+from pier.sandbox.linux import attendant, changes, kernel, unlinked, wire
 
 _MOST_CHANGES = 20_000
 _LONGEST_CHANGES = 1 << 20
@@ -54,7 +54,7 @@ def _serve(sock: socket.socket) -> None:
                 return
             message, fds = received
             try:
-                _look(sock, message) if message["op"] == "changes" else _enter(sock, message, fds)
+                _enter(sock, message, fds) if message["op"] == "enter" else _look(sock, message)
             except Exception as error:  # noqa: BLE001 - the boundary to pier: no request ends this process
                 wire.send(sock, wire.failure(message, error))
             finally:
@@ -76,18 +76,26 @@ def _enter(sock: socket.socket, message: dict[str, Any], fds: list[int]) -> None
 
 
 def _look(sock: socket.socket, message: dict[str, Any]) -> None:
-    """Say by a child what differs between layers; None if they cannot be read from here or it is too much to tell."""
+    """Have a child look at the files of a container."""
     if os.fork() == 0:
-        found: list[list[str]] | None = None
         try:
-            found = changes.compare(message["path"], message["layers"], _MOST_CHANGES)
-            if sum(len(row[0]) for row in found) > _LONGEST_CHANGES:
-                found = None
-        except (OSError, changes.TooMany):
-            found = None
+            found = _measure(message) if message["op"] == "measure" else _compare(message)
+            wire.send(sock, {"id": message["id"]} | found)
         finally:
-            wire.send(sock, {"id": message["id"], "changes": found})
             os._exit(0)
+
+
+def _measure(message: dict[str, Any]) -> dict[str, Any]:
+    return {"bytes": changes.measure(message["path"]) + unlinked.measure("/proc", message["pid"])}
+
+
+def _compare(message: dict[str, Any]) -> dict[str, Any]:
+    """What differs between layers; None if they cannot be read from here or it is too much to tell."""
+    try:
+        found = changes.compare(message["path"], message["layers"], _MOST_CHANGES)
+    except (OSError, changes.TooMany):
+        return {"changes": None}
+    return {"changes": found if sum(len(row[0]) for row in found) <= _LONGEST_CHANGES else None}
 
 
 def _reap(*_: object) -> None:

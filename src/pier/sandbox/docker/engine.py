@@ -27,6 +27,7 @@ from pier.sandbox.docker.helper_box import REPOSITORY
 from pier.sandbox.docker.images import EngineImages
 from pier.sandbox.docker.runtime import IDLE
 from pier.sandbox.docker.volumes import PREFIX, PackVolumes
+from pier.sandbox.linux.disk import free_bytes
 from pier.sandbox.linux.network import offered_modes
 from pier.sandbox.linux.zygotes import Zygotes
 
@@ -103,10 +104,10 @@ class Engine:
     async def limits(self) -> dict[str, str]:
         """The limits that can be kept there, and by what."""
         kept = offers.kept_limits(await self._ask_info())
-        return {**kept, "disk": "quota"} if await self._can_limit_disk() else kept
+        return {**kept, "disk": "quota" if await self.has_quotas() else "watched"}
 
-    async def _can_limit_disk(self) -> bool:
-        """Whether what a container writes can be limited there."""
+    async def has_quotas(self) -> bool:
+        """Whether the engine itself limits what a container writes."""
         async with self._starting:
             if self._limits_disk is None:
                 info = await self._ask_info()
@@ -120,6 +121,15 @@ class Engine:
     async def data_directory(self) -> str:
         """Where the engine keeps images and containers, on its own host."""
         return str((await self._ask_info()).get("DockerRootDir") or "")
+
+    async def free_disk(self) -> int | None:
+        """How many bytes are free where the engine keeps containers; None if that cannot be seen from here."""
+        root = await self.data_directory()
+        if not root:
+            return None
+        if self.through_helper:
+            return await (await self.helper()).free_disk(root)
+        return free_bytes(Path(root)) if Path(root).exists() else None
 
     async def memory(self) -> int:
         """How many bytes of memory its host has."""

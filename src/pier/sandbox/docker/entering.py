@@ -9,6 +9,7 @@ import signal
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pier.errors import SandboxError
@@ -20,6 +21,7 @@ from pier.sandbox.docker.group import CONTAINER_ENDED, ContainerGroup, until_fro
 from pier.sandbox.docker.hub import Hub, Member, Places
 from pier.sandbox.docker.layers import find_layers
 from pier.sandbox.linux.channel import Channel, close_all
+from pier.sandbox.linux.disk import free_bytes
 from pier.sandbox.linux.killing import kill_and_wait
 from pier.sandbox.linux.network import Network
 from pier.sandbox.linux.zygotes import Zygotes
@@ -43,6 +45,14 @@ class Entered(ABC):
 
     async def changes(self) -> list[Change] | None:
         """What differs from the image, if that can be seen from here without the engine."""
+        return None
+
+    async def free_disk(self) -> int | None:
+        """How many bytes are free where the container writes, if that can be seen from here."""
+        return None
+
+    async def used_disk(self) -> int | None:
+        """How many bytes the container has written, if that can be seen from here without the engine."""
         return None
 
     @abstractmethod
@@ -162,6 +172,15 @@ class OwnEntered(Entered):
         upper, lowers = self._layers
         answer, _ = await self._zygotes.ask_any({"op": "changes", "path": upper, "layers": lowers})
         return [Change(*row) for row in answer["changes"]]
+
+    async def free_disk(self) -> int | None:
+        return free_bytes(Path(self._layers[0])) if self._layers else None
+
+    async def used_disk(self) -> int | None:
+        if self._layers is None:
+            return None
+        asked = {"op": "measure", "path": self._layers[0], "pid": self._pid}
+        return (await self._zygotes.ask_any(asked))[0]["bytes"]
 
     def network(self, policy: NetworkPolicy, on_decision: OnDecision | None) -> Network:
         return Network(policy, on_decision)

@@ -31,6 +31,7 @@ from pier.sandbox.docker.doorkeeper import fork_doorkeeper
 from pier.sandbox.docker.hub import Hub
 from pier.sandbox.docker.mux import Broken, Mux
 from pier.sandbox.linux.channel import Channel
+from pier.sandbox.linux.disk import free_bytes
 from pier.sandbox.linux.network import offered_modes
 
 SILENCE = 120.0
@@ -170,6 +171,12 @@ class Far:
                 answer = await self._enter(message)
             elif message["op"] == "changes":
                 answer = await self._attended[message["container"]].changes(self._doorkeeper, self._root)
+            elif message["op"] == "measure":
+                answer = await self._attended[message["container"]].used_disk(self._doorkeeper, self._root)
+            elif message["op"] == "free" and "path" in message:
+                answer = {"bytes": free_bytes(Path(self._root + message["path"]))}
+            elif message["op"] == "free":
+                answer = self._attended[message["container"]].free_disk(self._root)
             elif message["op"] == "open_hub":
                 await self._open_hub(message)
             elif message["op"] == "close_hub" and (hub := self._hubs.pop(message["container"], None)):

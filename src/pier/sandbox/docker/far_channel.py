@@ -152,6 +152,15 @@ class FarEntered(Entered):
         rows = (await self._helper.ask({"op": "changes", "container": self._key}))[0]["changes"]
         return None if rows is None else [Change(*row) for row in rows]
 
+    async def free_disk(self) -> int | None:
+        return await self._ask_disk("free")
+
+    async def used_disk(self) -> int | None:
+        return await self._ask_disk("measure")
+
+    async def _ask_disk(self, op: str) -> int | None:
+        return (await self._helper.ask({"op": op, "container": self._key}))[0]["bytes"]
+
     def network(self, policy: NetworkPolicy, on_decision: OnDecision | None) -> Network:
         network = FarNetwork(policy, on_decision)
         self._far.on_decision = network.note

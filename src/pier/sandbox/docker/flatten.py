@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import stat
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from pier.image.model import Image, ImageConfig
+from pier.image.platforms import architecture
 
 _OPAQUE = ("user.overlay.opaque", "trusted.overlay.opaque")
 
@@ -33,6 +38,63 @@ def write_flat(layers: tuple[Path, ...], sink: IO[bytes]) -> None:
                     archive.addfile(info, stream)
             else:
                 archive.addfile(info)
+
+
+def write_archive(image: Image, name: str, sink: IO[bytes]) -> None:
+    """Write an image as `docker load` takes it: its files as one layer, its settings, and a name with a tag."""
+    sink.seek(tarfile.BLOCKSIZE)
+    layer = _Hashed(sink)
+    write_flat(image.layers, layer)  # type: ignore[arg-type] - a tar stream is only written to
+    sink.write(bytes(-layer.size % tarfile.BLOCKSIZE))
+    config = {
+        "architecture": architecture(),
+        "os": "linux",
+        "config": _settings(image.config),
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{layer.hash.hexdigest()}"]},
+    }
+    manifest = [{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
+    for member, value in (("config.json", config), ("manifest.json", manifest)):
+        data = json.dumps(value).encode()
+        sink.write(_header(member, len(data)) + data + bytes(-len(data) % tarfile.BLOCKSIZE))
+    sink.write(bytes(2 * tarfile.BLOCKSIZE))
+    sink.seek(0)
+    sink.write(_header("layer.tar", layer.size))
+
+
+class _Hashed:
+    """Counts and digests what is written."""
+
+    def __init__(self, sink: IO[bytes]) -> None:
+        self.hash, self.size, self._sink = hashlib.sha256(), 0, sink
+
+    def write(self, data: bytes) -> int:
+        self.hash.update(data)
+        self.size += len(data)
+        return self._sink.write(data)
+
+
+def _header(name: str, size: int) -> bytes:
+    """A header of one block, whatever the size."""
+    info = tarfile.TarInfo(name)
+    info.size = size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def _settings(config: ImageConfig) -> dict[str, Any]:
+    """The settings as an image's configuration has them."""
+    return {
+        "Env": [f"{key}={value}" for key, value in config.env.items()],
+        "WorkingDir": config.workdir,
+        "User": config.user,
+        "Entrypoint": list(config.entrypoint) or None,
+        "Cmd": list(config.cmd) or None,
+        "Shell": list(config.shell),
+        "Labels": config.labels,
+        "ExposedPorts": {port: {} for port in config.exposed_ports},
+        "Volumes": {path: {} for path in config.volumes},
+        "StopSignal": config.stop_signal,
+        "Healthcheck": config.healthcheck,
+    }
 
 
 def _merged(roots: list[Path], name: str) -> Iterator[tuple[str, Path]]:

@@ -190,6 +190,10 @@ class Helper(Entrance):
             raise
         return FarEntered(self._own, channel, name, answer["proof"], lambda: self._forget(name))
 
+    async def free_disk(self, path: str) -> int:
+        """How many bytes are free at a directory of the engine's host."""
+        return (await self._own.ask({"op": "free", "path": path}))[0]["bytes"]
+
     def _forget(self, name: str) -> None:
         self._channels.pop(name, None)
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import IO, Any
@@ -17,7 +18,7 @@ from aiodocker.exceptions import DockerError
 from pier.errors import ImageError
 from pier.image.model import Image, ImageConfig, OnProgress
 from pier.sandbox.docker.client import DISK_FULL, SPACE_HINT, is_disk_full
-from pier.sandbox.docker.flatten import write_flat
+from pier.sandbox.docker.flatten import write_archive, write_flat
 from pier.sandbox.docker.holding import holding, making
 from pier.sandbox.docker.pulling import pull
 from pier.sandbox.docker.telling import sending
@@ -122,6 +123,7 @@ class EngineImages:
                 shell=tuple(config.get("Shell") or ("/bin/sh", "-c")),
                 labels=dict(config.get("Labels") or {}),
                 healthcheck=config.get("Healthcheck"),
+                on_build=tuple(config.get("OnBuild") or ()),
             ),
         )
 
@@ -145,6 +147,24 @@ class EngineImages:
                 return False
             raise
         return True
+
+    async def load(self, image: Image, name: str, on_progress: OnProgress | None = None) -> None:
+        """Bring an image of the store with its settings, under the name that Dockerfiles have for it."""
+        with tempfile.TemporaryFile(prefix="pier-image.") as packed:
+            await asyncio.to_thread(write_archive, image, name, packed)
+            packed.seek(0)
+            async with (
+                sending(_read(packed), f"bringing {name} to the engine", on_progress) as stream,
+                self._docker._query(
+                    "images/load",
+                    "POST",
+                    params={"quiet": "1"},
+                    data=stream,
+                    headers={"Content-Type": "application/x-tar"},
+                ) as answer,
+            ):
+                text = await answer.text()
+        _raise_if_failed(text, image)
 
     async def _bring(self, image: Image, name: str, on_progress: OnProgress | None) -> None:
         query = {"fromSrc": "-", "repo": name, "message": f"brought by pier from {image.reference}"}

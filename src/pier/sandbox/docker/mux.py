@@ -26,6 +26,7 @@ _LARGEST = 64 << 20
 _WINDOW = 512 * 1024
 """Bytes of one stream that may be on their way or waiting at the other end."""
 _CHUNK = 64 * 1024
+Watched = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class Broken(Exception):
@@ -67,10 +68,18 @@ class Mux:
         self._next += 2
         return self._next
 
-    def take(self, number: int, source: int = -1, sink: int = -1, over: Callable[[int], None] | None = None) -> Stream:
+    def take(
+        self,
+        number: int,
+        source: int = -1,
+        sink: int = -1,
+        over: Callable[[int], None] | None = None,
+        watched: Watched = contextlib.nullcontext,
+    ) -> Stream:
         """Carry the stream `number`: what `source` has goes out, what comes goes into `sink`. Both are owned from now
-        on, and must not block. `over` is called when both are closed."""
-        stream = Stream(self, number, source, sink, over)
+        on, and must not block. `over` is called when both are closed. Each call that a command at the other end of a
+        pipe could hold up happens inside of `watched()`."""
+        stream = Stream(self, number, source, sink, over, watched)
         self._streams[number] = stream
         stream.begin()
         return stream
@@ -153,10 +162,17 @@ class Stream:
     """Bytes of one open file, one way or both."""
 
     def __init__(
-        self, mux: Mux, number: int, source: int, sink: int, over: Callable[[int], None] | None = None
+        self,
+        mux: Mux,
+        number: int,
+        source: int,
+        sink: int,
+        over: Callable[[int], None] | None = None,
+        watched: Watched = contextlib.nullcontext,
     ) -> None:
         self.number = number
         self.over = over
+        self._watched = watched
         self.read = 0
         self._mux = mux
         self._source = source
@@ -207,7 +223,8 @@ class Stream:
         if self._source < 0:
             return
         try:
-            data = os.read(self._source, min(_CHUNK, self._credit))
+            with self._watched():
+                data = os.read(self._source, min(_CHUNK, self._credit))
         except BlockingIOError:
             self._want_reading(True)
             return
@@ -249,7 +266,8 @@ class Stream:
         while self._waiting and self._sink >= 0:
             data = self._waiting.popleft()
             try:
-                written = os.write(self._sink, data)
+                with self._watched():
+                    written = os.write(self._sink, data)
             except BlockingIOError:
                 written = 0
             except OSError:
@@ -303,7 +321,8 @@ class Stream:
         if self._source < 0:
             return
         try:
-            there = struct.unpack("i", fcntl.ioctl(self._source, termios.FIONREAD, bytes(4)))[0]
+            with self._watched():
+                there = struct.unpack("i", fcntl.ioctl(self._source, termios.FIONREAD, bytes(4)))[0]
         except OSError:
             return
         wanted = self.read + there

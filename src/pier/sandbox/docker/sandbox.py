@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
+from pier.errors import SandboxError
 from pier.sandbox import arguments
 from pier.sandbox.contract import OUTPUT_LIMIT, OnOutput, ProtocolFactory, SandboxSpec
 from pier.sandbox.docker.box import ContainerBox
+from pier.sandbox.docker.client import DISK_FULL
 from pier.sandbox.docker.far_channel import FarChannel
 from pier.sandbox.linux.channel import close_all, failure_of
 from pier.sandbox.linux.process import LinuxProcess
 from pier.sandbox.linux.sandbox import Home, LinuxListener, LinuxSandbox
+
+DISK_LIMIT = "disk_limit"
+"""The code of the error that a container's own quota is used up."""
+_LITTLE = 64 << 20
+"""Bytes of free space below which an engine's disk counts as full."""
 
 
 class DockerSandbox(LinuxSandbox[ContainerBox]):
@@ -22,6 +30,36 @@ class DockerSandbox(LinuxSandbox[ContainerBox]):
     def __init__(self, spec: SandboxSpec, box: ContainerBox, home: Home[ContainerBox]) -> None:
         super().__init__(spec, box, home)
         self.network = box.entered.network(spec.network, spec.on_decision)
+        self.free_disk: Callable[[], Awaitable[int | None]] | None = None
+        """How much space the engine has left, if it keeps a quota on this container."""
+
+    @asynccontextmanager
+    async def _writing(self) -> AsyncIterator[None]:
+        """Tell a container at its own quota, which is the doing of what runs in it, from an engine's full disk."""
+        try:
+            yield
+        except SandboxError as error:
+            if error.code != DISK_FULL or self.free_disk is None or (await self.free_disk() or 0) < _LITTLE:
+                raise
+            # Without the cause, which would count as a fault of the machine.
+            message = f"the container has reached its own limit on disk: {error.message}"
+            raise SandboxError(message, code=DISK_LIMIT, blame="agent", retryable=False) from None
+
+    async def upload(self, *args: Any, **options: Any) -> None:
+        async with self._writing():
+            await super().upload(*args, **options)
+
+    async def write_file(self, *args: Any, **options: Any) -> None:
+        async with self._writing():
+            await super().write_file(*args, **options)
+
+    async def put_tar(self, *args: Any, **options: Any) -> None:
+        async with self._writing():
+            await super().put_tar(*args, **options)
+
+    async def put_packed(self, *args: Any, **options: Any) -> None:
+        async with self._writing():
+            await super().put_packed(*args, **options)
 
     async def spawn_first(
         self,

@@ -134,7 +134,7 @@ def _raise_if_failed(message: dict[str, Any]) -> None:
         return
     text, code = message.get("message", "the sandbox lost the copy"), message.get("code", "copy_lost")
     if message.get("errno") in (errno.ENOSPC, errno.EDQUOT):
-        raise SandboxError(text, code="disk_full", retryable=False)
+        raise SandboxError(text, code="disk_full")
     if message.get("errno") in FAULTS:
         raise SandboxError(text, code="storage")
     if code in _BLAMED_ON_TASK:

@@ -19,12 +19,13 @@ from pier.sandbox.closing import close_all, close_in_turn
 from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Limits, SandboxSpec
 from pier.sandbox.host import HostRoot, host_image, prepare
 from pier.sandbox.linux.changes import merge
+from pier.sandbox.linux.disk import free_bytes
 from pier.sandbox.linux.network import offered_modes
 from pier.sandbox.linux.root import APT_OF_ONE_ID, NO_OVERLAY
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.sandbox.linux.zygotes import Zygotes
 from pier.sandbox.local import sweeping
-from pier.sandbox.local.box import KIND, Box, free_bytes, make_private
+from pier.sandbox.local.box import KIND, Box, make_private
 from pier.sandbox.local.doctor import HOMES, examine
 from pier.sandbox.local.plan import layers_of, limits_of, machine_memory, make_plan
 from pier.sandbox.local.snapshots import KIND as SNAPSHOT

@@ -17,16 +17,13 @@ from pier.lease import Lease
 from pier.sandbox.cgroup import Group, Hierarchies
 from pier.sandbox.contract import Limits
 from pier.sandbox.linux.channel import Answer, Channel, close_all
+from pier.sandbox.linux.disk import DiskWatch, free_bytes
 from pier.sandbox.linux.killing import STOP_SECONDS, kill_and_wait
 from pier.sandbox.linux.wire import OUT_OF_MEMORY
 from pier.sandbox.linux.zygotes import Zygotes
 
 KIND = "sandbox"
 _START_SECONDS = 120
-_WATCH_SECONDS = 0.5
-_MEASURE_SECONDS = 10.0
-_LARGE = 1 << 30
-"""A limit on disk from which on measuring waits for a sign that it may be passed."""
 _PAUSE = 0.02
 _FEW = 32
 """Files and directories that are removed without asking anybody."""
@@ -49,11 +46,10 @@ class Box:
         self._group: Group | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._oom_kills = 0
-        self._watching: asyncio.Task[None] | None = None
+        self._disk: DiskWatch | None = None
         self.proof: dict[str, str] = {}
         self.watching: list[int] = []
         self.pid = 0
-        self._disk_kills = 0
         self.shifted = True
         """Whether ids inside are others outside; root's are not where a file system cannot be mounted so."""
 
@@ -94,34 +90,18 @@ class Box:
 
     def disk_kills(self) -> int:
         """How often everything was killed because of the limit on disk."""
-        return self._disk_kills
+        return self._disk.kills if self._disk else 0
 
     def watch_disk(self, limit: int) -> None:
         """From now on kill everything inside whenever what it wrote takes more than `limit` bytes."""
-        self._watching = asyncio.create_task(self._watch_disk(limit))
+        self._disk = DiskWatch(self.channel, limit, self._free, self._measure)
 
-    async def _watch_disk(self, limit: int) -> None:
-        """To measure costs much. Under a large limit it is done when the disk lost so much that the limit may be
-        passed, and now and then, since others may have freed as much meanwhile."""
-        loop = asyncio.get_running_loop()
-        pause, used, most, due = _WATCH_SECONDS, 0, 0, loop.time() + _MEASURE_SECONDS
-        while not self.channel.closed:
-            await asyncio.sleep(pause)
-            began = loop.time()
-            try:
-                free = free_bytes(self.directory)
-                most = max(most, free)
-                if limit >= _LARGE and used + most - free <= limit and began < due:
-                    continue
-                asked = {"op": "measure", "path": str(self.directory / "u"), "pid": self.pid}
-                used = (await self._zygotes.ask_any(asked))[0]["bytes"]
-                most, due = free, began + _MEASURE_SECONDS
-                if used > limit:
-                    self._disk_kills += 1
-                    await self.channel.ask({"op": "kill_all"})
-            except (SandboxError, OSError):
-                continue
-            pause = max(_WATCH_SECONDS, 10 * (loop.time() - began))
+    async def _free(self) -> int:
+        return free_bytes(self.directory)
+
+    async def _measure(self) -> int:
+        asked = {"op": "measure", "path": str(self.directory / "u"), "pid": self.pid}
+        return (await self._zygotes.ask_any(asked))[0]["bytes"]
 
     async def stop(self) -> None:
         """Kill everything and remove every trace. Callers that come later wait for the first."""
@@ -140,9 +120,8 @@ class Box:
         if self._asked is not None and self.pid == 0:
             with contextlib.suppress(SandboxError, TimeoutError):
                 self._meet(await asyncio.wait_for(asyncio.shield(self._asked), STOP_SECONDS))
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
+        if self._disk is not None:
+            await self._disk.stop()
         if self._pidfd >= 0:
             await kill_and_wait(self._pidfd)
             os.close(self._pidfd)
@@ -167,14 +146,6 @@ def _is_removed(directory: str) -> bool:
         return remove_some(directory, _FEW)
     except OSError:
         return False
-
-
-def free_bytes(directory: Path) -> int:
-    """How much a user may still write where a directory is, or will be."""
-    while not directory.exists():
-        directory = directory.parent
-    found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
 
 
 def make_private(directory: Path) -> None:
