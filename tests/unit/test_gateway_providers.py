@@ -81,7 +81,7 @@ def test_addresses() -> None:
     assert at_address("http://h/v1beta").address("/v1beta/models/m:x") == "http://h/v1beta/models/m:x"
     assert at_address("chat,responses+http://h").dialects == ("chat", "responses")
     assert at_address("http://h/a+b").dialects == ("chat",)
-    with pytest.raises(UsageError, match="no dialect 'latin'"):
+    with pytest.raises(UsageError, match="unknown dialect 'latin'"):
         at_address("latin+http://h")
 
 

@@ -30,8 +30,9 @@ from pier.record.redact import redacted, redacted_path
 from pier.record.writer import CallRecord, Outcome
 from pier.wire.body import Body, dump, parse
 from pier.wire.cost import cost_of
-from pier.wire.dialects import DIALECTS, BadRequest, Dialect, Route, StreamRenderer, recognise
+from pier.wire.dialects import DIALECTS, BadRequest, Dialect, Route, recognise
 from pier.wire.faults import Fault, fault_of
+from pier.wire.sse import EventRenderer
 from pier.wire.translate import Memory
 from pier.wire.turn import Edit, ErrorKind, Request, Usage
 
@@ -205,7 +206,7 @@ class Exchange:
         """What to send in a quiet stream; without it the dialect's own renderer says."""
         self._keep_alive = keep_alive
         self._request: Request | None = None
-        self._renderer: StreamRenderer | None = None
+        self._renderer: EventRenderer | None = None
         self._last_write = time.monotonic()
         self._starting = asyncio.Lock()
 
@@ -217,7 +218,7 @@ class Exchange:
         return self._request
 
     @property
-    def renderer(self) -> StreamRenderer:
+    def renderer(self) -> EventRenderer:
         """Writes events for the agent, also about a body that only its own provider can read."""
         if self._renderer is None:
             try:

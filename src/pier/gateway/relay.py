@@ -26,7 +26,8 @@ from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
 from pier.record.redact import Scrubber, without_key
 from pier.wire.body import dump, parse
 from pier.wire.dialects import BadResponse
-from pier.wire.faults import classify, nothing_in
+from pier.wire.faults import classify
+from pier.wire.sse import Framer, MalformedAnswer
 from pier.wire.tokens import Extras, Sampler, ask
 from pier.wire.translate import Translation, translate
 from pier.wire.turn import (
@@ -41,7 +42,7 @@ from pier.wire.turn import (
     TurnEnd,
     stream_turn,
 )
-from pier.wire.watch import AnswerWatch, Framer, MalformedAnswer
+from pier.wire.watch import AnswerWatch, nothing_in
 
 if TYPE_CHECKING:
     from pier.gateway.session import Policy
@@ -179,7 +180,7 @@ async def _pass_on(x: Exchange, block: bytes, watch: AnswerWatch, extras: Extras
     """What of these events the agent gets. Those before a broken one are delivered before it is reported."""
     touched = extras.touch(block)
     try:
-        values = watch.see(block, each=touched)
+        values = watch.see(block)
     except MalformedAnswer as broken:
         if whole := block[: broken.before]:
             await x.write(extras.strip_events(whole, AnswerWatch(x.caller.route.dialect).see(whole)))

@@ -32,8 +32,7 @@ from pier.record.redact import Scrubber
 from pier.record.writer import CallRecord, Durable, Outcome, Recorder
 from pier.redact import Redactor
 from pier.wire.body import Body, parse
-from pier.wire.checks import close_book, is_closed
-from pier.wire.contract import check_recordable
+from pier.wire.checks import check_recordable, close_book, is_closed
 from pier.wire.dialects import BadRequest
 from pier.wire.translate import Memory
 from pier.wire.turn import Delta, ErrorKind, Request, Turn

@@ -85,10 +85,10 @@ def export(
             report.trainable += good
             report.without_reward += origin.reward is None
             report.kinds[sample.kind] = report.kinds.get(sample.kind, 0) + 1
-            row = write(sample, origin) if good or not trainable_only else None
-            report.written += row is not None
-            if row is not None and sink is not None:
-                sink.add(row)
+            if good or not trainable_only:
+                report.written += 1
+                if sink is not None:
+                    sink.add(write(sample, origin))
             report.rows.append(_line(sample, origin))
     return report
 
@@ -138,12 +138,12 @@ def _lines(path: Path) -> Iterator[Sink]:
         yield _Lines(stream)
 
 
-_INTS = ("input_ids", "prompt_ids", "response_ids", "token_ids", "tokens", "prompt_token_ids")
-_BITS = ("loss_mask", "response_mask", "completion_mask", "loss_masks")
-_FLOATS = ("logprobs", "response_logprobs", "rollout_log_probs", "rollout_logprobs", "old_log_probs", "temperatures")
-_NUMBERS = ("reward", "reward_score", "rewards")
-_COUNTS = ("format", "attempt", "prompt_length", "response_length", "num_turns", "spawned_by_call")
-_TRUTHS = ("exact", "trainable")
+_LISTS = {"input_ids": "int32", "loss_mask": "int8", "logprobs": "float32"}
+_VALUES = {
+    "reward": "float64",
+    **dict.fromkeys(("format", "attempt", "prompt_length", "spawned_by_call"), "int64"),
+    **dict.fromkeys(("exact", "trainable"), "bool_"),
+}
 _BATCH = 64
 
 
@@ -165,11 +165,7 @@ class _Table:
         if not self._rows:
             return
         if self._writer is None:
-            first = self._rows[0]
-            by_turn = any(isinstance(value, list) and value and isinstance(value[0], list) for value in first.values())
-            self._schema = self._arrow.schema(
-                [(name, self._type(name, value, by_turn)) for name, value in first.items()]
-            )
+            self._schema = self._arrow.schema([(name, self._type(name)) for name in self._rows[0]])
             self._writer = self._parquet.ParquetWriter(self._path, self._schema, compression="zstd")
         rows = [{name: self._cell(name, value) for name, value in row.items()} for row in self._rows]
         self._writer.write_table(self._arrow.Table.from_pylist(rows, schema=self._schema))
@@ -184,18 +180,11 @@ class _Table:
         if self._writer is not None:
             self._writer.close()
 
-    def _type(self, name: str, value: Any, by_turn: bool) -> Any:
-        """The type of a column; in a row of lists by turn, those of tokens are nested even where there are none."""
+    def _type(self, name: str) -> Any:
         arrow = self._arrow
-        lists = ((_INTS, arrow.int32()), (_BITS, arrow.int8()), (_FLOATS, arrow.float32()), (("mask",), arrow.bool_()))
-        for names, kind in lists:
-            if name in names and not by_turn:
-                return arrow.list_(kind)
-        if name in _NUMBERS and not isinstance(value, dict):
-            return arrow.float64()
-        if name in _COUNTS:
-            return arrow.int64()
-        return arrow.bool_() if name in _TRUTHS else arrow.string()
+        if name in _LISTS:
+            return arrow.list_(getattr(arrow, _LISTS[name])())
+        return getattr(arrow, _VALUES.get(name, "string"))()
 
     def _cell(self, name: str, value: Any) -> Any:
         if value is None or not self._arrow.types.is_string(self._schema.field(name).type):

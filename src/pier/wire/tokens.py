@@ -12,9 +12,9 @@ from typing import Any
 from pier.wire.body import Body, dump
 from pier.wire.contract import need_dict, need_list
 from pier.wire.dialects import DIALECTS, BadResponse
+from pier.wire.sse import events_of
 from pier.wire.translate import Memory
 from pier.wire.turn import TurnBuilder
-from pier.wire.watch import events_of
 
 _EXTRAS = (b"usage", b"token_ids", b"logprobs")
 

@@ -8,8 +8,6 @@ Every dialect is parsed into these values and rendered from them, so that any cl
   open at once, then `TurnEnd`; or it ends early in a `StreamError`. `Ping` and `Tokens` may come anywhere between.
 - What only one dialect knows is kept as `Opaque` or in `extra`: it survives a round trip through that dialect and is
   dropped, with a note, on the way to another.
-
-Turns as they stream: deltas added up to a turn, and a turn taken apart into deltas.
 """
 
 from __future__ import annotations
@@ -21,7 +19,8 @@ from typing import Any, Literal
 from pier.errors import ProviderError
 
 Json = Mapping[str, Any]
-DialectName = Literal["chat", "responses", "anthropic", "gemini"]
+DialectName = str
+"""A name in `pier.wire.dialects.DIALECTS`."""
 Role = Literal["system", "user", "assistant"]
 StopReason = Literal["end", "length", "tool_use", "stop_sequence", "refusal", "pause", "context", "other"]
 ErrorKind = Literal[
