@@ -13,10 +13,9 @@ from pier.gateway.budget import Budget, Meter, Reservation, Retry
 from pier.gateway.providers import Directory, Provider, at_address
 from pier.record.redact import Scrubber, redacted, redacted_path
 from pier.wire.body import parse
-from pier.wire.cost import cost_of, is_priced
 from pier.wire.faults import retry_after
-from pier.wire.tokens import Extras, ask
-from pier.wire.turn import Usage
+from pier.wire.relayed import Extras, ask
+from pier.wire.turn import Usage, cost_of, is_priced
 
 pytestmark = pytest.mark.plain
 ENV = {"ANTHROPIC_API_KEY": "ka", "OPENAI_API_KEY": "ko", "GOOGLE_API_KEY": "kg", "OPENROUTER_API_KEY": "kr"}

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pier.wire.relayed import AnswerWatch
 from pier.wire.sse import Framer, MalformedAnswer, data_of, events_of
 from pier.wire.turn import Usage
-from pier.wire.watch import AnswerWatch
 
 pytestmark = pytest.mark.plain
 PIECES = [

@@ -29,12 +29,11 @@ from pier.gateway.upstream import Upstreams
 from pier.record.redact import redacted, redacted_path
 from pier.record.writer import CallRecord, Outcome
 from pier.wire.body import Body, dump, parse
-from pier.wire.cost import cost_of
 from pier.wire.dialects import DIALECTS, BadRequest, Dialect, Route, recognise
 from pier.wire.faults import Fault, fault_of
 from pier.wire.sse import EventRenderer
 from pier.wire.translate import Memory
-from pier.wire.turn import Edit, ErrorKind, Request, Usage
+from pier.wire.turn import Edit, ErrorKind, Request, Usage, cost_of
 
 MAX_BODY = 64 * 1024 * 1024
 

@@ -27,8 +27,8 @@ from pier.record.redact import Scrubber, without_key
 from pier.wire.body import dump, parse
 from pier.wire.dialects import BadResponse
 from pier.wire.faults import classify
+from pier.wire.relayed import AnswerWatch, Extras, Sampler, ask, nothing_in
 from pier.wire.sse import Framer, MalformedAnswer
-from pier.wire.tokens import Extras, Sampler, ask
 from pier.wire.translate import Translation, translate
 from pier.wire.turn import (
     Delta,
@@ -42,7 +42,6 @@ from pier.wire.turn import (
     TurnEnd,
     stream_turn,
 )
-from pier.wire.watch import AnswerWatch, nothing_in
 
 if TYPE_CHECKING:
     from pier.gateway.session import Policy

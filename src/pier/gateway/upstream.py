@@ -29,9 +29,9 @@ from pier.record.writer import CallRecord
 from pier.wire.body import Body
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Fault, classify, error_in
+from pier.wire.relayed import error_instead, progress_of
 from pier.wire.sse import Framer, MalformedAnswer, data_of, events_of
 from pier.wire.turn import DialectName, ErrorKind
-from pier.wire.watch import error_instead, progress_of
 
 if TYPE_CHECKING:
     from pier.gateway.http.proxied import ProxiedAnswer, ProxiedClient

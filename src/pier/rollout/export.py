@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pier.errors import PierError, UsageError
-from pier.rollout.formats import FORMATS, Row, is_trainable, name_of
+from pier.rollout.formats import FORMATS, Row, is_trainable, sample_id
 from pier.rollout.samples import Counts, SampleOrigin, broken_promises, origins, samples_of
 from pier.trajectory.model import whole_characters
 
@@ -95,7 +95,7 @@ def export(
 
 def _line(sample: Any, origin: SampleOrigin) -> Row:
     return {
-        "id": name_of(sample, origin),
+        "id": sample_id(sample, origin),
         "kind": sample.kind,
         "calls": len(sample.calls),
         "ids": len(sample.input_ids) if sample.exact else None,

@@ -25,7 +25,7 @@ def pier_row(sample: Sample, origin: SampleOrigin) -> Row:
     """Everything: `docs/guides/training-samples.md` lists the fields."""
     return {
         "format": FORMAT,
-        "id": name_of(sample, origin),
+        "id": sample_id(sample, origin),
         "rollout_id": origin.rollout,
         "group_id": origin.group,
         **_about(sample, origin),
@@ -59,7 +59,7 @@ def sft_row(sample: Sample, origin: SampleOrigin) -> Row:
 FORMATS: dict[str, Callable[[Sample, SampleOrigin], Row]] = {"pier": pier_row, "sft": sft_row}
 
 
-def name_of(sample: Sample, origin: SampleOrigin) -> str:
+def sample_id(sample: Sample, origin: SampleOrigin) -> str:
     return f"{origin.rollout}#{sample.number}"
 
 

@@ -13,18 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pier.wire.contract import WRONG, BadRequest, BadResponse, dumps, fault
-from pier.wire.turn import (
-    Delta,
-    ErrorKind,
-    Part,
-    PartDelta,
-    PartEnd,
-    PartStart,
-    Ping,
-    StreamError,
-    TurnEnd,
-    TurnStart,
-)
+from pier.wire.turn import Delta, ErrorKind, Part, PartDelta, PartEnd, PartStart, Ping, StreamError, TurnEnd, TurnStart
 
 MAX_EVENT = 64 * 1024 * 1024
 SSE = "text/event-stream"
@@ -82,6 +71,8 @@ def _last_end(data: bytes | bytearray, start: int) -> int:
 
 def events_of(block: bytes) -> list[bytes]:
     """Whole events, one by one."""
+    if not block:
+        return []
     if b"\r" not in block and b"\n\n\n" not in block and block.endswith(b"\n\n"):
         return [event + b"\n\n" for event in block[:-2].split(b"\n\n")]
     ends = [*(found.end() for found in _END_OF_EVENT.finditer(block)), len(block)]
@@ -144,7 +135,7 @@ class EventParser:
         except MalformedAnswer as error:
             return [self._fail(str(error))]
         deltas: list[Delta] = []
-        for event in events_of(block) if block else ():
+        for event in events_of(block):
             raw = data_of(event)
             if raw is not None:
                 deltas += self._decode(name_of(event), raw.decode(errors="replace"))
