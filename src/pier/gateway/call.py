@@ -80,8 +80,8 @@ class CallOrigin:
         asked = dict(parse_qsl(query))
         route = recognise(head.method, path, asked, dict.fromkeys(map(str.lower, head.headers), ""))
         kept = CIMultiDict((name, value) for name, value in head.headers.items() if name.lower() not in _NOT_UPSTREAM)
-        if route.dialect == "anthropic":
-            kept.setdefault("anthropic-version", "2023-06-01")
+        for name, value in DIALECTS[route.dialect].headers.items():
+            kept.setdefault(name, value)
         return CallOrigin(route, _key(head.headers, asked), redacted_path(head.target), redacted(head.headers), kept)
 
 

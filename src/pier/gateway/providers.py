@@ -56,7 +56,7 @@ class Provider:
 
     def credentials(self, dialect: DialectName) -> dict[str, str]:
         """The headers that prove who asks, and what else this provider wants."""
-        default: Auth = {"anthropic": "x-api-key", "gemini": "x-goog-api-key"}.get(dialect, "bearer")  # type: ignore
+        default = DIALECTS[dialect].key_header or "bearer"
         auth = self.auth or default
         if not self.key or auth == "none":
             return dict(self.headers)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote
 
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import UsageError
@@ -26,7 +27,7 @@ from pier.gateway.http.coding import BadCoding, TooLarge
 from pier.gateway.http.message import BadMessage
 from pier.gateway.metrics import Measured, Tally
 from pier.gateway.providers import Directory, Provider, Target
-from pier.gateway.relay import counting_path, relay
+from pier.gateway.relay import relay
 from pier.gateway.upstream import Outgoing, UpstreamFailed, Upstreams, read_answer
 from pier.record.redact import Scrubber
 from pier.record.writer import CallRecord, Durable, Outcome, Recorder
@@ -77,11 +78,11 @@ class ByProvider:
 
     async def count(self, caller: Caller, body: Body, record: CallRecord, upstreams: Upstreams) -> bytes | None:
         """The provider's own count of tokens; None if it has none."""
-        if caller.route.dialect not in self.target.provider.dialects or caller.route.dialect == "chat":
+        path = caller.dialect.count_path(quote(self.target.model, safe=""))
+        if caller.route.dialect not in self.target.provider.dialects or path is None:
             return None
         if "model" in body.fields:
             body = body.with_fields(model=self.target.model)
-        path = counting_path(caller.route.dialect, self.target.model)
         headers = caller.origin.forwarded
         out = Outgoing(
             self.target.provider, caller.route.dialect, path, self.target.model, headers, body.encode(), body

@@ -40,7 +40,7 @@ from pier.wire.turn import (
 
 
 @dataclass
-class Steps:
+class StepBuilder:
     """The steps of one thread as they grow, and the pictures that they name, by path."""
 
     steps: list[atif.Step] = field(default_factory=list)
@@ -383,7 +383,7 @@ class _Builder:
         return found + [sub for sub in self._subs if top and sub.root.spawned_by is None]
 
     def _trajectory(self, thread: Thread, session: str | None, name: str | None, subs: list[Thread]) -> atif.Trajectory:
-        steps = Steps()
+        steps = StepBuilder()
         for node in thread.nodes:
             if node.kind == "side":
                 steps.overhear(node)
@@ -406,7 +406,7 @@ class _Builder:
         )
 
     def _embedded(
-        self, sub: Thread, session: str | None, name: str | None, number: int, steps: Steps
+        self, sub: Thread, session: str | None, name: str | None, number: int, steps: StepBuilder
     ) -> atif.Trajectory:
         label = f"{name or 'trajectory'}-sub-{number}"
         inner = self._trajectory(sub, session, label, self._subs_of(sub, top=False))

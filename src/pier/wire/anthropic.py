@@ -14,10 +14,10 @@ from typing import Any
 
 from pier.wire.contract import (
     REMOVED,
+    AnswerProgress,
     BadRequest,
     BadResponse,
     Dialect,
-    Progress,
     Route,
     compact,
     error_text,
@@ -488,6 +488,15 @@ def error_body(message: str, kind: ErrorKind) -> dict[str, Any]:
 
 class Anthropic(Dialect):
     name = "anthropic"
+    routes = (
+        ("POST", "(?:/v1)?/messages", "generate"),
+        ("POST", "(?:/v1)?/messages/count_tokens", "count_tokens"),
+        ("GET", "/v1/models", "models"),
+        ("GET", "/v1/models/(.+)", "model"),
+        ("HEAD", "/api/hello", "probe"),
+    )
+    likely_headers = ("anthropic-version", "anthropic-beta")
+    likely_path = re.compile("/v1/messages")
     key_header = "x-api-key"
     headers = {"anthropic-version": "2023-06-01"}  # noqa: RUF012
     answer_field = "content"
@@ -501,22 +510,6 @@ class Anthropic(Dialect):
     """
     file_places = ("messages", "system")
     local_tools = re.compile(r"custom|(bash|text_editor|computer|memory)_\d+|tool_search_tool_\w+")
-
-    def match(self, method: str, path: str, query: Mapping[str, str]) -> Route | None:
-        if method == "POST" and re.fullmatch(r"(/v1)?/messages", path):
-            return Route(self.name, "generate")
-        if method == "POST" and re.fullmatch(r"(/v1)?/messages/count_tokens", path):
-            return Route(self.name, "count_tokens")
-        if method == "GET" and path == "/v1/models":
-            return Route(self.name, "models")
-        if method == "GET" and (found := re.fullmatch(r"/v1/models/(.+)", path)):
-            return Route(self.name, "model", model=found[1])
-        if method == "HEAD" and path == "/api/hello":
-            return Route(self.name, "probe")
-        return None
-
-    def is_likely(self, path: str, headers: Mapping[str, str]) -> bool:
-        return "anthropic-version" in headers or "anthropic-beta" in headers or path.startswith("/v1/messages")
 
     def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
         choice, parallel = parse_choice(body.get("tool_choice"))
@@ -619,16 +612,16 @@ class Anthropic(Dialect):
     def read_usage(self, raw: Any) -> Usage:
         return read_usage(raw)
 
-    def look(self, event: Mapping[str, Any]) -> Progress | None:
+    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         match event.get("type"):
             case "message_start":
-                return Progress(usage=(event.get("message") or {}).get("usage"))
+                return AnswerProgress(usage=(event.get("message") or {}).get("usage"))
             case "message_delta":
-                return Progress(usage=event.get("usage"), finished=True)
+                return AnswerProgress(usage=event.get("usage"), finished=True)
             case "message_stop":
-                return Progress(finished=True, done=True)
+                return AnswerProgress(finished=True, done=True)
             case "error":
-                return Progress(error=event)
+                return AnswerProgress(error=event)
             case _:
                 return None
 

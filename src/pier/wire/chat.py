@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from pier.wire.contract import (
     REMOVED,
+    AnswerProgress,
     BadRequest,
     BadResponse,
     Dialect,
-    Progress,
     Route,
     compact,
     data_url,
@@ -91,7 +91,7 @@ _FIELDS = (
     *("frequency_penalty", "reasoning_effort", "logprobs", "top_logprobs", "response_format"),
 )
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
-_CONTENT = Progress(content=True)
+_CONTENT = AnswerProgress(content=True)
 
 
 _ERROR_TYPES: dict[ErrorKind, tuple[str, str | None]] = {
@@ -605,6 +605,11 @@ class ChatRenderer(EventRenderer):
 
 class Chat(OpenAI):
     name = "chat"
+    routes = (
+        ("POST", "(?:/api)?(?:/v1)?/chat/completions", "generate"),
+        ("GET", "(?:/api)?(?:/v1)?/models", "models"),
+        ("GET", "(?:/api)?/v1/models/(.+)", "model"),
+    )
     answer_field = "choices"
     unknown_sampling = ("top_k", "thinking_budget")
     count_fields = ("n",)
@@ -615,15 +620,6 @@ class Chat(OpenAI):
         service_tier prompt_cache_key prompt_cache_retention provider route transforms usage options keep_alive
     """
     file_places = ("messages",)
-
-    def match(self, method: str, path: str, query: Mapping[str, str]) -> Route | None:
-        if method == "POST" and re.fullmatch(r"(/api)?(/v1)?/chat/completions", path):
-            return Route(self.name, "generate")
-        if method == "GET" and re.fullmatch(r"(/api)?(/v1)?/models", path):
-            return Route(self.name, "models")
-        if method == "GET" and (found := re.fullmatch(r"(?:/api)?/v1/models/(.+)", path)):
-            return Route(self.name, "model", model=found[1])
-        return None
 
     def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
         system, messages = parse_messages(need_list(body.get("messages"), "messages"))
@@ -708,13 +704,13 @@ class Chat(OpenAI):
     def stream_renderer(self, request: Request, route: Route | None = None) -> ChatRenderer:
         return ChatRenderer(request)
 
-    def look(self, event: Mapping[str, Any]) -> Progress | None:
+    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         choices, usage = event.get("choices") or (), event.get("usage")
         error = event if "error" in event and "choices" not in event else None
         finished = any(isinstance(choice, dict) and choice.get("finish_reason") for choice in choices)
         if not (finished or usage or error):
             return _CONTENT if choices else None
-        return Progress(usage=usage, content=bool(choices), finished=finished, error=error)
+        return AnswerProgress(usage=usage, content=bool(choices), finished=finished, error=error)
 
     def first_event(self, event: Mapping[str, Any]) -> Literal["error", "prelude", "content"]:
         return "content" if event.get("choices") else "error" if error_in(event) is not None else "prelude"

@@ -54,7 +54,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class AnswerProgress:
     """What one event of a stream says about the whole answer."""
 
     usage: Any = None
@@ -75,13 +75,24 @@ class Dialect:
 
     # Requests and answers
 
+    routes: tuple[tuple[str, str, RouteKind], ...] = ()
+    """Methods, patterns of paths, with a group for the model where it is in the path, and what they mean."""
+
     def match(self, method: str, path: str, query: Mapping[str, str]) -> Route | None:
         """The route if this dialect has it. `path` has no doubled slashes and no trailing slash."""
-        raise NotImplementedError
+        for verb, pattern, kind in self.routes:
+            if verb == method and (found := re.fullmatch(pattern, path)):
+                return Route(self.name, kind, model=found[1] if found.re.groups else None)
+        return None
+
+    likely_headers: tuple[str, ...] = ()
+    """Headers that only its clients send."""
+    likely_path: re.Pattern[str] = re.compile("(?!)")
+    """Paths that only its clients ask for, also those that it does not have."""
 
     def is_likely(self, path: str, headers: Mapping[str, str]) -> bool:
-        """Whether a client of this dialect most likely sent a request, whose path it may not have."""
-        return False
+        """Whether a client of this dialect most likely sent a request."""
+        return any(name in headers for name in self.likely_headers) or self.likely_path.match(path) is not None
 
     def parse_request(self, body: Mapping[str, Any], route: Route | None = None) -> Request:
         try:
@@ -157,6 +168,9 @@ class Dialect:
     ends_at_close = False
     """The last event of a stream looks like those before it, so that only the close says that it was the last."""
 
+    model_in_path = False
+    """The model is in the path, and not in the body."""
+
     def generate_path(self, model: str, stream: bool) -> str:
         """Where a call goes, below the provider's base URL without its version (`/v1/messages`), query included."""
         raise NotImplementedError
@@ -176,7 +190,7 @@ class Dialect:
     def read_usage(self, raw: Any) -> Usage:
         raise NotImplementedError
 
-    def look(self, event: Mapping[str, Any]) -> Progress | None:
+    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         """What an event says about the whole answer; None if it only goes on."""
         raise NotImplementedError
 

@@ -15,10 +15,10 @@ from typing import Any, Literal
 from pier.wire.chat import stream_error
 from pier.wire.contract import (
     REMOVED,
+    AnswerProgress,
     BadRequest,
     BadResponse,
     Dialect,
-    Progress,
     Route,
     compact,
     dumps,
@@ -549,8 +549,12 @@ def error_body(status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
 
 class Gemini(Dialect):
     name = "gemini"
+    routes = (("GET", "/v1(?:beta|alpha)/models", "models"), ("GET", "/v1(?:beta|alpha)/models/(.+)", "model"))
+    likely_headers = ("x-goog-api-key", "x-goog-api-client")
+    likely_path = re.compile("/v1beta")
     key_header = "x-goog-api-key"
     ends_at_close = True
+    model_in_path = True
     usage_field = "usageMetadata"
     answer_field = "candidates"
     unknown_sampling = ("effort",)
@@ -571,14 +575,7 @@ class Gemini(Dialect):
                 return Route(self.name, "count_tokens", model=model)
             stream = verb == "streamGenerateContent"
             return Route(self.name, "generate", model, stream, sse=query.get("alt") == "sse")
-        if method == "GET" and re.fullmatch(r"/v1(beta|alpha)/models", path):
-            return Route(self.name, "models")
-        if method == "GET" and (found := re.fullmatch(r"/v1(?:beta|alpha)/models/(.+)", path)):
-            return Route(self.name, "model", model=found[1])
-        return None
-
-    def is_likely(self, path: str, headers: Mapping[str, str]) -> bool:
-        return "x-goog-api-key" in headers or "x-goog-api-client" in headers or path.startswith("/v1beta")
+        return super().match(method, path, query)
 
     def check_recordable(self, body: Mapping[str, Any]) -> None:
         configs = [body.get(name) for name in ("generationConfig", "generation_config")]
@@ -692,11 +689,11 @@ class Gemini(Dialect):
     def read_usage(self, raw: Any) -> Usage:
         return read_usage(raw)
 
-    def look(self, event: Mapping[str, Any]) -> Progress | None:
+    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         blocked = (event.get("promptFeedback") or {}).get("blockReason")
         ended = any(isinstance(each, dict) and each.get("finishReason") for each in event.get("candidates") or ())
         error = event if "error" in event else None
-        return Progress(usage=event.get("usageMetadata"), finished=bool(blocked or ended), error=error)
+        return AnswerProgress(usage=event.get("usageMetadata"), finished=bool(blocked or ended), error=error)
 
     def first_event(self, event: Mapping[str, Any]) -> Literal["error", "prelude", "content"]:
         if event.get("candidates") or event.get("promptFeedback"):

@@ -14,7 +14,7 @@ from json.decoder import JSONDecoder
 from typing import Any, Literal
 
 from pier.wire.body import Body, dump
-from pier.wire.contract import Progress, compact, need_dict, need_list
+from pier.wire.contract import AnswerProgress, compact, need_dict, need_list
 from pier.wire.dialects import DIALECTS, BadResponse
 from pier.wire.faults import Failure, classify, error_in
 from pier.wire.sse import MalformedAnswer, data_of, events_of
@@ -64,7 +64,7 @@ class AnswerWatch:
         self._count(value.get(self._dialect.usage_field))
         self.done = self.finished = True
 
-    def _take(self, progress: Progress) -> None:
+    def _take(self, progress: AnswerProgress) -> None:
         self._content |= progress.content
         self.finished |= progress.finished
         self.done |= progress.done

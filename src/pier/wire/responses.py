@@ -15,9 +15,9 @@ from typing import Any
 from pier.wire.chat import LOCAL_FIELDS, OpenAI, is_web, read_usage
 from pier.wire.contract import (
     REMOVED,
+    AnswerProgress,
     BadRequest,
     BadResponse,
-    Progress,
     Route,
     compact,
     data_url,
@@ -59,9 +59,7 @@ from pier.wire.turn import (
     Usage,
 )
 
-_SAMPLING = {"max_tokens": "max_output_tokens", "temperature": "temperature", "top_p": "top_p"} | {
-    "top_logprobs": "top_logprobs"
-}
+_SAMPLING = {"max_tokens": "max_output_tokens", **{name: name for name in ("temperature", "top_p", "top_logprobs")}}
 _FIELDS = (
     *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens"),
     *("temperature", "top_p", "top_logprobs", "reasoning", "text", "stream", "previous_response_id", "conversation"),
@@ -607,12 +605,15 @@ def _summary(text: str) -> dict[str, Any]:
 
 class Responses(OpenAI):
     name = "responses"
+    routes = (
+        ("POST", "(?:/v1)?/responses", "generate"),
+        ("POST", "(?:/v1)?/responses/input_tokens", "count_tokens"),
+    )
+    likely_path = re.compile(".*/responses$")
     keep_alive = b'event: keepalive\ndata: {"type":"keepalive","sequence_number":0}\n\n'
     answer_field = "output"
     preludes = ("response.created", "response.queued", "response.in_progress", "keepalive")
-    unknown_sampling = (
-        *("top_k", "thinking_budget", "stop", "seed", "presence_penalty", "frequency_penalty", "logprobs"),
-    )
+    unknown_sampling = ("top_k", "thinking_budget", "stop", "seed", "presence_penalty", "frequency_penalty", "logprobs")
     custom_tools = True
     state_fields = ("previous_response_id", "conversation", "prompt", "background")
     local_fields = f"""{LOCAL_FIELDS}
@@ -622,16 +623,6 @@ class Responses(OpenAI):
     """
     file_places = ("input", "instructions")
     local_tools = re.compile(r"function|custom|local_shell|apply_patch|tool_search|namespace|computer\w*")
-
-    def match(self, method: str, path: str, query: Mapping[str, str]) -> Route | None:
-        if method == "POST" and re.fullmatch(r"(/v1)?/responses", path):
-            return Route(self.name, "generate")
-        if method == "POST" and re.fullmatch(r"(/v1)?/responses/input_tokens", path):
-            return Route(self.name, "count_tokens")
-        return None
-
-    def is_likely(self, path: str, headers: Mapping[str, str]) -> bool:
-        return path.endswith("/responses")
 
     def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
         instructions = body.get("instructions")
@@ -710,13 +701,13 @@ class Responses(OpenAI):
     def count_tokens_body(self, tokens: int) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
-    def look(self, event: Mapping[str, Any]) -> Progress | None:
+    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         kind = event.get("type")
         if kind in ("response.completed", "response.incomplete", "response.failed"):
             response = event.get("response") or {}
             error = response if kind == "response.failed" else None
-            return Progress(usage=response.get("usage"), finished=True, done=True, error=error)
-        return Progress(error=event) if kind == "error" else None
+            return AnswerProgress(usage=response.get("usage"), finished=True, done=True, error=error)
+        return AnswerProgress(error=event) if kind == "error" else None
 
     def adapt(self, request: Request, *, foreign: bool, edits: list[Edit]) -> Request:
         if not foreign:
