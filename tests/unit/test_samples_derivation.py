@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pier.errors import UsageError
-from pier.rollout.export import sink_for
-from pier.rollout.formats import FORMATS
+from pier.rollout.export import FORMATS, sink_for
 from pier.rollout.samples import KINDS, Sample, SampleOrigin, broken_promises, from_threads, origins
 from pier.trajectory.lineage import Lineage, Node
 from pier.wire.turn import Message, Request, Sampling, Text, Tokens, Tool, ToolCall, ToolResult, Turn

@@ -175,6 +175,9 @@ class Dialect:
         """Where a call goes, below the provider's base URL without its version (`/v1/messages`), query included."""
         raise NotImplementedError
 
+    def request_path(self, request: Request) -> str:
+        return self.generate_path(request.model, request.stream)
+
     def count_path(self, model: str) -> str | None:
         """Where tokens are counted; None if the dialect has no such route."""
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -112,6 +113,7 @@ _CONFIG = (
     *_SAMPLING.values(),
     *("thinkingConfig", "responseMimeType", "candidateCount", "responseSchema", "responseJsonSchema"),
 )
+_JSON = json.JSONDecoder()
 _KEPT_TOOLS = ("functionDeclarations", "function_declarations", "computerUse", "computer_use")
 _THINKS = re.compile(r"gemini-(2\.5|[3-9])")
 _FILLER = "skip_thought_signature_validator"
@@ -442,33 +444,20 @@ class ArrayReader:
     """Splits a JSON array of objects into the texts of its items, wherever it is cut."""
 
     def __init__(self) -> None:
-        self._item = bytearray()
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
+        self._text = ""
 
     def feed(self, data: bytes) -> list[str]:
         items: list[str] = []
-        for byte in data:
-            if self._depth:
-                self._item.append(byte)
-            if self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif byte == 0x5C:
-                    self._escaped = True
-                elif byte == 0x22:
-                    self._in_string = False
-            elif byte == 0x22:
-                self._in_string = True
-            elif byte == 0x7B:
-                if not self._depth:
-                    self._item = bytearray(b"{")
-                self._depth += 1
-            elif byte == 0x7D:
-                self._depth -= 1
-                if not self._depth:
-                    items.append(self._item.decode(errors="replace"))
+        self._text += self._decoder.decode(data)
+        while text := self._text.lstrip("[], \t\r\n"):
+            self._text = text
+            try:
+                _, end = _JSON.raw_decode(text)
+            except (ValueError, RecursionError):
+                break
+            items.append(text[:end])
+            self._text = text[end:]
         return items
 
 
