@@ -13,10 +13,9 @@ from pier.gateway.budget import Budget, Meter, Reservation, Retry
 from pier.gateway.providers import Directory, Provider, at_address
 from pier.record.redact import Scrubber, redacted, redacted_path
 from pier.wire.body import parse
-from pier.wire.cost import cost_of, is_priced
 from pier.wire.faults import retry_after
-from pier.wire.tokens import Extras, ask
-from pier.wire.turn import Usage
+from pier.wire.relayed import Extras, ask
+from pier.wire.turn import Usage, cost_of, is_priced
 
 pytestmark = pytest.mark.plain
 ENV = {"ANTHROPIC_API_KEY": "ka", "OPENAI_API_KEY": "ko", "GOOGLE_API_KEY": "kg", "OPENROUTER_API_KEY": "kr"}
@@ -95,7 +94,7 @@ def test_addresses() -> None:
     assert at_address("http://h/v1beta").address("/v1beta/models/m:x") == "http://h/v1beta/models/m:x"
     assert at_address("chat,responses+http://h").dialects == ("chat", "responses")
     assert at_address("http://h/a+b").dialects == ("chat",)
-    with pytest.raises(UsageError, match="no dialect 'latin'"):
+    with pytest.raises(UsageError, match="unknown dialect 'latin'"):
         at_address("latin+http://h")
 
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pier.wire.relayed import AnswerWatch
+from pier.wire.sse import Framer, MalformedAnswer, data_of, events_of
 from pier.wire.turn import Usage
-from pier.wire.watch import AnswerWatch, Framer, MalformedAnswer, data_of, events_of
 
 pytestmark = pytest.mark.plain
 PIECES = [
@@ -35,51 +36,6 @@ def test_events_are_whole() -> None:
     assert events_of(b"data: 2\r\n\r\ndata: 3\n\n\n") == [b"data: 2\r\n\r\n", b"data: 3\n\n\n"]
     assert data_of(b"event: x\r\ndata: a\r\ndata: b\r\n\r\n") == b"a\nb"
     assert data_of(b": ping\n\n") is None
-
-
-ALIKE = [
-    b'data: {"choices": [{"delta": {"content": "%b"}, "finish_reason": null}]}\n\n' % text
-    for text in (
-        b"word " * 9,
-        b"",
-        rb"a\nb",
-        rb"\"quoted\"",
-        rb"\\",
-        b"\xc3\xa9",
-        b"\x01",
-        b'a","b',
-        b"\\",
-        rb"\x",
-        rb"\u12",
-        b"\xe2",
-    )
-]
-
-
-@given(st.lists(st.sampled_from(ALIKE[:6]), max_size=40), st.lists(st.sampled_from(ALIKE + PIECES), max_size=3))
-def test_events_that_are_alike_are_checked_as_all_others(many: list[bytes], others: list[bytes]) -> None:
-    events = [*many[:9], *others[:2], *many[9:], *others[2:]]
-    one, other, whole = AnswerWatch("chat"), AnswerWatch("chat"), b""
-    for event in events_of(b"".join(events)):
-        try:
-            one.see(event)
-        except MalformedAnswer:
-            with pytest.raises(MalformedAnswer) as caught:
-                other.see(b"".join(events), each=False)
-            assert caught.value.before == len(whole)
-            break
-        whole += event
-    else:
-        other.see(b"".join(events), each=False)
-    assert (one.done, one.finished, one.failed, one.usage) == (other.done, other.finished, other.failed, other.usage)
-
-
-def test_events_of_a_long_text_are_not_decoded_one_by_one() -> None:
-    last = b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n'
-    watch = AnswerWatch("chat")
-    assert len(watch.see(ALIKE[0] * 50 + last, each=False)) == 1
-    assert watch.finished
-    assert len(watch.see(ALIKE[0] * 50)) == 50
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=12), st.integers(1, 40))

@@ -14,8 +14,8 @@ import pytest
 
 from pier.errors import UsageError
 from pier.trajectory.model import Trajectory, read
+from pier.trajectory.native.assemble import members
 from pier.trajectory.native.convert import READERS, convert, find_sessions, trajectory_of
-from pier.trajectory.native.documents import members
 from pier.trajectory.rules import validate, validate_file
 from tests.unit.test_native_agents import (
     GOOSE_TABLES,

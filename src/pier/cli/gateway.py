@@ -231,10 +231,10 @@ def _whole(call: Call) -> dict[str, Any]:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["pier", "verl", "prime-rl", "slime", "skyrl", "trl", "harbor", "art", "sft"]),
+    type=click.Choice(["pier", "sft"]),
     default="pier",
     show_default=True,
-    help="Whose words the rows are in; sft and art do without token ids.",
+    help="Output format: all fields, or messages for supervised fine-tuning.",
 )
 @click.option(
     "--kind",
@@ -261,8 +261,6 @@ def samples(
 
     with sink_for(out) if out else nullcontext() as sink:
         report = export(places, sink, form=form, kinds=kinds, trainable_only=trainable)
-    if out is not None and report.samples and not report.written:
-        click.echo(f"nothing to write: no sample has token ids, which rows of {form} need", err=True)
     if as_json:
         click.echo(json.dumps({**report.as_dict(), "file": str(out) if out else None}, indent=2))
         return

@@ -29,11 +29,11 @@ from pier.gateway.upstream import Upstreams
 from pier.record.redact import redacted, redacted_path
 from pier.record.writer import CallRecord, Outcome
 from pier.wire.body import Body, dump, parse
-from pier.wire.cost import cost_of
-from pier.wire.dialects import DIALECTS, BadRequest, Dialect, Route, StreamRenderer, recognise
+from pier.wire.dialects import DIALECTS, BadRequest, Dialect, Route, recognise
 from pier.wire.faults import Fault, fault_of
+from pier.wire.sse import EventRenderer
 from pier.wire.translate import Memory
-from pier.wire.turn import Edit, ErrorKind, Request, Usage
+from pier.wire.turn import Edit, ErrorKind, Request, Usage, cost_of
 
 MAX_BODY = 64 * 1024 * 1024
 
@@ -80,8 +80,8 @@ class CallOrigin:
         asked = dict(parse_qsl(query))
         route = recognise(head.method, path, asked, dict.fromkeys(map(str.lower, head.headers), ""))
         kept = CIMultiDict((name, value) for name, value in head.headers.items() if name.lower() not in _NOT_UPSTREAM)
-        if route.dialect == "anthropic":
-            kept.setdefault("anthropic-version", "2023-06-01")
+        for name, value in DIALECTS[route.dialect].headers.items():
+            kept.setdefault(name, value)
         return CallOrigin(route, _key(head.headers, asked), redacted_path(head.target), redacted(head.headers), kept)
 
 
@@ -205,7 +205,7 @@ class Exchange:
         """What to send in a quiet stream; without it the dialect's own renderer says."""
         self._keep_alive = keep_alive
         self._request: Request | None = None
-        self._renderer: StreamRenderer | None = None
+        self._renderer: EventRenderer | None = None
         self._last_write = time.monotonic()
         self._starting = asyncio.Lock()
 
@@ -217,7 +217,7 @@ class Exchange:
         return self._request
 
     @property
-    def renderer(self) -> StreamRenderer:
+    def renderer(self) -> EventRenderer:
         """Writes events for the agent, also about a body that only its own provider can read."""
         if self._renderer is None:
             try:

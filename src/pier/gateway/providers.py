@@ -13,13 +13,14 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from pier.errors import UsageError
 from pier.home import pier_home
 from pier.record.redact import is_secret_name
+from pier.wire.dialects import DIALECTS, check_name
 from pier.wire.turn import DialectName
 
 Auth = Literal["bearer", "x-api-key", "x-goog-api-key", "none"]
@@ -55,7 +56,7 @@ class Provider:
 
     def credentials(self, dialect: DialectName) -> dict[str, str]:
         """The headers that prove who asks, and what else this provider wants."""
-        default: Auth = {"anthropic": "x-api-key", "gemini": "x-goog-api-key"}.get(dialect, "bearer")  # type: ignore
+        default = DIALECTS[dialect].key_header or "bearer"
         auth = self.auth or default
         if not self.key or auth == "none":
             return dict(self.headers)
@@ -90,7 +91,7 @@ class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     url: str
-    dialects: list[DialectName] = Field(default=["chat"], min_length=1)
+    dialects: list[Annotated[DialectName, AfterValidator(check_name)]] = Field(default=["chat"], min_length=1)
     key_env: str | None = None
     headers: dict[str, str] = {}
     auth: Auth | None = None
@@ -220,9 +221,9 @@ def at_address(url: str, *, key: str | None = None, name: str = "custom") -> Pro
     dialects = tuple(spoken.split(","))
     if not _ADDRESS.match(rest):
         raise UsageError(f"{rest!r} is not an http or https address", hint="write http://HOST:PORT/v1")
-    if unknown := set(dialects) - set(get_args(DialectName)):
-        raise UsageError(f"there is no dialect {sorted(unknown)[0]!r}", hint=f"use {', '.join(get_args(DialectName))}")
-    return Provider(name, rest, cast("tuple[DialectName, ...]", dialects), key)
+    if unknown := set(dialects) - set(DIALECTS):
+        raise UsageError(f"unknown dialect {sorted(unknown)[0]!r}", hint=f"use {', '.join(sorted(DIALECTS))}")
+    return Provider(name, rest, dialects, key)
 
 
 def with_tokens(target: Target) -> Target:

@@ -26,12 +26,12 @@ from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
 from pier.record.redact import Scrubber, without_key
 from pier.wire.body import dump, parse
 from pier.wire.dialects import BadResponse
-from pier.wire.faults import classify, nothing_in
-from pier.wire.tokens import Extras, Sampler, ask
+from pier.wire.faults import classify
+from pier.wire.relayed import AnswerWatch, Extras, Sampler, ask, nothing_in
+from pier.wire.sse import Framer, MalformedAnswer
 from pier.wire.translate import Translation, translate
 from pier.wire.turn import (
     Delta,
-    DialectName,
     ModelFailed,
     StreamError,
     Text,
@@ -41,7 +41,6 @@ from pier.wire.turn import (
     TurnEnd,
     stream_turn,
 )
-from pier.wire.watch import AnswerWatch, Framer, MalformedAnswer
 
 if TYPE_CHECKING:
     from pier.gateway.session import Policy
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 
 
 _BURST = 2048
-_PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "anthropic": "/v1/messages"}
 
 
 async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
@@ -85,18 +83,9 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
 
 
 def _path(x: Exchange, model: str) -> str:
-    route = x.caller.route
-    if route.dialect == "gemini":
-        action = "streamGenerateContent?alt=sse" if x.stream else "generateContent"
-        return f"/v1beta/models/{quote(model, safe='')}:{action}"
-    query = without_key(x.caller.request.query_string)
-    return _PATHS[route.dialect] + (f"?{query}" if query else "")
-
-
-def counting_path(dialect: DialectName, model: str) -> str:
-    if dialect == "gemini":
-        return f"/v1beta/models/{quote(model, safe='')}:countTokens"
-    return "/v1/responses/input_tokens" if dialect == "responses" else "/v1/messages/count_tokens"
+    path = x.caller.dialect.generate_path(quote(model, safe=""), x.stream)
+    query = "" if x.caller.dialect.model_in_path else without_key(x.caller.request.query_string)
+    return path + (f"?{query}" if query else "")
 
 
 async def _whole(
@@ -135,8 +124,7 @@ async def _stream(
     if extras:
         x.record.status("delivered", answer.status, answer.headers, True)
     await x.start(answer.status, answer.headers)
-    if x.caller.route.dialect == "responses":
-        x.sign_of_life = b'event: keepalive\ndata: {"type":"keepalive","sequence_number":0}\n\n'
+    x.sign_of_life = x.caller.dialect.keep_alive
     framer, watch, held = Framer(), AnswerWatch(x.caller.route.dialect), b""
     try:
         data, waiting = _after_first(await next_chunk(answer, scrub))
@@ -153,7 +141,7 @@ async def _stream(
                 status, fault = (failure.status, failure.fault) if failure else (200, None)
                 await x.end("error" if failure else "ok", status, watch.failed, fault)
             at_end = watch.done and answer.ended and not waiting
-            if at_end or (not watch.done and watch.finished and x.caller.route.dialect == "gemini"):
+            if at_end or (not watch.done and watch.finished and x.caller.dialect.ends_at_close):
                 held, ready = ready, b""
             await x.write(ready)
             data, waiting = waiting or await next_chunk(answer, scrub), b""
@@ -179,7 +167,7 @@ async def _pass_on(x: Exchange, block: bytes, watch: AnswerWatch, extras: Extras
     """What of these events the agent gets. Those before a broken one are delivered before it is reported."""
     touched = extras.touch(block)
     try:
-        values = watch.see(block, each=touched)
+        values = watch.see(block)
     except MalformedAnswer as broken:
         if whole := block[: broken.before]:
             await x.write(extras.strip_events(whole, AnswerWatch(x.caller.route.dialect).see(whole)))
@@ -264,9 +252,7 @@ def _outgoing(translation: Translation, target: Target) -> Outgoing:
     if target.provider.tokens and dialect == "chat":
         body = {**body, "return_token_ids": True, "logprobs": True}
     raw = dump(body)
-    headers = {"Content-Type": "application/json", "User-Agent": "pier"}
-    if dialect == "anthropic":
-        headers["anthropic-version"] = "2023-06-01"
+    headers = {"Content-Type": "application/json", "User-Agent": "pier", **translation.dialect.headers}
     return Outgoing(target.provider, dialect, translation.path, target.model, headers, raw, parse(raw))
 
 

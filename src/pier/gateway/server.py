@@ -27,8 +27,8 @@ from pier.gateway.upstream import Upstreams
 from pier.record.writer import Durable, Flusher
 from pier.redact import Redactor
 from pier.wire.body import Body, Earlier, dump
-from pier.wire.cost import is_priced
 from pier.wire.dialects import DIALECTS
+from pier.wire.turn import is_priced
 
 ROOM = 32 * 1024 * 1024
 """Characters of all that is remembered."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote
 
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import UsageError
@@ -26,14 +27,13 @@ from pier.gateway.http.coding import BadCoding, TooLarge
 from pier.gateway.http.message import BadMessage
 from pier.gateway.metrics import Measured, Tally
 from pier.gateway.providers import Directory, Provider, Target
-from pier.gateway.relay import counting_path, relay
+from pier.gateway.relay import relay
 from pier.gateway.upstream import Outgoing, UpstreamFailed, Upstreams, read_answer
 from pier.record.redact import Scrubber
 from pier.record.writer import CallRecord, Durable, Outcome, Recorder
 from pier.redact import Redactor
 from pier.wire.body import Body, parse
-from pier.wire.checks import close_book, is_closed
-from pier.wire.contract import check_recordable
+from pier.wire.checks import check_recordable, close_book, is_closed
 from pier.wire.dialects import BadRequest
 from pier.wire.translate import Memory
 from pier.wire.turn import Delta, ErrorKind, Request, Turn
@@ -78,11 +78,11 @@ class ByProvider:
 
     async def count(self, caller: Caller, body: Body, record: CallRecord, upstreams: Upstreams) -> bytes | None:
         """The provider's own count of tokens; None if it has none."""
-        if caller.route.dialect not in self.target.provider.dialects or caller.route.dialect == "chat":
+        path = caller.dialect.count_path(quote(self.target.model, safe=""))
+        if caller.route.dialect not in self.target.provider.dialects or path is None:
             return None
         if "model" in body.fields:
             body = body.with_fields(model=self.target.model)
-        path = counting_path(caller.route.dialect, self.target.model)
         headers = caller.origin.forwarded
         out = Outgoing(
             self.target.provider, caller.route.dialect, path, self.target.model, headers, body.encode(), body

@@ -28,9 +28,10 @@ from pier.record.redact import Scrubber, redacted_path
 from pier.record.writer import CallRecord
 from pier.wire.body import Body
 from pier.wire.dialects import DIALECTS
-from pier.wire.faults import Fault, classify, error_in, error_instead, progress_of
+from pier.wire.faults import Fault, classify, error_in
+from pier.wire.relayed import error_instead, progress_of
+from pier.wire.sse import Framer, MalformedAnswer, data_of, events_of
 from pier.wire.turn import DialectName, ErrorKind
-from pier.wire.watch import Framer, MalformedAnswer, data_of, events_of
 
 if TYPE_CHECKING:
     from pier.gateway.http.proxied import ProxiedAnswer, ProxiedClient

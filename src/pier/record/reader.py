@@ -18,6 +18,7 @@ from typing import Any
 from pier import files
 from pier.errors import UsageError
 from pier.tree import Tree, find_files, open_regular
+from pier.wire.sse import Framer, data_of, events_of, name_of
 from pier.wire.turn import Usage
 
 FILE_NAMES = ("calls.jsonl", "recording.jsonl")
@@ -322,18 +323,8 @@ def read(path: Path) -> Recording:
 
 
 def _events(chunks: list[Chunk]) -> Iterator[Event]:
-    lines: list[str] = []
-    rest = b""
+    framer = Framer()
     for chunk in chunks:
-        rest += chunk.data
-        *whole, rest = rest.replace(b"\r\n", b"\n").split(b"\n")
-        for raw in whole:
-            if raw:
-                lines.append(raw.decode(errors="replace"))
-                continue
-            fields = [line.partition(":") for line in lines if not line.startswith(":")]
-            data = [value.removeprefix(" ") for name, _, value in fields if name == "data"]
-            names = [value.removeprefix(" ") for name, _, value in fields if name == "event"]
-            if data:
-                yield Event(chunk.at, names[-1] if names else None, "\n".join(data))
-            lines = []
+        for event in events_of(framer.feed(chunk.data)):
+            if (data := data_of(event)) is not None:
+                yield Event(chunk.at, name_of(event), data.decode(errors="replace"))

@@ -2,17 +2,13 @@
 
 A request is in the file while its upstream works on it, and all of the call before the agent gets the last of its
 answer: killing the gateway at any instant loses no turn that the agent has. What is streamed meanwhile is written
-before it is passed on, but for bursts, which follow within a twentieth of a second. All of it is on disk within a
-second, and with `durable="power"` the end of a call is so before its last event is delivered. What comes again in the
-next request (messages, tools, a long system prompt) is stored once and referred to.
+before it is passed on, but for bursts, whose lines wait for each other for `HOLD` seconds at most, so that a quick call
+is one write. All of it is on disk within `SYNC` seconds, and no call waits for that; with `durable="power"` the end of
+a call is on disk before its last event is delivered. What comes again in the next request (messages, tools, a long
+system prompt) is stored once and referred to.
 
 Secrets are removed from every line, also where they are split over the events of a stream: an event in which one may
 begin waits for the next. A call in which one was found keeps no token ids, which would spell it.
-
-Writes what recorders hold back, and sees to it that it is on disk soon after.
-
-Lines of a call that is still running wait for each other for `HOLD` seconds at most, so that a quick call is one write
-and a long stream is a few each second. All that was written is on disk within `SYNC` seconds, and no call waits for it.
 """
 
 from __future__ import annotations

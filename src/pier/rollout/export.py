@@ -1,22 +1,109 @@
 """Writes the samples of trials and jobs to one file, a trial at a time, and reports the outcome of every call.
 
 A file is there whole or not at all. Samples that break a promise are a fault of this program and are never written.
+Each format is one function from a sample and its origin to a row: `pier` has all fields, with exact tokens, mask and
+log-probs where the server gave them; `sft` has the messages alone. What a trainer computes itself (advantages, padding)
+is in neither.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from pier.errors import PierError, UsageError
-from pier.rollout.formats import FORMATS, Row, is_trainable, name_of
-from pier.rollout.samples import Counts, SampleOrigin, broken_promises, origins, samples_of
+from pier.rollout.samples import Counts, Sample, SampleOrigin, broken_promises, origins, samples_of
 from pier.trajectory.model import whole_characters
+
+FORMAT = 1
+Row = dict[str, Any]
+
+
+def is_trainable(sample: Sample, origin: SampleOrigin) -> bool:
+    """Whether the sample has a reward that the agent earned, and something to train."""
+    return origin.reward is not None and origin.fault is None and (sample.trained > 0 or not sample.exact)
+
+
+def pier_row(sample: Sample, origin: SampleOrigin) -> Row:
+    """Everything: `docs/guides/training-samples.md` lists the fields."""
+    return {
+        "format": FORMAT,
+        "id": sample_id(sample, origin),
+        "rollout_id": origin.rollout,
+        "group_id": origin.group,
+        **_about(sample, origin),
+        "exact": sample.exact,
+        "input_ids": _listed(sample.input_ids),
+        "prompt_length": sample.prompt_length if sample.exact else None,
+        "loss_mask": _listed(sample.loss_mask),
+        "logprobs": _listed(sample.logprobs),
+        "spans": [asdict(span) for span in sample.spans],
+        "reward": origin.reward,
+        "all_rewards": dict(origin.rewards) if origin.rewards is not None else None,
+        "trainable": is_trainable(sample, origin),
+        "messages": sample.messages(),
+        "tools": sample.tools(),
+    }
+
+
+def sft_row(sample: Sample, origin: SampleOrigin) -> Row:
+    """A line for supervised fine-tuning on messages, as OpenAI and its like take it. Answers that no call of the branch
+    gave, and those that another branch trains, have weight 0."""
+    said = sample.messages()
+    given = _answers(sample, said)
+    ours = {place for place, owned in zip(given, sample.owns[-len(given) :], strict=True) if owned}
+    for place, message in enumerate(said):
+        if message["role"] == "assistant" and place not in ours:
+            message["weight"] = 0
+    tools = sample.tools()
+    return {"messages": said, **({"tools": tools} if tools else {})}
+
+
+FORMATS: dict[str, Callable[[Sample, SampleOrigin], Row]] = {"pier": pier_row, "sft": sft_row}
+
+
+def sample_id(sample: Sample, origin: SampleOrigin) -> str:
+    return f"{origin.rollout}#{sample.number}"
+
+
+def _about(sample: Sample, origin: SampleOrigin) -> Row:
+    continues = f"{origin.rollout}#{sample.continues}" if sample.continues else None
+    return {
+        "task": origin.task,
+        "task_digest": origin.task_digest,
+        "step": origin.step,
+        "attempt": origin.attempt,
+        "agent": origin.agent,
+        "agent_version": origin.agent_version,
+        "model": sample.model,
+        "dialect": sample.dialect,
+        "weights": list(sample.weights),
+        "kind": sample.kind,
+        "calls": list(sample.calls),
+        "split": sample.split,
+        "continues": continues,
+        "spawned_by_call": sample.spawned_by,
+        "stop": sample.stop,
+        "termination": origin.termination,
+        "fault": origin.fault,
+        "flags": [*sample.flags, *(("hack_suspected",) if origin.notes else ())],
+    }
+
+
+def _answers(sample: Sample, said: list[Row]) -> list[int]:
+    """Where the answers of this branch stand among its messages; the last for sure, the others as far back as each
+    history still has the one before it."""
+    places = [place for place, message in enumerate(said) if message["role"] == "assistant"]
+    return places[-len(sample.turns) :]
+
+
+def _listed(values: tuple[Any, ...] | None) -> list[Any] | None:
+    return list(values) if values is not None else None
 
 
 @dataclass(slots=True)
@@ -85,17 +172,17 @@ def export(
             report.trainable += good
             report.without_reward += origin.reward is None
             report.kinds[sample.kind] = report.kinds.get(sample.kind, 0) + 1
-            row = write(sample, origin) if good or not trainable_only else None
-            report.written += row is not None
-            if row is not None and sink is not None:
-                sink.add(row)
+            if good or not trainable_only:
+                report.written += 1
+                if sink is not None:
+                    sink.add(write(sample, origin))
             report.rows.append(_line(sample, origin))
     return report
 
 
 def _line(sample: Any, origin: SampleOrigin) -> Row:
     return {
-        "id": name_of(sample, origin),
+        "id": sample_id(sample, origin),
         "kind": sample.kind,
         "calls": len(sample.calls),
         "ids": len(sample.input_ids) if sample.exact else None,
@@ -138,12 +225,12 @@ def _lines(path: Path) -> Iterator[Sink]:
         yield _Lines(stream)
 
 
-_INTS = ("input_ids", "prompt_ids", "response_ids", "token_ids", "tokens", "prompt_token_ids")
-_BITS = ("loss_mask", "response_mask", "completion_mask", "loss_masks")
-_FLOATS = ("logprobs", "response_logprobs", "rollout_log_probs", "rollout_logprobs", "old_log_probs", "temperatures")
-_NUMBERS = ("reward", "reward_score", "rewards")
-_COUNTS = ("format", "attempt", "prompt_length", "response_length", "num_turns", "spawned_by_call")
-_TRUTHS = ("exact", "trainable")
+_LISTS = {"input_ids": "int32", "loss_mask": "int8", "logprobs": "float32"}
+_VALUES = {
+    "reward": "float64",
+    **dict.fromkeys(("format", "attempt", "prompt_length", "spawned_by_call"), "int64"),
+    **dict.fromkeys(("exact", "trainable"), "bool_"),
+}
 _BATCH = 64
 
 
@@ -165,11 +252,7 @@ class _Table:
         if not self._rows:
             return
         if self._writer is None:
-            first = self._rows[0]
-            by_turn = any(isinstance(value, list) and value and isinstance(value[0], list) for value in first.values())
-            self._schema = self._arrow.schema(
-                [(name, self._type(name, value, by_turn)) for name, value in first.items()]
-            )
+            self._schema = self._arrow.schema([(name, self._type(name)) for name in self._rows[0]])
             self._writer = self._parquet.ParquetWriter(self._path, self._schema, compression="zstd")
         rows = [{name: self._cell(name, value) for name, value in row.items()} for row in self._rows]
         self._writer.write_table(self._arrow.Table.from_pylist(rows, schema=self._schema))
@@ -184,18 +267,11 @@ class _Table:
         if self._writer is not None:
             self._writer.close()
 
-    def _type(self, name: str, value: Any, by_turn: bool) -> Any:
-        """The type of a column; in a row of lists by turn, those of tokens are nested even where there are none."""
+    def _type(self, name: str) -> Any:
         arrow = self._arrow
-        lists = ((_INTS, arrow.int32()), (_BITS, arrow.int8()), (_FLOATS, arrow.float32()), (("mask",), arrow.bool_()))
-        for names, kind in lists:
-            if name in names and not by_turn:
-                return arrow.list_(kind)
-        if name in _NUMBERS and not isinstance(value, dict):
-            return arrow.float64()
-        if name in _COUNTS:
-            return arrow.int64()
-        return arrow.bool_() if name in _TRUTHS else arrow.string()
+        if name in _LISTS:
+            return arrow.list_(getattr(arrow, _LISTS[name])())
+        return getattr(arrow, _VALUES.get(name, "string"))()
 
     def _cell(self, name: str, value: Any) -> Any:
         if value is None or not self._arrow.types.is_string(self._schema.field(name).type):

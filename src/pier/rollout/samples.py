@@ -1,19 +1,17 @@
-"""Training samples from a recording: exact tokens, what was sampled, how likely it was.
+"""Training samples from recordings: exact tokens, what was sampled, how likely it was, and the reward of the trial.
 
 A sample is one branch of the tree of calls. A later call is put onto an earlier one only where its prompt's token ids
 begin with the earlier prompt and completion, id by id; where a chat template or a client wrote the history anew, a new
-sample begins. Nothing is ever tokenised here: a call whose server gave no ids makes a sample without tokens, which says
-so. Promises, which `broken_promises` checks:
+sample begins. Nothing is ever tokenised here: a call whose server gave no ids makes a sample without tokens, marked so.
+Promises, which `broken_promises` checks:
 
 - `input_ids` is the prompt of the last call and its completion; mask, log-probs and ids have one length.
 - The mask is 1 on sampled tokens only, each sampled token in at most one sample; of calls that were asked twice, at
   most one answer is trained.
 - Where a sample has log-probs, every token with mask 1 has one.
 
-Where samples come from: the recordings below a job or a trial, and the trial's result for each.
-
-Results are read as plain JSON, so those that Harbor wrote will do. A trial without a verdict has no reward, which is
-not a reward of 0; why it ended says where the fault lies.
+Results of trials are read as plain JSON, so those that Harbor wrote will do. A trial without a verdict has no reward,
+which is not a reward of 0; its termination says where the fault lies.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ from typing import Any, Literal
 
 from pier.errors import UsageError
 from pier.record.reader import FILE_NAMES, Recording, read
-from pier.trajectory.derive import read_call
-from pier.trajectory.lineage import Kind, Lineage, Node, Thread
+from pier.trajectory.lineage import Kind, Lineage, Node, Thread, read_call
 from pier.tree import find_files
 from pier.wire.dialects import DIALECTS
 from pier.wire.turn import Message, Request, Turn
@@ -74,7 +71,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One branch. Without exact tokens `input_ids`, `loss_mask` and `logprobs` are None and only the messages tell."""
+    """One branch. Without exact tokens `input_ids`, `loss_mask` and `logprobs` are None and there are only messages."""
 
     number: int
     kind: Kind
@@ -410,8 +407,8 @@ def _origin(recording: Path, trial: Path | None) -> SampleOrigin:
     model = ((result.get("config") or {}).get("agent") or {}).get("model_name")
     inside = recording.relative_to(trial).parts
     step = inside[1] if inside[0] == "steps" and len(inside) > 2 else None
-    told = next((each for each in result.get("step_results") or () if each.get("step_name") == step), result)
-    error = told.get("exception_info") or {}
+    outcome = next((each for each in result.get("step_results") or () if each.get("step_name") == step), result)
+    error = outcome.get("exception_info") or {}
     return SampleOrigin(
         recording=recording,
         rollout=str(result.get("trial_name") or trial.name) + (f"/{step}" if step else ""),
@@ -422,19 +419,19 @@ def _origin(recording: Path, trial: Path | None) -> SampleOrigin:
         attempt=known.get("attempt"),
         agent=agent.get("name"),
         agent_version=agent.get("version"),
-        rewards=_rewards(told) or _rewards(result),
-        termination=_termination(told, error),
+        rewards=_rewards(outcome) or _rewards(result),
+        termination=_termination(outcome, error),
         fault=error.get("blame") if error.get("blame") in _NOT_THE_AGENTS else None,
-        notes=tuple(note.get("kind", "") for note in (told.get("integrity") or {}).get("notes") or ()),
+        notes=tuple(note.get("kind", "") for note in (outcome.get("integrity") or {}).get("notes") or ()),
     )
 
 
-def _rewards(told: Mapping[str, Any]) -> Mapping[str, float] | None:
-    return (told.get("verifier_result") or {}).get("rewards")
+def _rewards(outcome: Mapping[str, Any]) -> Mapping[str, float] | None:
+    return (outcome.get("verifier_result") or {}).get("rewards")
 
 
-def _termination(told: Mapping[str, Any], error: Mapping[str, Any]) -> str:
-    ended = ((told.get("agent_result") or {}).get("metadata") or {}).get("ended") or ""
+def _termination(outcome: Mapping[str, Any], error: Mapping[str, Any]) -> str:
+    ended = ((outcome.get("agent_result") or {}).get("metadata") or {}).get("ended") or ""
     if str(ended).startswith("budget"):
         return "budget"
     if not error:

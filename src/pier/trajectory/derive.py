@@ -1,66 +1,46 @@
 """A trajectory from the wire: ATIF for any agent, derived from the recording of its model calls alone.
 
 `Derivation` follows a recording and rewrites the trajectory file whenever calls have ended, so that a running trial can
-be watched; `write_trajectory` does it once, at the end. Totals cover everything that was spent, with a breakdown by
-kind of call; a cost is the provider's own figure, else from the price table with its version, else null.
-
-Turns the calls of one thread into the steps of a trajectory.
-
-One agent step per answer that was delivered whole. What the agent sent that was new since its last call becomes user
-and system steps, and results of tool calls become observations of the step that made the calls. Nothing is invented:
-a step without words has an empty message.
+be watched; `write_trajectory` does it once, at the end. One agent step per answer that was delivered whole; what the
+agent sent that was new since its last call becomes user and system steps, and results of tool calls become observations
+of the step that made the calls. Nothing is invented: a step without words has an empty message. Totals cover everything
+that was spent, with a breakdown by kind of call; a cost is the provider's own figure, else from the price table with
+its version, else null.
 """
 
 from __future__ import annotations
 
 from base64 import b64decode
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from hashlib import blake2b
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
-from pier.record.reader import Call, Reader, RecordedAnswer, find
+from pier.record.reader import Reader, find
 from pier.trajectory import model as atif
-from pier.trajectory import model as atif_file
-from pier.trajectory.lineage import Lineage, Node, Thread, settle
+from pier.trajectory.lineage import Lineage, Node, Priced, ReadCall, Thread, read_call, settle
 from pier.trajectory.model import whole_characters
 from pier.trajectory.rules import IMAGES
 from pier.tree import Tree
 from pier.wire.contract import parse_arguments
-from pier.wire.cost import cost_of
-from pier.wire.dialects import DIALECTS, BadRequest, BadResponse, recognise
 from pier.wire.turn import (
     Media,
     Message,
     Part,
     Reasoning,
     Refusal,
-    Request,
     Text,
-    Tokens,
     Tool,
     ToolCall,
     ToolResult,
     Turn,
-    TurnBuilder,
-    joined,
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Priced:
-    """What one call used and cost, with where the figure comes from."""
-
-    cost_usd: float | None
-    source: str | None
-
-
 @dataclass
-class Steps:
+class StepBuilder:
     """The steps of one thread as they grow, and the pictures that they name, by path."""
 
     steps: list[atif.Step] = field(default_factory=list)
@@ -260,9 +240,6 @@ def iso(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-_TOKEN_LISTS = ("prompt_ids", "completion_ids", "logprobs")
-
-
 @dataclass(frozen=True, slots=True)
 class About:
     """The agent's part of a trajectory's header."""
@@ -325,14 +302,6 @@ class TrajectorySummary:
     """Generations by kind: main, compaction, sub_agent, side, foreign, retry."""
 
 
-@dataclass(slots=True)
-class ReadCall:
-    """One call, read once."""
-
-    node: Node
-    priced: Priced
-
-
 class Derivation:
     """Follows one recording. Each call is read once; who is who is sorted out anew each time."""
 
@@ -366,7 +335,7 @@ class Derivation:
             for path, data in media.items():
                 if tree.find(path) is None:
                     tree.write(path, data, 0o600)
-        atif_file.write(self._target, self.trajectory, durable=durable)
+        atif.write(self._target, self.trajectory, durable=durable)
         return _summary(self._target, self.trajectory, _kinds(lineage))
 
 
@@ -383,84 +352,6 @@ def write_trajectory(
     """Write to `target` the trajectory of the recording at `recording`, a file or a trial's directory."""
     about = About(agent_name, agent_version, model_name, session_id)
     return Derivation(recording, target, about).update(durable=durable)
-
-
-def read_call(call: Call) -> ReadCall | None:
-    """A generation as a node of the lineage, with its price; None if its request cannot be read."""
-    parsed = _request_of(call)
-    if parsed is None:
-        return None
-    turn = turn_of(call, parsed)
-    # The parsed body is as big as the whole history; what is needed of it is in the node.
-    call.__dict__.pop("request", None)
-    headers = {name.lower(): value for name, value in call.headers.items()}
-    node = Node(call.number, parsed, turn, call.at, _end_of(call), headers)
-    return ReadCall(node, _price(call, turn))
-
-
-def _request_of(call: Call) -> Request | None:
-    parts = urlsplit(call.path)
-    route = recognise("POST", parts.path, dict(parse_qsl(parts.query)), {})
-    try:
-        return DIALECTS[call.dialect].parse_request(call.request, route)
-    except BadRequest:
-        return None
-
-
-def turn_of(call: Call, request: Request) -> Turn | None:
-    """The answer that the agent received whole, with the usage and tokens that the upstream gave; None without one."""
-    turn = _parse_answer(call.answer, call.dialect)
-    if turn is None:
-        return None
-    served = call.upstream.model if call.upstream else None
-    source = None
-    if call.upstream and call.delivered:
-        source = _parse_answer(call.upstream.answer, call.upstream.dialect)
-    usage = call.usage or (source or turn).usage
-    tokens = (source.tokens if source else None) or turn.tokens or _noted_tokens(call)
-    if any(note.get("redacted") for note in call.notes):
-        tokens = None  # a secret was removed, and its tokens with it
-    native = source.native_stop if source else turn.native_stop
-    named = (source.model if source else turn.model if call.upstream else None) or served or request.model
-    return replace(turn, usage=usage, tokens=tokens, model=named, native_stop=native)
-
-
-def _parse_answer(answer: RecordedAnswer | None, dialect: str) -> Turn | None:
-    if answer is None or answer.status >= 400:
-        return None
-    if not answer.streamed:
-        try:
-            return DIALECTS[dialect].parse_response(answer.json())
-        except (ValueError, BadResponse):
-            return None
-    parser = DIALECTS[dialect].stream_parser()
-    builder = TurnBuilder().extend(parser.feed(answer.body)).extend(parser.close())
-    return builder.turn() if builder.ended else None
-
-
-def _noted_tokens(call: Call) -> Tokens | None:
-    """The tokens that a policy reported, which may have come in pieces."""
-    pieces: list[Tokens] = []
-    for note in call.notes:
-        if isinstance(told := note.get("tokens"), dict):
-            lists = [tuple(told[name]) if told.get(name) is not None else None for name in _TOKEN_LISTS]
-            pieces.append(Tokens(*lists, weights=told.get("weights")))
-    return joined(pieces)
-
-
-def _end_of(call: Call) -> float | None:
-    if call.ended is not None:
-        return call.ended
-    return call.answer.chunks[-1].at if call.answer and call.answer.chunks else None
-
-
-def _price(call: Call, turn: Turn | None) -> Priced:
-    if turn is None or call.upstream is None:
-        return Priced(None, None)
-    if turn.usage.cost_usd is not None:
-        return Priced(turn.usage.cost_usd, "provider")
-    cost = cost_of(turn.usage, call.upstream.model, call.upstream.provider)
-    return Priced(cost, None if cost is None else f"genai-prices {version('genai-prices')}")
 
 
 class _Builder:
@@ -492,7 +383,7 @@ class _Builder:
         return found + [sub for sub in self._subs if top and sub.root.spawned_by is None]
 
     def _trajectory(self, thread: Thread, session: str | None, name: str | None, subs: list[Thread]) -> atif.Trajectory:
-        steps = Steps()
+        steps = StepBuilder()
         for node in thread.nodes:
             if node.kind == "side":
                 steps.overhear(node)
@@ -515,7 +406,7 @@ class _Builder:
         )
 
     def _embedded(
-        self, sub: Thread, session: str | None, name: str | None, number: int, steps: Steps
+        self, sub: Thread, session: str | None, name: str | None, number: int, steps: StepBuilder
     ) -> atif.Trajectory:
         label = f"{name or 'trajectory'}-sub-{number}"
         inner = self._trajectory(sub, session, label, self._subs_of(sub, top=False))

@@ -1,8 +1,10 @@
-"""Tells a session's model calls apart: a tree over message prefixes, and what each call was for.
+"""Sorts a session's model calls: which call continues which, what each was for, and how the work ended.
 
-A call whose messages begin with those of an earlier call and its answer continues that call; calls linked so are a
-thread. Tool calls and their results are known again by their ids, whatever the agent made of their words; other
-messages, and calls that were given other ids, by what they say. What a thread is for follows from who began it:
+The calls of a recording form a tree over message prefixes. A call whose messages begin with those of an earlier call
+and its answer continues that call; calls linked so are a thread. A history comes back from the agent in its own words:
+white space, reminders, the arguments of tool calls and cleared results differ from what was sent before. So tool calls
+and their results are matched by their ids, and other messages, and calls that were given other ids, by what they say
+without what clients change. What a thread is for follows from what began it:
 
 - `main`: the agent's own work; there is one.
 - `compaction`: the first call after the history was replaced by a summary; what follows it is main again.
@@ -11,24 +13,41 @@ messages, and calls that were given other ids, by what they say. What a thread i
 - `foreign`: calls by some other program that was given the agent's key.
 - `retry`: a call that came to nothing, since the agent asked the same again.
 
-One call of a session, and the keys by which the next one knows its messages again.
-
-A history comes back from the agent in its own words: white space, reminders, the arguments of tool calls and cleared
-results differ from what was sent before. A message has a key of what it says without what clients change, and, if it
-holds tool calls or their results, a key of their ids alone.
+How the work ended is read from its own calls. A title or a summary that fails at the very end says nothing about the
+work, and one that is answered does not make up for a model that was gone.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
 from typing import Literal
+from urllib.parse import parse_qsl, urlsplit
 
+from pier.record.reader import Call, RecordedAnswer, read
+from pier.wire.anthropic import BILLING
 from pier.wire.contract import parse_arguments
-from pier.wire.turn import Message, Opaque, Request, Text, ToolCall, ToolResult, Turn
+from pier.wire.dialects import DIALECTS, BadRequest, BadResponse, recognise
+from pier.wire.turn import (
+    Message,
+    Opaque,
+    Request,
+    Text,
+    Tokens,
+    ToolCall,
+    ToolResult,
+    Turn,
+    TurnBuilder,
+    cost_of,
+    joined,
+)
+
+_TOKEN_LISTS = ("prompt_ids", "completion_ids", "logprobs")
 
 Kind = Literal["main", "compaction", "sub_agent", "side", "foreign", "retry"]
 
@@ -78,6 +97,100 @@ class Node:
         return self.chain[place] == parent.chain[-1] or self.id_chain[place] == parent.id_chain[-1]
 
 
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """What one call used and cost, with where the figure comes from."""
+
+    cost_usd: float | None
+    source: str | None
+
+
+@dataclass(slots=True)
+class ReadCall:
+    """One call of a recording as a node, with its price."""
+
+    node: Node
+    priced: Priced
+
+
+def read_call(call: Call) -> ReadCall | None:
+    """A generation as a node of the lineage, with its price; None if its request cannot be read."""
+    parsed = _request_of(call)
+    if parsed is None:
+        return None
+    turn = turn_of(call, parsed)
+    # The parsed body is as big as the whole history; what is needed of it is in the node.
+    call.__dict__.pop("request", None)
+    headers = {name.lower(): value for name, value in call.headers.items()}
+    node = Node(call.number, parsed, turn, call.at, _end_of(call), headers)
+    return ReadCall(node, _price(call, turn))
+
+
+def _request_of(call: Call) -> Request | None:
+    parts = urlsplit(call.path)
+    route = recognise("POST", parts.path, dict(parse_qsl(parts.query)), {})
+    try:
+        return DIALECTS[call.dialect].parse_request(call.request, route)
+    except BadRequest:
+        return None
+
+
+def turn_of(call: Call, request: Request) -> Turn | None:
+    """The answer that the agent received whole, with the usage and tokens that the upstream gave; None without one."""
+    turn = _parse_answer(call.answer, call.dialect)
+    if turn is None:
+        return None
+    served = call.upstream.model if call.upstream else None
+    source = None
+    if call.upstream and call.delivered:
+        source = _parse_answer(call.upstream.answer, call.upstream.dialect)
+    usage = call.usage or (source or turn).usage
+    tokens = (source.tokens if source else None) or turn.tokens or _noted_tokens(call)
+    if any(note.get("redacted") for note in call.notes):
+        tokens = None  # a secret was removed, and its tokens with it
+    native = source.native_stop if source else turn.native_stop
+    named = (source.model if source else turn.model if call.upstream else None) or served or request.model
+    return replace(turn, usage=usage, tokens=tokens, model=named, native_stop=native)
+
+
+def _parse_answer(answer: RecordedAnswer | None, dialect: str) -> Turn | None:
+    if answer is None or answer.status >= 400:
+        return None
+    if not answer.streamed:
+        try:
+            return DIALECTS[dialect].parse_response(answer.json())
+        except (ValueError, BadResponse):
+            return None
+    parser = DIALECTS[dialect].stream_parser()
+    builder = TurnBuilder().extend(parser.feed(answer.body)).extend(parser.close())
+    return builder.turn() if builder.ended else None
+
+
+def _noted_tokens(call: Call) -> Tokens | None:
+    """The tokens that a policy reported, which may have come in pieces."""
+    pieces: list[Tokens] = []
+    for note in call.notes:
+        if isinstance(noted := note.get("tokens"), dict):
+            lists = [tuple(noted[name]) if noted.get(name) is not None else None for name in _TOKEN_LISTS]
+            pieces.append(Tokens(*lists, weights=noted.get("weights")))
+    return joined(pieces)
+
+
+def _end_of(call: Call) -> float | None:
+    if call.ended is not None:
+        return call.ended
+    return call.answer.chunks[-1].at if call.answer and call.answer.chunks else None
+
+
+def _price(call: Call, turn: Turn | None) -> Priced:
+    if turn is None or call.upstream is None:
+        return Priced(None, None)
+    if turn.usage.cost_usd is not None:
+        return Priced(turn.usage.cost_usd, "provider")
+    cost = cost_of(turn.usage, call.upstream.model, call.upstream.provider)
+    return Priced(cost, None if cost is None else f"genai-prices {version('genai-prices')}")
+
+
 def settle(node: Node, recent: Sequence[Node]) -> None:
     """Work out the keys of a call, and share what it says again with a call shortly before it.
 
@@ -104,7 +217,7 @@ def settle(node: Node, recent: Sequence[Node]) -> None:
 
 def system_words(node: Node) -> str:
     """The start of the system prompt, without what changes from call to call."""
-    texts = [text for text in node.request.system if not text.startswith("x-anthropic-billing-header:")]
+    texts = [text for text in node.request.system if not text.startswith(BILLING)]
     return re.sub(r"\d+", "0", "\n".join(texts))[:400]
 
 
@@ -377,3 +490,79 @@ def _predecessor(root: Node, main: list[Node], earlier: list[Node]) -> Node | No
 
 def _same_system(one: Node, other: Node) -> bool:
     return system_words(one) == system_words(other)
+
+
+_PATIENT = 20.0
+"""Seconds after which a client may give up a model that says nothing."""
+_AT_LAST = 5.0
+"""A call that ended this many seconds before the agent, or fewer, may have ended with it."""
+_SUGGESTS = re.compile(r"\bsuggest", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the work ended. `fault` is that of its last call, None if that call was answered or given up."""
+
+    fault: str | None
+    status: int
+    error: str | None
+
+
+def how_work_ended(recording: Path) -> Ending | None:
+    """How the last call of the work ended; None if no call belongs to it."""
+    calls = {call.number: call for call in read(recording).generations() if call.ended is not None}
+    lineage = Lineage()
+    for call in calls.values():
+        if found := read_call(call):
+            lineage.add(found.node)
+    threads = lineage.threads()
+    if not threads:
+        return None
+    last = _last(_main_work(threads[0]), calls)
+    if last and last.turn and last.turn.calls:
+        subs = [node for thread in threads if thread.kind == "sub_agent" for node in thread.nodes]
+        last = _last([node for node in subs if node.number > last.number], calls) or last
+    if last is None:
+        return Ending(None, 0, None)
+    call = calls[last.number]
+    return Ending(call.fault, call.status or 0, call.error)
+
+
+def _last(nodes: list[Node], calls: Mapping[int, Call]) -> Node | None:
+    """The last call that was answered, failed or met the end of a budget. One that the agent gave up says nothing; the
+    one before it does."""
+    for node in reversed(nodes):
+        if node.turn is not None or calls[node.number].fault or calls[node.number].outcome == "refused":
+            return node
+    return None
+
+
+def waited_in_vain(recording: Path, until: float) -> bool:
+    """Whether the agent spent its time, up to `until`, waiting for a first answer that never began. Calls at the same
+    time are one wait, and those that it cut off itself before a model could answer are none."""
+    calls = read(recording).generations()
+    if not calls or any(call.outcome not in ("cancelled", "interrupted") or call.answer for call in calls):
+        return False
+    waits = [(call.at, min(call.ended or until, until)) for call in calls]
+    waited, seen = 0.0, 0.0
+    for begin, end in sorted(waits):
+        if end - begin >= _PATIENT or until - end < _AT_LAST:
+            waited += max(0.0, end - max(begin, seen))
+            seen = max(seen, end)
+    return waited >= (until - waits[0][0]) / 2
+
+
+def _main_work(main: Thread) -> list[Node]:
+    work = [node for node in main.nodes if node.kind in ("main", "compaction", "retry")]
+    while work and _is_aside(work[-1], main):
+        work.pop()
+    return work
+
+
+def _is_aside(node: Node, main: Thread) -> bool:
+    """Whether a call without an answer asks for a summary or a suggestion after the work was done."""
+    before = node.parent.turn if node.parent is not None else None
+    if node.turn is not None or before is None or before.calls or not main.offers_tools:
+        return False
+    asked = node.request.messages[-1].text if node.request.messages else ""
+    return bool(BESIDE.search(asked) or _SUGGESTS.search(asked))

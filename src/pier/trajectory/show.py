@@ -1,6 +1,5 @@
-"""A trajectory as text for a terminal: one paragraph per step, long texts cut.
-
-Counts over trajectories: steps, tools, tokens, context, cost, time.
+"""Trajectories for a terminal: as text, one paragraph per step with long texts cut, and as counts of steps, tools,
+tokens, context, cost and time.
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ async def _providers_fault(session: Session, how: str) -> PierError | None:
     tally = session.tally
     if not any(fault != "agent" for fault in tally.faults):
         return None
-    from pier.trajectory.ending import Ending, how_work_ended
+    from pier.trajectory.lineage import Ending, how_work_ended
 
     recording = session.terms.recording
     ending = await asyncio.to_thread(how_work_ended, recording) if recording is not None else None
@@ -304,7 +304,7 @@ async def _providers_fault(session: Session, how: str) -> PierError | None:
 
 async def _never_answered(session: Session) -> bool:
     """Whether an agent that was killed at its deadline had waited for its first answer until then."""
-    from pier.trajectory.ending import waited_in_vain
+    from pier.trajectory.lineage import waited_in_vain
 
     recording = session.terms.recording
     return recording is not None and await asyncio.to_thread(waited_in_vain, recording, time.time())

@@ -2,24 +2,22 @@
 
 System prompts keep their block boundaries. Thinking that another provider gave is shown to the client under a marked
 signature, and is never sent to Anthropic as if it were its own.
-
-The parts of an Anthropic body: blocks, messages, tools and usage, both ways.
-
-Anthropic Messages as a stream: `message_start`, one block after the other, `message_delta`, `message_stop`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pier.wire.contract import (
-    SSE,
+    REMOVED,
+    AnswerProgress,
     BadRequest,
     BadResponse,
-    EventParser,
+    Dialect,
     Route,
     compact,
     error_text,
@@ -29,23 +27,22 @@ from pier.wire.contract import (
     need_list,
     need_str,
     parse_arguments,
+    read_sampling,
     sign,
-    sse,
     take,
     unsign,
     whole,
+    write_sampling,
 )
+from pier.wire.sse import EventParser, EventRenderer, sse
 from pier.wire.turn import (
     Delta,
-    DialectName,
+    Edit,
     ErrorKind,
     Media,
     Message,
     Opaque,
     Part,
-    PartDelta,
-    PartEnd,
-    PartStart,
     Ping,
     Reasoning,
     Refusal,
@@ -64,6 +61,65 @@ from pier.wire.turn import (
     TurnStart,
     Usage,
 )
+
+DEFAULT_MAX_TOKENS = 16_384
+"""Anthropic wants a limit; this one is used where the client gave none."""
+BILLING = "x-anthropic-billing-header:"
+"""Claude Code's first system block changes with every call; it means nothing to others and spoils their caches."""
+STOPS: dict[str, StopReason] = {
+    "end_turn": "end",
+    "max_tokens": "length",
+    "stop_sequence": "stop_sequence",
+    "tool_use": "tool_use",
+    "pause_turn": "pause",
+    "refusal": "refusal",
+    "model_context_window_exceeded": "context",
+}
+NATIVE: dict[StopReason, str] = {**{stop: name for name, stop in STOPS.items()}, "other": "end_turn"}
+_ERRORS: dict[ErrorKind, tuple[str, int]] = {
+    "invalid_request": ("invalid_request_error", 400),
+    "authentication": ("authentication_error", 401),
+    "permission": ("permission_error", 403),
+    "not_found": ("not_found_error", 404),
+    "too_large": ("request_too_large", 413),
+    "rate_limit": ("rate_limit_error", 429),
+    "server": ("api_error", 502),
+    "overloaded": ("overloaded_error", 529),
+    "timeout": ("timeout_error", 502),
+    "context_length": ("invalid_request_error", 400),
+    "budget": ("invalid_request_error", 400),
+}
+_KINDS: dict[str, ErrorKind] = {
+    name: kind for kind, (name, _) in _ERRORS.items() if kind not in ("context_length", "budget")
+}
+_SAMPLING = {name: name for name in ("max_tokens", "temperature", "top_p", "top_k")} | {"stop": "stop_sequences"}
+_FIELDS = (
+    *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "temperature", "top_p", "top_k"),
+    *("stop_sequences", "stream", "thinking", "output_config"),
+)
+_STRING = {"type": "string"}
+_CLIENT_SIDE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "bash": (
+        "Run a command in a persistent bash session.",
+        {"command": _STRING, "restart": {"type": "boolean"}},
+        [],
+    ),
+    "text_editor": (
+        "View, create and edit files. Commands: view, create, str_replace, insert.",
+        {
+            "command": {"type": "string", "enum": ["view", "create", "str_replace", "insert"]},
+            "path": _STRING,
+            "file_text": _STRING,
+            "old_str": _STRING,
+            "new_str": _STRING,
+            "insert_line": {"type": "integer"},
+            "insert_text": _STRING,
+            "view_range": {"type": "array", "items": {"type": "integer"}},
+        },
+        ["command", "path"],
+    ),
+}
+"""Typed tools of Anthropic that the agent itself runs: other models get them as plain functions."""
 
 
 def parse_messages(raw: list[Any]) -> tuple[Message, ...]:
@@ -179,12 +235,7 @@ def render_part(part: Part, *, answer: bool = False) -> dict[str, Any] | None:
                 return {"type": "redacted_thinking", "data": sign(part, "anthropic") or ""}
             return {"type": "thinking", "thinking": part.text, "signature": sign(part, "anthropic") or ""}
         case ToolCall():
-            return {
-                "type": "tool_use",
-                "id": part.id,
-                "name": part.name,
-                "input": parse_arguments(part.arguments),
-            }
+            return {"type": "tool_use", "id": part.id, "name": part.name, "input": parse_arguments(part.arguments)}
         case ToolResult():
             content = [block for piece in part.parts if (block := render_part(piece))]
             error = {"is_error": True} if part.is_error else {}
@@ -225,14 +276,8 @@ def parse_tool(raw: Any) -> Tool:
 def render_tool(tool: Tool) -> dict[str, Any]:
     if tool.kind == "hosted" and tool.raw is not None:
         return dict(tool.raw)
-    schema = dict(tool.schema or {})
-    schema.setdefault("type", "object")
-    rendered = {
-        "name": tool.name,
-        "description": tool.description,
-        "input_schema": schema,
-        "strict": tool.strict,
-    }
+    schema = {"type": "object", **(tool.schema or {})}
+    rendered = {"name": tool.name, "description": tool.description, "input_schema": schema, "strict": tool.strict}
     return compact(rendered)
 
 
@@ -283,27 +328,16 @@ def render_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-_STATUS: dict[ErrorKind, int] = {
-    "invalid_request": 400,
-    "authentication": 401,
-    "permission": 403,
-    "not_found": 404,
-    "too_large": 413,
-    "rate_limit": 429,
-    "overloaded": 529,
-}
-
-
 class AnthropicParser(EventParser):
-    def __init__(self, read_stop: Callable[[Any, bool], StopReason], kinds: Mapping[str, ErrorKind]) -> None:
+    """`message_start`, one block after the other, `message_delta`, `message_stop`."""
+
+    dialect = "anthropic"
+
+    def __init__(self) -> None:
         super().__init__()
-        self._read_stop = read_stop
-        self._kinds = kinds
-        self._count = 0
         self._block: dict[str, Any] | None = None
-        self._open: int | None = None
         self._pieces: list[str] = []
-        self._signature: list[str] = []
+        self._signatures: list[str] = []
         self._has_calls = False
         self._usage: dict[str, Any] = {}
         self._stop: tuple[str | None, str | None] = (None, None)
@@ -315,32 +349,29 @@ class AnthropicParser(EventParser):
                 self._usage.update(message.get("usage") or {})
                 yield TurnStart(message.get("id"), message.get("model"), read_usage(self._usage))
             case "content_block_start":
-                yield from self._start(dict(data["content_block"]))
+                yield from self._start_block(dict(data["content_block"]))
             case "content_block_delta":
-                yield from self._grow(data["delta"])
+                yield from self._grow_block(data["delta"])
             case "content_block_stop":
-                yield from self._shut()
+                yield from self._end_block()
             case "message_delta":
                 delta = data.get("delta") or {}
                 self._stop = (delta.get("stop_reason"), delta.get("stop_sequence"))
-                self._usage.update(
-                    {key: value for key, value in (data.get("usage") or {}).items() if value is not None}
-                )
+                self._usage.update(compact(data.get("usage") or {}))
             case "message_stop":
                 self.done = True
                 native, sequence = self._stop
-                stop = self._read_stop(native, self._has_calls)
-                yield TurnEnd(stop, read_usage(self._usage), native, sequence)
+                yield TurnEnd(read_stop(native, self._has_calls), read_usage(self._usage), native, sequence)
             case "ping":
                 yield Ping()
             case "error":
                 error = data.get("error") or {}
-                kind = self._kinds.get(error.get("type") or "", "server")
-                yield StreamError(error_text(dict(data)), kind, _STATUS.get(kind, 502))
+                kind = _KINDS.get(error.get("type") or "", "server")
+                yield StreamError(error_text(dict(data)), kind, _ERRORS[kind][1])
 
-    def _start(self, block: dict[str, Any]) -> Iterator[Delta]:
-        yield from self._shut()
-        self._block, self._pieces, self._signature = block, [], []
+    def _start_block(self, block: dict[str, Any]) -> Iterator[Delta]:
+        yield from self._end_block()
+        self._block, self._pieces, self._signatures = block, [], []
         part = parse_block(block)
         if isinstance(part, Opaque):
             return
@@ -350,23 +381,21 @@ class AnthropicParser(EventParser):
                 part = ToolCall(part.id, part.name, "")
         if isinstance(part, Reasoning) and not part.redacted:
             part = Reasoning(part.text, origin="anthropic")
-        self._open = self._count
-        self._count += 1
-        yield PartStart(self._open, part)
+        yield from self._start(part)
 
-    def _grow(self, delta: Mapping[str, Any]) -> Iterator[Delta]:
+    def _grow_block(self, delta: Mapping[str, Any]) -> Iterator[Delta]:
         if self._block is None:
             raise ValueError("a delta outside of any block")
         kind = delta.get("type")
         text = delta.get({"text_delta": "text", "input_json_delta": "partial_json"}.get(str(kind), "thinking")) or ""
         if kind == "signature_delta":
-            self._signature.append(delta.get("signature") or "")
+            self._signatures.append(delta.get("signature") or "")
         elif self._open is None:
             self._pieces.append(text)
-        elif text:
-            yield PartDelta(self._open, text)
+        else:
+            yield from self._grow(text)
 
-    def _shut(self) -> Iterator[Delta]:
+    def _end_block(self) -> Iterator[Delta]:
         block, self._block = self._block, None
         if block is None:
             return
@@ -374,99 +403,51 @@ class AnthropicParser(EventParser):
             # A block that only Anthropic knows comes whole, with the input that was streamed for it.
             if self._pieces:
                 block = {**block, "input": json.loads("".join(self._pieces) or "{}")}
-            yield PartStart(self._count, Opaque("anthropic", block))
-            yield PartEnd(self._count)
-            self._count += 1
+            yield from self._whole(Opaque("anthropic", block))
             return
-        if signature := "".join(self._signature):
-            yield PartDelta(self._open, signature=signature)
-        yield PartEnd(self._open)
-        self._open = None
+        yield from self._grow("", "".join(self._signatures) or None)
+        yield from self._shut()
 
 
-class AnthropicRenderer:
-    content_type = SSE
-
-    def __init__(
-        self,
-        request: Request,
-        native: Mapping[StopReason, str],
-        error_body: Callable[[int, str, ErrorKind], dict[str, Any]],
-    ) -> None:
+class AnthropicRenderer(EventRenderer):
+    def __init__(self, request: Request) -> None:
+        super().__init__()
         self._request = request
-        self._native = native
-        self._error_body = error_body
         self._index = -1
-        self._part: Part | None = None
-        self._signature: str | None = None
-
-    def render(self, delta: Delta) -> bytes:
-        match delta:
-            case TurnStart():
-                return self._begin(delta)
-            case PartStart(part=part):
-                return self._start(part)
-            case PartDelta(text=text, signature=signature):
-                self._signature = signature or self._signature
-                return self._grow(text)
-            case PartEnd():
-                return self._shut()
-            case TurnEnd():
-                end = {"stop_reason": self._native[delta.stop], "stop_sequence": delta.stop_sequence}
-                data = {"type": "message_delta", "delta": end, "usage": render_usage(delta.usage)}
-                return _event(data) + _event({"type": "message_stop"})
-            case StreamError(message=message, kind=kind, status=status):
-                return self.error(status, message, kind)
-            case Ping():
-                return self.keep_alive()
-            case _:
-                return b""
 
     def keep_alive(self) -> bytes:
         return _event({"type": "ping"})
 
     def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
-        return _event(self._error_body(status, message, kind))
+        return _event(error_body(message, kind))
 
     def _begin(self, start: TurnStart) -> bytes:
         message = {
-            "id": start.id or fresh_id("msg_"),
-            "type": "message",
-            "role": "assistant",
-            "model": self._request.model,
+            **_message_head(start.id, self._request),
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": render_usage(start.usage or read_usage(None)),
+            "usage": render_usage(start.usage or Usage()),
         }
         return _event({"type": "message_start", "message": message})
 
     def _start(self, part: Part) -> bytes:
-        self._part, self._signature = part, None
         match part:
-            case Text() | Refusal():
+            case Text(text=text) | Refusal(text=text):
                 block: dict[str, Any] | None = {"type": "text", "text": ""}
-            case Reasoning(redacted=False):
+            case Reasoning(text=text, redacted=False):
                 block = {"type": "thinking", "thinking": "", "signature": ""}
-                self._signature = part.signature
-            case ToolCall():
+            case ToolCall(arguments=text):
                 block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
             case _:
-                block = render_part(part, answer=True)
+                block, text = render_part(part, answer=True), ""
         if block is None:
             self._part = None
             return b""
         self._index += 1
-        data = _event({"type": "content_block_start", "index": self._index, "content_block": block})
-        match part:
-            case Text(text=text) | Refusal(text=text) | Reasoning(text=text, redacted=False) | ToolCall(arguments=text):
-                return data + self._grow(text)
-            case _:
-                return data
+        return _event({"type": "content_block_start", "index": self._index, "content_block": block}) + self._more(text)
 
     def _grow(self, text: str) -> bytes:
-        if not text:
-            return b""
         match self._part:
             case Text() | Refusal():
                 return self._delta({"type": "text_delta", "text": text})
@@ -478,14 +459,16 @@ class AnthropicRenderer:
                 return b""
 
     def _shut(self) -> bytes:
-        part, self._part = self._part, None
-        if part is None:
-            return b""
         data = b""
-        if isinstance(part, Reasoning) and not part.redacted:
-            signed = Reasoning("", self._signature, part.origin)
+        if isinstance(self._part, Reasoning) and not self._part.redacted:
+            signed = Reasoning("", self._signature, self._part.origin)
             data = self._delta({"type": "signature_delta", "signature": sign(signed, "anthropic") or ""})
         return data + _event({"type": "content_block_stop", "index": self._index})
+
+    def _end(self, end: TurnEnd) -> bytes:
+        stop = {"stop_reason": NATIVE[end.stop], "stop_sequence": end.stop_sequence}
+        last = _event({"type": "message_stop"})
+        return _event({"type": "message_delta", "delta": stop, "usage": render_usage(end.usage)}) + last
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
@@ -495,58 +478,40 @@ def _event(data: dict[str, Any]) -> bytes:
     return sse(data, data["type"])
 
 
-DEFAULT_MAX_TOKENS = 16_384
-"""Anthropic wants a limit; this one is used where the client gave none."""
-
-STOPS: dict[str, StopReason] = {
-    "end_turn": "end",
-    "max_tokens": "length",
-    "stop_sequence": "stop_sequence",
-    "tool_use": "tool_use",
-    "pause_turn": "pause",
-    "refusal": "refusal",
-    "model_context_window_exceeded": "context",
-}
-NATIVE: dict[StopReason, str] = {**{stop: name for name, stop in STOPS.items()}, "other": "end_turn"}
-_ERROR_TYPES: dict[ErrorKind, str] = {
-    "invalid_request": "invalid_request_error",
-    "authentication": "authentication_error",
-    "permission": "permission_error",
-    "not_found": "not_found_error",
-    "too_large": "request_too_large",
-    "rate_limit": "rate_limit_error",
-    "server": "api_error",
-    "overloaded": "overloaded_error",
-    "timeout": "timeout_error",
-    "context_length": "invalid_request_error",
-    "budget": "invalid_request_error",
-}
-_KINDS: dict[str, ErrorKind] = {
-    name: kind for kind, name in _ERROR_TYPES.items() if kind not in ("context_length", "budget")
-}
-_FIELDS = (
-    *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "temperature", "top_p", "top_k"),
-    *("stop_sequences", "stream", "thinking", "output_config"),
-)
+def _message_head(id_: str | None, request: Request) -> dict[str, Any]:
+    return {"id": id_ or fresh_id("msg_"), "type": "message", "role": "assistant", "model": request.model}
 
 
-class Anthropic:
-    name: DialectName = "anthropic"
+def error_body(message: str, kind: ErrorKind) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": _ERRORS[kind][0], "message": message}, "request_id": None}
 
-    def match(self, method: str, path: str, query: Mapping[str, str]) -> Route | None:
-        if method == "POST" and re.fullmatch(r"(/v1)?/messages", path):
-            return Route(self.name, "generate")
-        if method == "POST" and re.fullmatch(r"(/v1)?/messages/count_tokens", path):
-            return Route(self.name, "count_tokens")
-        if method == "GET" and path == "/v1/models":
-            return Route(self.name, "models")
-        if method == "GET" and (found := re.fullmatch(r"/v1/models/(.+)", path)):
-            return Route(self.name, "model", model=found[1])
-        if method == "HEAD" and path == "/api/hello":
-            return Route(self.name, "probe")
-        return None
 
-    def parse_request(self, body: Mapping[str, Any], route: Route | None = None) -> Request:
+class Anthropic(Dialect):
+    name = "anthropic"
+    routes = (
+        ("POST", "(?:/v1)?/messages", "generate"),
+        ("POST", "(?:/v1)?/messages/count_tokens", "count_tokens"),
+        ("GET", "/v1/models", "models"),
+        ("GET", "/v1/models/(.+)", "model"),
+        ("HEAD", "/api/hello", "probe"),
+    )
+    likely_headers = ("anthropic-version", "anthropic-beta")
+    likely_path = re.compile("/v1/messages")
+    key_header = "x-api-key"
+    headers = {"anthropic-version": "2023-06-01"}  # noqa: RUF012
+    answer_field = "content"
+    preludes = ("message_start", "ping")
+    unknown_sampling = ("effort", "seed", "presence_penalty", "frequency_penalty", "logprobs", "top_logprobs")
+    system_anywhere = False
+    local_fields = """
+        model messages system max_tokens metadata stop_sequences stream temperature top_p top_k tools tool_choice
+        thinking service_tier context_management output_config output_format cache_control inference_geo speed betas
+        anthropic_beta anthropic_version
+    """
+    file_places = ("messages", "system")
+    local_tools = re.compile(r"custom|(bash|text_editor|computer|memory)_\d+|tool_search_tool_\w+")
+
+    def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
         choice, parallel = parse_choice(body.get("tool_choice"))
         output = body.get("output_config")
         output = output if isinstance(output, dict) else {}
@@ -565,7 +530,7 @@ class Anthropic:
             extra={**take(body, *_FIELDS), **({"output_config": rest} if rest else {})},
         )
 
-    def render_request(self, request: Request) -> dict[str, Any]:
+    def _render_request(self, request: Request) -> dict[str, Any]:
         sampling = request.sampling
         extra = dict(request.extra) if request.dialect == self.name else {}
         output = {**extra.pop("output_config", {}), "effort": sampling.effort}
@@ -573,32 +538,29 @@ class Anthropic:
             output["format"] = {"type": "json_schema", "schema": request.response_format.schema}
         body = {
             "model": request.model,
-            "max_tokens": sampling.max_tokens or DEFAULT_MAX_TOKENS,
             "system": [{"type": "text", "text": text} for text in request.system if text] or None,
             "messages": render_messages(request.messages),
             "tools": [render_tool(tool) for tool in request.tools] or None,
             "tool_choice": render_choice(request.tool_choice, request.parallel_tools, bool(request.tools)),
             "thinking": _render_thinking(sampling.thinking_budget),
             "output_config": compact(output) or None,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop_sequences": list(sampling.stop) or None,
+            **write_sampling(sampling, _SAMPLING),
+            "max_tokens": sampling.max_tokens or DEFAULT_MAX_TOKENS,
             "stream": request.stream or None,
         }
         return {**extra, **compact(body)}
 
-    def request_path(self, request: Request) -> str:
+    def generate_path(self, model: str, stream: bool) -> str:
         return "/v1/messages"
 
-    def parse_response(self, body: Mapping[str, Any]) -> Turn:
+    def count_path(self, model: str) -> str:
+        return "/v1/messages/count_tokens"
+
+    def _parse_response(self, body: Mapping[str, Any]) -> Turn:
         content = body.get("content")
         if not isinstance(content, list):
             raise BadResponse(f"the provider's answer has no content: {error_text(dict(body))[:200]}")
-        try:
-            parts = tuple(parse_block(need_dict(block, "a content block")) for block in content)
-        except BadRequest as error:
-            raise BadResponse(error.message) from error
+        parts = tuple(parse_content(content))
         native = body.get("stop_reason")
         return Turn(
             parts=parts,
@@ -612,10 +574,7 @@ class Anthropic:
 
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
         return {
-            "id": turn.id or fresh_id("msg_"),
-            "type": "message",
-            "role": "assistant",
-            "model": request.model,
+            **_message_head(turn.id, request),
             "content": [block for part in turn.parts if (block := render_part(part, answer=True))],
             "stop_reason": NATIVE[turn.stop],
             "stop_sequence": turn.stop_sequence,
@@ -623,13 +582,13 @@ class Anthropic:
         }
 
     def stream_parser(self) -> AnthropicParser:
-        return AnthropicParser(read_stop, _KINDS)
+        return AnthropicParser()
 
     def stream_renderer(self, request: Request, route: Route | None = None) -> AnthropicRenderer:
-        return AnthropicRenderer(request, NATIVE, self.error_body)
+        return AnthropicRenderer(request)
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
-        return {"type": "error", "error": {"type": _ERROR_TYPES[kind], "message": message}, "request_id": None}
+        return error_body(message, kind)
 
     def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
         message = error_text(body)
@@ -650,8 +609,39 @@ class Anthropic:
     def model_body(self, model: str) -> dict[str, Any]:
         return {"type": "model", "id": model, "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
 
-    def count_tokens_body(self, tokens: int) -> dict[str, Any]:
-        return {"input_tokens": tokens}
+    def read_usage(self, raw: Any) -> Usage:
+        return read_usage(raw)
+
+    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
+        match event.get("type"):
+            case "message_start":
+                return AnswerProgress(usage=(event.get("message") or {}).get("usage"))
+            case "message_delta":
+                return AnswerProgress(usage=event.get("usage"), finished=True)
+            case "message_stop":
+                return AnswerProgress(finished=True, done=True)
+            case "error":
+                return AnswerProgress(error=event)
+            case _:
+                return None
+
+    def adapt(self, request: Request, *, foreign: bool, edits: list[Edit]) -> Request:
+        return replace(request, sampling=_fit_sampling(request, edits)) if foreign else request
+
+    def private_system(self, text: str) -> str | None:
+        return "the billing line of Claude Code is for Anthropic only" if text.startswith(BILLING) else None
+
+    def as_function(self, tool: Tool) -> Tool | None:
+        kind = re.sub(r"_\d{8}$", "", str((tool.raw or {}).get("type")))
+        if kind not in _CLIENT_SIDE:
+            return None
+        description, properties, required = _CLIENT_SIDE[kind]
+        return Tool(tool.name, description, {"type": "object", "properties": properties, "required": required})
+
+    def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
+        source = part.get("source")
+        away = isinstance(source, dict) and source.get("type") not in ("base64", "text", "content")
+        return {"type": "text", "text": REMOVED} if away or part.get("type") == "container_upload" else None
 
 
 def read_stop(native: Any, has_calls: bool) -> StopReason:
@@ -675,15 +665,7 @@ def _parse_sampling(body: Mapping[str, Any], effort: str | None) -> Sampling:
     if isinstance(thinking, dict):
         kind = thinking.get("type")
         budget = 0 if kind == "disabled" else -1 if kind == "adaptive" else thinking.get("budget_tokens")
-    return Sampling(
-        max_tokens=body.get("max_tokens"),
-        temperature=body.get("temperature"),
-        top_p=body.get("top_p"),
-        top_k=body.get("top_k"),
-        stop=tuple(body.get("stop_sequences") or ()),
-        effort=effort,
-        thinking_budget=budget,
-    )
+    return read_sampling(body, _SAMPLING, effort=effort, thinking_budget=budget)
 
 
 def _render_thinking(budget: int | None) -> dict[str, Any] | None:
@@ -698,3 +680,30 @@ def _parse_format(raw: Any) -> ResponseFormat | None:
     if isinstance(raw, dict) and raw.get("type") == "json_schema":
         return ResponseFormat(raw.get("schema"))
     return None
+
+
+def _fit_sampling(request: Request, edits: list[Edit]) -> Sampling:
+    """Sampling that Anthropic takes: thinking only where the history allows it, and then without a temperature."""
+    sampling = request.sampling
+    budget = sampling.thinking_budget
+    forced = request.tool_choice is not None and request.tool_choice.mode in ("any", "tool")
+    if budget is not None and (budget <= 0 or forced or not _can_think(request.messages)):
+        if budget > 0:
+            edits.append(Edit("removed", "thinking", "the history holds calls without Anthropic's own reasoning"))
+        budget = None
+    limit = sampling.max_tokens or DEFAULT_MAX_TOKENS
+    if budget:
+        budget = max(budget, 1024)
+        limit = limit if limit > budget else limit + budget
+        return replace(sampling, thinking_budget=budget, max_tokens=limit, temperature=None, top_k=None, top_p=None)
+    temperature = None if sampling.temperature is None else min(sampling.temperature, 1.0)
+    top_p = sampling.top_p if temperature is None else None
+    return replace(sampling, thinking_budget=None, max_tokens=limit, temperature=temperature, top_p=top_p)
+
+
+def _can_think(messages: tuple[Message, ...]) -> bool:
+    """Anthropic wants the reasoning of a tool loop back; a loop that began without it must go on without it."""
+    for message in reversed(messages):
+        if message.role == "assistant" and any(isinstance(part, ToolCall) for part in message.parts):
+            return any(isinstance(part, Reasoning) for part in message.parts)
+    return True

@@ -1,28 +1,26 @@
 """OpenAI Chat Completions, as OpenAI, vLLM, OpenRouter, DeepSeek and many others speak it.
 
 System prompts are the leading system messages; later ones stay where they are. Tool results are separate messages.
-Reasoning travels as `reasoning_content`, or with its `reasoning_details` where a server gave those.
-
-The parts of a chat body: messages, tools, choices and sampling, both ways.
-
-Chat Completions as a stream: chunks of one choice, then usage, then `[DONE]`.
+Reasoning travels as `reasoning_content`, or with its `reasoning_details` where a server gave those. `OpenAI` is what
+Responses shares: usage, errors, the list of models.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from pier.wire.contract import (
-    SSE,
+    REMOVED,
+    AnswerProgress,
     BadRequest,
     BadResponse,
-    EventParser,
+    Dialect,
     Route,
-    check_recordable,
     compact,
     data_url,
     error_text,
@@ -32,30 +30,28 @@ from pier.wire.contract import (
     need_list,
     need_str,
     parse_data_url,
-    sse,
+    read_sampling,
     take,
+    whole,
+    write_sampling,
 )
-from pier.wire.openai import chat_usage, error_body, is_context_error, model_body, models_body, parse_tokens, read_usage
+from pier.wire.faults import error_in
+from pier.wire.sse import EventParser, EventRenderer, sse
 from pier.wire.turn import (
     Delta,
-    DialectName,
     ErrorKind,
     Media,
     Message,
     Opaque,
     Part,
-    PartDelta,
-    PartEnd,
-    PartStart,
-    Ping,
     Reasoning,
     Refusal,
     Request,
     ResponseFormat,
-    Sampling,
     StopReason,
     StreamError,
     Text,
+    Tokens,
     Tool,
     ToolCall,
     ToolChoice,
@@ -65,6 +61,161 @@ from pier.wire.turn import (
     TurnStart,
     Usage,
 )
+
+STOPS: dict[str, StopReason] = {
+    "stop": "end",
+    "length": "length",
+    "tool_calls": "tool_use",
+    "function_call": "tool_use",
+    "content_filter": "refusal",
+}
+FINISHES: dict[StopReason, str] = {
+    "end": "stop",
+    "length": "length",
+    "tool_use": "tool_calls",
+    "stop_sequence": "stop",
+    "refusal": "content_filter",
+    "pause": "stop",
+    "context": "length",
+    "other": "stop",
+}
+_SAMPLING = {
+    **{name: name for name in ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "presence_penalty")},
+    **{name: name for name in ("frequency_penalty", "logprobs", "top_logprobs")},
+    "effort": "reasoning_effort",
+}
+_NEW_MAX = re.compile(r"(^|/)(o[1-9]|gpt-[5-9]|codex)", re.IGNORECASE)
+_FIELDS = (
+    *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "n"),
+    *("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "stop", "seed", "presence_penalty"),
+    *("frequency_penalty", "reasoning_effort", "logprobs", "top_logprobs", "response_format"),
+)
+_SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
+_CONTENT = AnswerProgress(content=True)
+
+
+_ERROR_TYPES: dict[ErrorKind, tuple[str, str | None]] = {
+    "invalid_request": ("invalid_request_error", None),
+    "authentication": ("invalid_request_error", "invalid_api_key"),
+    "permission": ("invalid_request_error", "permission_denied"),
+    "not_found": ("invalid_request_error", "not_found"),
+    "too_large": ("invalid_request_error", "request_too_large"),
+    "rate_limit": ("rate_limit_error", "rate_limit_exceeded"),
+    "server": ("server_error", None),
+    "overloaded": ("server_error", "overloaded"),
+    "timeout": ("server_error", "timeout"),
+    "context_length": ("invalid_request_error", "context_length_exceeded"),
+    "budget": ("insufficient_quota", "insufficient_quota"),
+}
+LOCAL_FIELDS = """
+    temperature top_p top_k min_p top_a typical_p seed stop stop_token_ids presence_penalty frequency_penalty
+    repetition_penalty length_penalty logit_bias logprobs top_logprobs prompt_logprobs min_tokens bad_words ignore_eos
+    skip_special_tokens spaces_between_special_tokens include_stop_str_in_output return_token_ids
+    return_tokens_as_token_ids chat_template_kwargs structured_outputs guided_json guided_regex guided_choice
+    guided_grammar cache_salt priority
+"""
+
+
+class OpenAI(Dialect):
+    """What the two dialects of OpenAI share."""
+
+    def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
+        return error_body(message, kind)
+
+    def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
+        message = error_text(body)
+        inner = body.get("error") if isinstance(body, dict) else None
+        code = inner.get("code") if isinstance(inner, dict) else None
+        too_long = code == "context_length_exceeded" or "maximum context length" in message
+        return message, "context_length" if too_long else kind_of_status(status)
+
+    def models_body(self, models: tuple[str, ...]) -> dict[str, Any]:
+        return {"object": "list", "data": [self.model_body(model) for model in models]}
+
+    def model_body(self, model: str) -> dict[str, Any]:
+        return {"id": model, "object": "model", "created": 0, "owned_by": "pier"}
+
+    def read_usage(self, raw: Any) -> Usage:
+        return read_usage(raw)
+
+
+def error_body(message: str, kind: ErrorKind) -> dict[str, Any]:
+    type_, code = _ERROR_TYPES[kind]
+    return {"error": {"message": message, "type": type_, "param": None, "code": code}}
+
+
+def read_usage(raw: Any) -> Usage:
+    """Usage in Chat's or Responses' words, with the extras of DeepSeek (cache hits) and OpenRouter (cost)."""
+    if not isinstance(raw, Mapping):
+        return Usage()
+    prompt = _table(raw, "prompt_tokens_details", "input_tokens_details")
+    completion = _table(raw, "completion_tokens_details", "output_tokens_details")
+    cached = whole(prompt.get("cached_tokens"))
+    cost = raw.get("cost")
+    return Usage(
+        input_tokens=whole(raw.get("prompt_tokens", raw.get("input_tokens"))),
+        output_tokens=whole(raw.get("completion_tokens", raw.get("output_tokens"))),
+        cached_tokens=cached if cached is not None else whole(raw.get("prompt_cache_hit_tokens")),
+        cache_write_tokens=whole(prompt.get("cache_write_tokens")),
+        reasoning_tokens=whole(completion.get("reasoning_tokens")),
+        cost_usd=float(cost) if isinstance(cost, int | float) and 0 <= cost < math.inf else None,
+    )
+
+
+def _table(raw: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    found = next((raw[name] for name in names if raw.get(name)), None)
+    return found if isinstance(found, Mapping) else {}
+
+
+def render_usage(usage: Usage) -> dict[str, Any] | None:
+    if usage.total_tokens is None:
+        return None
+    body: dict[str, Any] = {
+        "prompt_tokens": usage.input_tokens or 0,
+        "completion_tokens": usage.output_tokens or 0,
+        "total_tokens": usage.total_tokens,
+    }
+    prompt = {"cached_tokens": usage.cached_tokens, "cache_write_tokens": usage.cache_write_tokens}
+    if any(value is not None for value in prompt.values()):
+        body["prompt_tokens_details"] = {key: value for key, value in prompt.items() if value is not None}
+    if usage.reasoning_tokens is not None:
+        body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    if usage.cost_usd is not None:
+        body["cost"] = usage.cost_usd
+    return body
+
+
+def parse_tokens(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Tokens | None:
+    """Token ids and log-probs, of an answer or of one chunk: as vLLM gives them (`return_token_ids`, or log-probs whose
+    tokens read `token_id:N`), and the version of the weights as SGLang gives it (`meta_info`)."""
+    prompt = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
+    content = (choice.get("logprobs") or {}).get("content")
+    ids = choice.get("token_ids")
+    if ids is None and content:
+        ids = _ids_in(content)
+    weights = _weights(body, choice)
+    if prompt is None and ids is None and content is None and weights is None:
+        return None
+    return Tokens(
+        prompt_ids=tuple(prompt) if prompt is not None else None,
+        completion_ids=tuple(ids) if ids is not None else None,
+        logprobs=tuple(float(item["logprob"]) for item in content) if content is not None else None,
+        weights=weights,
+    )
+
+
+def _ids_in(content: list[Mapping[str, Any]]) -> list[int] | None:
+    """The ids that stand in the entries of log-probs; None unless all of them have one."""
+    found = [entry.get("token_id", str(entry.get("token", "")).removeprefix("token_id:")) for entry in content]
+    named = all("token_id" in entry or str(entry.get("token", "")).startswith("token_id:") for entry in content)
+    return [int(each) for each in found] if named else None
+
+
+def _weights(body: Mapping[str, Any], choice: Mapping[str, Any]) -> str | None:
+    for place in (body, choice, body.get("meta_info"), choice.get("meta_info"), body.get("metadata")):
+        if isinstance(place, Mapping) and place.get("weight_version") is not None:
+            return str(place["weight_version"])
+    return None
 
 
 def parse_messages(raw: list[Any]) -> tuple[tuple[str, ...], tuple[Message, ...]]:
@@ -84,7 +235,7 @@ def parse_messages(raw: list[Any]) -> tuple[tuple[str, ...], tuple[Message, ...]
         elif role == "user":
             messages.append(Message("user", tuple(_parse_content(message.get("content")))))
         elif role == "assistant":
-            messages.append(Message("assistant", tuple(parse_assistant(message, BadRequest))))
+            messages.append(Message("assistant", tuple(parse_assistant(message))))
         elif is_tool:
             result = _parse_result(message)
             if after_tool:
@@ -124,7 +275,7 @@ def _parse_part(part: dict[str, Any]) -> Part:
     return Opaque("chat", part)
 
 
-def parse_assistant(message: Mapping[str, Any], error: type[BadRequest] | type[BadResponse]) -> list[Part]:
+def parse_assistant(message: Mapping[str, Any]) -> list[Part]:
     parts: list[Part] = []
     details = message.get("reasoning_details")
     signature = json.dumps(details, ensure_ascii=False) if details else None
@@ -134,18 +285,15 @@ def parse_assistant(message: Mapping[str, Any], error: type[BadRequest] | type[B
     parts.extend(_parse_content(message.get("content")))
     if message.get("refusal"):
         parts.append(Refusal(message["refusal"]))
-    for call in message.get("tool_calls") or ():
-        if not isinstance(call, dict):
-            raise error("a tool call must be an object")
-        parts.append(_parse_call(call, error))
+    parts.extend(_parse_call(need_dict(call, "a tool call")) for call in message.get("tool_calls") or ())
     return parts
 
 
-def _parse_call(call: Mapping[str, Any], error: type[BadRequest] | type[BadResponse]) -> ToolCall:
+def _parse_call(call: Mapping[str, Any]) -> ToolCall:
     custom = call.get("type") == "custom"
     body = call.get("custom" if custom else "function")
     if not isinstance(body, dict) or not isinstance(body.get("name"), str):
-        raise error("a tool call must name its function")
+        raise BadRequest("a tool call must name its function")
     raw = body.get("input" if custom else "arguments")
     text = raw if isinstance(raw, str) else "" if raw is None else json.dumps(raw, ensure_ascii=False)
     return ToolCall(call.get("id") or fresh_id("call_"), body["name"], text, custom=custom)
@@ -175,12 +323,7 @@ def render_tool(tool: Tool) -> dict[str, Any]:
         if tool.raw is not None and "custom" in tool.raw:
             return dict(tool.raw)
         return {"type": "custom", "custom": compact({"name": tool.name, "description": tool.description})}
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.schema,
-        "strict": tool.strict,
-    }
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.schema, "strict": tool.strict}
     return {"type": "function", "function": compact(function)}
 
 
@@ -202,24 +345,6 @@ def render_choice(choice: ToolChoice | None) -> Any:
     if choice.mode == "tool":
         return {"type": "function", "function": {"name": choice.name}}
     return "required" if choice.mode == "any" else choice.mode
-
-
-def parse_sampling(body: Mapping[str, Any]) -> Sampling:
-    stop = body.get("stop")
-    limit = body.get("max_completion_tokens")
-    return Sampling(
-        max_tokens=limit if limit is not None else body.get("max_tokens"),
-        temperature=body.get("temperature"),
-        top_p=body.get("top_p"),
-        top_k=body.get("top_k"),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
-        seed=body.get("seed"),
-        presence_penalty=body.get("presence_penalty"),
-        frequency_penalty=body.get("frequency_penalty"),
-        effort=body.get("reasoning_effort"),
-        logprobs=bool(body.get("logprobs")),
-        top_logprobs=body.get("top_logprobs"),
-    )
 
 
 def parse_format(raw: Any) -> ResponseFormat | None:
@@ -311,27 +436,23 @@ def _render_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-ReadStop = Callable[[Any, Any, bool], StopReason]
-
-
 class ChatParser(EventParser):
     """Chunks to deltas. The end is held back until `[DONE]` or the close, since usage comes after the finish reason."""
 
-    def __init__(self, read_stop: ReadStop) -> None:
+    dialect = "chat"
+
+    def __init__(self) -> None:
         super().__init__()
-        self._read_stop = read_stop
         self._started = False
-        self._count = 0
-        self._open: tuple[int, Part] | None = None
         self._call_key: int | None = None
-        self._calls: set[int] = set()
+        self._has_calls = False
         self._details: list[dict[str, Any]] = []
         self._finish: tuple[Any, Any] | None = None
         self._usage = Usage()
 
     def on_event(self, event: str | None, data: Mapping[str, Any]) -> Iterator[Delta]:
         if data.get("error"):
-            yield _error(data)
+            yield stream_error(data)
             return
         if not self._started:
             self._started = True
@@ -353,23 +474,26 @@ class ChatParser(EventParser):
             return
         native, matched = self._finish
         self._finish = None
-        stop = self._read_stop(native, matched, bool(self._calls))
+        stop = read_stop(native, matched, self._has_calls)
         yield TurnEnd(stop, self._usage, native, matched if isinstance(matched, str) else None)
 
     def _on_delta(self, delta: Mapping[str, Any]) -> Iterator[Delta]:
         for detail in delta.get("reasoning_details") or ():
             _merge_detail(self._details, detail)
         thought = delta.get("reasoning_content") or delta.get("reasoning")
-        if thought:
-            yield from self._grow(Reasoning("", origin="chat"), thought)
-        elif delta.get("reasoning_details") and not (self._open and isinstance(self._open[1], Reasoning)):
-            yield from self._switch(Reasoning("", origin="chat"))
+        if thought or delta.get("reasoning_details"):
+            yield from self._add(Reasoning("", origin="chat"), thought or "")
         if delta.get("content"):
-            yield from self._grow(Text(""), delta["content"])
+            yield from self._add(Text(""), delta["content"])
         if delta.get("refusal"):
-            yield from self._grow(Refusal(""), delta["refusal"])
+            yield from self._add(Refusal(""), delta["refusal"])
         for fragment in delta.get("tool_calls") or ():
             yield from self._on_call(fragment)
+
+    def _add(self, part: Part, text: str) -> Iterator[Delta]:
+        if not self._is_open(part):
+            yield from self._start(part)
+        yield from self._grow(text)
 
     def _on_call(self, fragment: Mapping[str, Any]) -> Iterator[Delta]:
         custom = fragment.get("type") == "custom" or "custom" in fragment
@@ -382,34 +506,17 @@ class ChatParser(EventParser):
         if current is None or renewed or (key is not None and key != self._call_key):
             if not name:
                 raise ValueError(f"arguments for tool call {key}, which is not open")
-            yield from self._switch(ToolCall(call_id or fresh_id("call_"), name, "", custom=custom))
-            self._call_key = key
-            self._calls.add(self._count)
+            yield from self._start(ToolCall(call_id or fresh_id("call_"), name, "", custom=custom))
+            self._call_key, self._has_calls = key, True
         text = body.get("input" if custom else "arguments")
-        if text and self._open:
-            yield PartDelta(self._open[0], text if isinstance(text, str) else json.dumps(text, ensure_ascii=False))
-
-    def _grow(self, part: Part, text: str) -> Iterator[Delta]:
-        if self._open is None or type(self._open[1]) is not type(part):
-            yield from self._switch(part)
-        if self._open:
-            yield PartDelta(self._open[0], text)
-
-    def _switch(self, part: Part) -> Iterator[Delta]:
-        yield from self._shut()
-        self._open = (self._count, part)
-        self._count += 1
-        yield PartStart(self._open[0], part)
+        if text:
+            yield from self._grow(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False))
 
     def _shut(self) -> Iterator[Delta]:
-        if self._open is None:
-            return
-        index, part = self._open
-        if isinstance(part, Reasoning) and self._details:
-            yield PartDelta(index, signature=json.dumps(self._details, ensure_ascii=False))
+        if self._details and self._open and isinstance(self._open[1], Reasoning):
+            yield from self._grow("", json.dumps(self._details, ensure_ascii=False))
             self._details = []
-        yield PartEnd(index)
-        self._open = None
+        yield from super()._shut()
 
 
 def _merge_detail(details: list[dict[str, Any]], new: Any) -> None:
@@ -427,59 +534,42 @@ def _merge_detail(details: list[dict[str, Any]], new: Any) -> None:
             last.setdefault(key, value)
 
 
-def _error(data: Mapping[str, Any]) -> StreamError:
+def stream_error(data: Mapping[str, Any]) -> StreamError:
+    """The error in an event; its code may be a status."""
     inner = data["error"]
     code = inner.get("code") if isinstance(inner, Mapping) else None
     status = code if isinstance(code, int) and 400 <= code < 600 else 502
     return StreamError(error_text(dict(data)), kind_of_status(status), status)
 
 
-class ChatRenderer:
-    content_type = SSE
+class ChatRenderer(EventRenderer):
+    """Chunks of one choice, then usage, then `[DONE]`."""
 
-    def __init__(self, request: Request, finishes: Mapping[StopReason, str]) -> None:
+    def __init__(self, request: Request) -> None:
+        super().__init__()
         self._request = request
-        self._finishes = finishes
         self._id = fresh_id("chatcmpl-")
         self._created = int(time.time())
         self._calls = -1
-        self._part: Part | None = None
-
-    def render(self, delta: Delta) -> bytes:
-        match delta:
-            case TurnStart(id=id_):
-                self._id = id_ or self._id
-                return self._chunk({"role": "assistant", "content": ""})
-            case PartStart(part=part):
-                return self._start(part)
-            case PartDelta(text=text) if text:
-                return self._grow(text)
-            case TurnEnd():
-                return self._end(delta)
-            case StreamError(message=message, kind=kind, status=status):
-                return self.error(status, message, kind)
-            case Ping():
-                return self.keep_alive()
-            case _:
-                return b""
 
     def keep_alive(self) -> bytes:
         # Without a blank line after it this is not an event, so even careless clients do not try to decode it.
         return b": keep-alive\n"
 
     def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
-        return sse(error_body(status, message, kind))
+        return sse(error_body(message, kind))
+
+    def _begin(self, start: TurnStart) -> bytes:
+        self._id = start.id or self._id
+        return self._chunk({"role": "assistant", "content": ""})
 
     def _start(self, part: Part) -> bytes:
-        self._part = part
         if isinstance(part, ToolCall):
             self._calls += 1
             body = {"name": part.name, "input" if part.custom else "arguments": part.arguments}
             kind = "custom" if part.custom else "function"
             return self._chunk({"tool_calls": [{"index": self._calls, "id": part.id, "type": kind, kind: body}]})
-        if isinstance(part, Text | Reasoning | Refusal) and part.text:
-            return self._grow(part.text)
-        return b""
+        return self._more(part.text) if isinstance(part, Text | Reasoning | Refusal) else b""
 
     def _grow(self, text: str) -> bytes:
         match self._part:
@@ -497,8 +587,8 @@ class ChatRenderer:
 
     def _end(self, end: TurnEnd) -> bytes:
         choice = {"stop_reason": end.stop_sequence} if end.stop_sequence is not None else {}
-        data = self._chunk({}, finish=self._finishes[end.stop], **choice)
-        usage = chat_usage(end.usage)
+        data = self._chunk({}, finish=FINISHES[end.stop], **choice)
+        usage = render_usage(end.usage)
         if self._request.stream_usage and usage:
             data += sse({**self._head(), "choices": [], "usage": usage})
         return data + b"data: [DONE]\n\n"
@@ -509,55 +599,32 @@ class ChatRenderer:
         return sse({**self._head(), "choices": [choice], **usage})
 
     def _head(self) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": self._request.model,
-        }
+        model = self._request.model
+        return {"id": self._id, "object": "chat.completion.chunk", "created": self._created, "model": model}
 
 
-STOPS: dict[str, StopReason] = {
-    "stop": "end",
-    "length": "length",
-    "tool_calls": "tool_use",
-    "function_call": "tool_use",
-    "content_filter": "refusal",
-}
-FINISHES: dict[StopReason, str] = {
-    "end": "stop",
-    "length": "length",
-    "tool_use": "tool_calls",
-    "stop_sequence": "stop",
-    "refusal": "content_filter",
-    "pause": "stop",
-    "context": "length",
-    "other": "stop",
-}
-_NEW_MAX = re.compile(r"(^|/)(o[1-9]|gpt-[5-9]|codex)", re.IGNORECASE)
-_FIELDS = (
-    *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "n"),
-    *("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "stop", "seed", "presence_penalty"),
-    *("frequency_penalty", "reasoning_effort", "logprobs", "top_logprobs", "response_format"),
-)
+class Chat(OpenAI):
+    name = "chat"
+    routes = (
+        ("POST", "(?:/api)?(?:/v1)?/chat/completions", "generate"),
+        ("GET", "(?:/api)?(?:/v1)?/models", "models"),
+        ("GET", "(?:/api)?/v1/models/(.+)", "model"),
+    )
+    answer_field = "choices"
+    unknown_sampling = ("top_k", "thinking_budget")
+    count_fields = ("n",)
+    local_fields = f"""{LOCAL_FIELDS}
+        model models messages tools tool_choice parallel_tool_calls functions function_call stream stream_options n
+        max_tokens max_completion_tokens response_format reasoning reasoning_effort include_reasoning thinking
+        enable_thinking thinking_budget verbosity modalities audio prediction user safety_identifier metadata store
+        service_tier prompt_cache_key prompt_cache_retention provider route transforms usage options keep_alive
+    """
+    file_places = ("messages",)
 
-
-class Chat:
-    name: DialectName = "chat"
-
-    def match(self, method: str, path: str, query: Mapping[str, str]) -> Route | None:
-        if method == "POST" and re.fullmatch(r"(/api)?(/v1)?/chat/completions", path):
-            return Route(self.name, "generate")
-        if method == "GET" and re.fullmatch(r"(/api)?(/v1)?/models", path):
-            return Route(self.name, "models")
-        if method == "GET" and (found := re.fullmatch(r"(?:/api)?/v1/models/(.+)", path)):
-            return Route(self.name, "model", model=found[1])
-        return None
-
-    def parse_request(self, body: Mapping[str, Any], route: Route | None = None) -> Request:
-        check_recordable(self.name, body)
+    def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
         system, messages = parse_messages(need_list(body.get("messages"), "messages"))
-        options = body.get("stream_options")
+        options, limit = body.get("stream_options"), body.get("max_completion_tokens")
+        given = body if limit is None else {**body, "max_tokens": limit}
         return Request(
             model=need_str(body.get("model"), "model"),
             messages=messages,
@@ -565,7 +632,7 @@ class Chat:
             tools=tuple(parse_tool(tool) for tool in body.get("tools") or ()),
             tool_choice=parse_choice(body.get("tool_choice")),
             parallel_tools=body.get("parallel_tool_calls"),
-            sampling=parse_sampling(body),
+            sampling=read_sampling(given, _SAMPLING),
             response_format=parse_format(body.get("response_format")),
             stream=bool(body.get("stream")),
             stream_usage=bool(isinstance(options, dict) and options.get("include_usage")),
@@ -573,7 +640,7 @@ class Chat:
             extra=take(body, *_FIELDS),
         )
 
-    def render_request(self, request: Request) -> dict[str, Any]:
+    def _render_request(self, request: Request) -> dict[str, Any]:
         sampling = request.sampling
         limit = "max_completion_tokens" if _NEW_MAX.search(request.model) else "max_tokens"
         body = {
@@ -582,27 +649,17 @@ class Chat:
             "tools": [render_tool(tool) for tool in request.tools] or None,
             "tool_choice": render_choice(request.tool_choice),
             "parallel_tool_calls": request.parallel_tools,
-            limit: sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop": list(sampling.stop) or None,
-            "seed": sampling.seed,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "reasoning_effort": sampling.effort,
-            "logprobs": sampling.logprobs or None,
-            "top_logprobs": sampling.top_logprobs,
+            **write_sampling(sampling, {**_SAMPLING, "max_tokens": limit}),
             "response_format": render_format(request.response_format),
             "stream": request.stream or None,
             "stream_options": {"include_usage": True} if request.stream and request.stream_usage else None,
         }
         return {**(request.extra if request.dialect == self.name else {}), **compact(body)}
 
-    def request_path(self, request: Request) -> str:
+    def generate_path(self, model: str, stream: bool) -> str:
         return "/v1/chat/completions"
 
-    def parse_response(self, body: Mapping[str, Any]) -> Turn:
+    def _parse_response(self, body: Mapping[str, Any]) -> Turn:
         choices = body.get("choices")
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
             raise BadResponse(f"the provider's answer has no choices: {error_text(dict(body))[:200]}")
@@ -610,7 +667,7 @@ class Chat:
         message = choice.get("message")
         if not isinstance(message, dict):
             raise BadResponse("the provider's answer has no message")
-        parts = tuple(parse_assistant(message, BadResponse))
+        parts = tuple(parse_assistant(message))
         native = choice.get("finish_reason")
         matched = choice.get("stop_reason")
         return Turn(
@@ -626,12 +683,8 @@ class Chat:
 
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
         message = render_assistant(turn.parts, answer=True)
-        choice: dict[str, Any] = {
-            "index": 0,
-            "message": message,
-            "finish_reason": FINISHES[turn.stop],
-            "logprobs": None,
-        }
+        finish = FINISHES[turn.stop]
+        choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
         if turn.stop_sequence is not None:
             choice["stop_reason"] = turn.stop_sequence
         return compact(
@@ -641,31 +694,48 @@ class Chat:
                 "created": int(time.time()),
                 "model": request.model,
                 "choices": [choice],
-                "usage": chat_usage(turn.usage),
+                "usage": render_usage(turn.usage),
             }
         )
 
     def stream_parser(self) -> ChatParser:
-        return ChatParser(read_stop)
+        return ChatParser()
 
     def stream_renderer(self, request: Request, route: Route | None = None) -> ChatRenderer:
-        return ChatRenderer(request, FINISHES)
+        return ChatRenderer(request)
 
-    def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
-        return error_body(status, message, kind)
+    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
+        choices, usage = event.get("choices") or (), event.get("usage")
+        error = event if "error" in event and "choices" not in event else None
+        finished = any(isinstance(choice, dict) and choice.get("finish_reason") for choice in choices)
+        if not (finished or usage or error):
+            return _CONTENT if choices else None
+        return AnswerProgress(usage=usage, content=bool(choices), finished=finished, error=error)
 
-    def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
-        message = error_text(body)
-        return message, "context_length" if is_context_error(body, message) else kind_of_status(status)
+    def first_event(self, event: Mapping[str, Any]) -> Literal["error", "prelude", "content"]:
+        return "content" if event.get("choices") else "error" if error_in(event) is not None else "prelude"
 
-    def models_body(self, models: tuple[str, ...]) -> dict[str, Any]:
-        return models_body(models)
+    def missing_in(self, answer: Mapping[str, Any]) -> str | None:
+        return None if answer.get("choices") else "choices"
 
-    def model_body(self, model: str) -> dict[str, Any]:
-        return model_body(model)
+    def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Servers fetch pictures, sounds and films alike: whatever is called `..._url`."""
+        file = part.get("file")
+        if isinstance(file, dict) and (file.get("file_id") or _is_link(file.get("file_data"))):
+            return {"type": "text", "text": REMOVED}
+        named = {**part, **file} if isinstance(file, dict) else part
+        links = [value for key, value in named.items() if key.endswith("_url")]
+        urls = (link.get("url") if isinstance(link, dict) else link for link in links)
+        return {"type": "text", "text": REMOVED} if any(is_web(url) for url in urls) else None
 
-    def count_tokens_body(self, tokens: int) -> dict[str, Any]:
-        return {"input_tokens": tokens}
+
+def is_web(value: Any) -> bool:
+    """Whether an address refers to something elsewhere."""
+    return isinstance(value, str) and not value.startswith("data:")
+
+
+def _is_link(value: Any) -> bool:
+    return isinstance(value, str) and _SCHEME.match(value) is not None
 
 
 def read_stop(native: Any, matched: Any, has_calls: bool) -> StopReason:

@@ -1,23 +1,32 @@
-"""What every dialect can do: recognise its routes, read and write calls, answers, streams, errors and small replies.
+"""What a dialect is: everything that pier must know about one way to talk to models over HTTP.
 
-All of it is pure: bytes and parsed JSON in, bytes and JSON out. A body that cannot be read as the dialect raises
-`BadRequest` (the client's) or `BadResponse` (the upstream's). Unknown fields are kept, never refused.
-
-What the dialects have in common: server-sent events, error kinds, tool arguments, signatures that cross over.
+A dialect is one module with a subclass of `Dialect`, and a line in `pier.wire.dialects`. All of it is pure: bytes and
+parsed JSON in, bytes and JSON out. Agents, providers and models may send anything: a body that cannot be read as the
+dialect raises `BadRequest` (the client's) or `BadResponse` (the upstream's), never anything else, and canonical values
+hold what their types say. Unknown fields are kept, never refused.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pier.errors import ProviderError, UsageError
-from pier.wire.turn import Delta, DialectName, ErrorKind, Json, Ping, Reasoning, Request, StreamError, Turn
+from pier.wire.turn import DialectName, Edit, ErrorKind, Json, Reasoning, Request, Sampling, Tool, Turn, Usage
+
+if TYPE_CHECKING:
+    from pier.wire.sse import EventParser, EventRenderer
 
 RouteKind = Literal["generate", "count_tokens", "models", "model", "probe", "unknown"]
+REMOVED = "[A remote file was left out: this session has no internet.]"
+WRONG = (TypeError, AttributeError, LookupError, ValueError, RecursionError)
+"""What reading a value as something that it is not may raise."""
 
 
 class BadRequest(UsageError):
@@ -44,66 +53,308 @@ class Route:
     """False for a Gemini client that wants its stream as one JSON array."""
 
 
-class StreamParser(Protocol):
-    """Reads an upstream's stream, cut anywhere. Never raises: what is broken becomes a `StreamError`."""
+@dataclass(frozen=True, slots=True)
+class AnswerProgress:
+    """What one event of a stream says about the whole answer."""
 
-    def feed(self, data: bytes) -> list[Delta]: ...
-
-    def close(self) -> list[Delta]:
-        """The upstream ended; a stream without its proper end gives a `StreamError` here."""
-        ...
-
-
-class StreamRenderer(Protocol):
-    """Writes a stream for the client. Each `render` gives whole events, or nothing."""
-
-    content_type: str
-
-    def render(self, delta: Delta) -> bytes: ...
-
-    def keep_alive(self) -> bytes:
-        """Bytes that the dialect's clients take as a sign of life, right now in the stream; never an empty event."""
-        ...
-
-    def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
-        """The error event that ends this stream."""
-        ...
+    usage: Any = None
+    """Counts as on the wire."""
+    content: bool = False
+    """It holds a part of an answer; reported where the end alone does not say that there was one."""
+    finished: bool = False
+    """The model's turn is over, whether or not the stream says so properly."""
+    done: bool = False
+    """It is the dialect's proper last event."""
+    error: Json | None = None
 
 
-class Dialect(Protocol):
+class Dialect:
+    """One dialect. Methods that raise `NotImplementedError`, and those that begin with an underscore, are its own."""
+
     name: DialectName
+
+    # Requests and answers
+
+    routes: tuple[tuple[str, str, RouteKind], ...] = ()
+    """Methods, patterns of paths, with a group for the model where it is in the path, and what they mean."""
 
     def match(self, method: str, path: str, query: Mapping[str, str]) -> Route | None:
         """The route if this dialect has it. `path` has no doubled slashes and no trailing slash."""
-        ...
+        for verb, pattern, kind in self.routes:
+            if verb == method and (found := re.fullmatch(pattern, path)):
+                return Route(self.name, kind, model=found[1] if found.re.groups else None)
+        return None
 
-    def parse_request(self, body: Mapping[str, Any], route: Route | None = None) -> Request: ...
+    likely_headers: tuple[str, ...] = ()
+    """Headers that only its clients send."""
+    likely_path: re.Pattern[str] = re.compile("(?!)")
+    """Paths that only its clients ask for, also those that it does not have."""
 
-    def render_request(self, request: Request) -> dict[str, Any]: ...
+    def is_likely(self, path: str, headers: Mapping[str, str]) -> bool:
+        """Whether a client of this dialect most likely sent a request."""
+        return any(name in headers for name in self.likely_headers) or self.likely_path.match(path) is not None
 
-    def request_path(self, request: Request) -> str:
-        """Where to send it, below the provider's base URL without its version (`/v1/messages`), query included."""
-        ...
+    def parse_request(self, body: Mapping[str, Any], route: Route | None = None) -> Request:
+        try:
+            self.check_recordable(body)
+            request = self._parse_request(body, route)
+        except BadRequest:
+            raise
+        except WRONG as error:
+            raise BadRequest(f"the body is not of the {self.name} dialect: {error}") from error
+        if problem := fault(request):
+            raise BadRequest(f"the body is not of the {self.name} dialect: {problem}")
+        return request
 
-    def parse_response(self, body: Mapping[str, Any]) -> Turn: ...
+    def render_request(self, request: Request) -> dict[str, Any]:
+        try:
+            return self._render_request(request)
+        except WRONG as error:
+            raise BadRequest(f"the request cannot be said in the {self.name} dialect: {error}") from error
 
-    def render_response(self, turn: Turn, request: Request) -> dict[str, Any]: ...
+    def parse_response(self, body: Mapping[str, Any]) -> Turn:
+        try:
+            turn = self._parse_response(body)
+        except BadResponse:
+            raise
+        except (BadRequest, *WRONG) as error:
+            raise BadResponse(f"the provider's answer is not of the {self.name} dialect: {error}") from error
+        if problem := fault(turn):
+            raise BadResponse(f"the provider's answer is not of the {self.name} dialect: {problem}")
+        return turn
 
-    def stream_parser(self) -> StreamParser: ...
+    def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
+        raise NotImplementedError
 
-    def stream_renderer(self, request: Request, route: Route | None = None) -> StreamRenderer: ...
+    def _render_request(self, request: Request) -> dict[str, Any]:
+        raise NotImplementedError
 
-    def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]: ...
+    def _parse_response(self, body: Mapping[str, Any]) -> Turn:
+        raise NotImplementedError
+
+    def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def stream_parser(self) -> EventParser:
+        raise NotImplementedError
+
+    def stream_renderer(self, request: Request, route: Route | None = None) -> EventRenderer:
+        raise NotImplementedError
+
+    def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
+        raise NotImplementedError
 
     def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
         """The message and kind of an upstream's error, whatever its body is (JSON of the dialect, other JSON, text)."""
-        ...
+        return error_text(body), kind_of_status(status)
 
-    def models_body(self, models: tuple[str, ...]) -> dict[str, Any]: ...
+    def models_body(self, models: tuple[str, ...]) -> dict[str, Any]:
+        raise NotImplementedError
 
-    def model_body(self, model: str) -> dict[str, Any]: ...
+    def model_body(self, model: str) -> dict[str, Any]:
+        raise NotImplementedError
 
-    def count_tokens_body(self, tokens: int) -> dict[str, Any]: ...
+    def count_tokens_body(self, tokens: int) -> dict[str, Any]:
+        return {"input_tokens": tokens}
+
+    # Providers
+
+    key_header: str | None = None
+    """Where a key goes; None for `Authorization: Bearer`."""
+    headers: Mapping[str, str] = {}
+    """What every request to a provider has."""
+    keep_alive: bytes | None = None
+    """What to send in a quiet stream that is relayed; None if the renderer says."""
+    ends_at_close = False
+    """The last event of a stream looks like those before it, so that only the close says that it was the last."""
+
+    model_in_path = False
+    """The model is in the path, and not in the body."""
+
+    def generate_path(self, model: str, stream: bool) -> str:
+        """Where a call goes, below the provider's base URL without its version (`/v1/messages`), query included."""
+        raise NotImplementedError
+
+    def request_path(self, request: Request) -> str:
+        return self.generate_path(request.model, request.stream)
+
+    def count_path(self, model: str) -> str | None:
+        """Where tokens are counted; None if the dialect has no such route."""
+        return None
+
+    # Relayed answers
+
+    usage_field = "usage"
+    answer_field: str
+    """The list that every whole answer has."""
+    preludes: tuple[str, ...] = ()
+    """Types of events that only announce an answer."""
+
+    def read_usage(self, raw: Any) -> Usage:
+        raise NotImplementedError
+
+    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
+        """What an event says about the whole answer; None if it only goes on."""
+        raise NotImplementedError
+
+    def first_event(self, event: Mapping[str, Any]) -> Literal["error", "prelude", "content"]:
+        """What an event at the beginning of a stream is. A prelude only announces an answer, so nothing is lost when
+        the request is sent again after it."""
+        kind = event.get("type")
+        return "error" if kind in ("error", "response.failed") else "prelude" if kind in self.preludes else "content"
+
+    def missing_in(self, answer: Mapping[str, Any]) -> str | None:
+        """What a whole answer lacks that every answer has; None if it lacks nothing."""
+        return None if isinstance(answer.get(self.answer_field), list) else self.answer_field
+
+    # Translation
+
+    unknown_sampling: tuple[str, ...] = ()
+    """Fields of `Sampling` that the dialect has no parameter for."""
+    custom_tools = False
+    """It has tools that take free text, and namespaces of tools."""
+    system_anywhere = True
+    """System messages may stand in the middle of a history."""
+    parallel_tools = True
+    """A request can say whether calls may be parallel."""
+
+    def adapt(self, request: Request, *, foreign: bool, edits: list[Edit]) -> Request:
+        """A translated request as the dialect's providers want it; `foreign` if an agent of another dialect made it."""
+        return request
+
+    def private_system(self, text: str) -> str | None:
+        """Why a system text is for this dialect's providers only; None if it is for every model."""
+        return None
+
+    def as_function(self, tool: Tool) -> Tool | None:
+        """A tool of a special type that the agent itself runs, as a function that any model can call; else None."""
+        return None
+
+    # What may reach a provider
+
+    state_fields: tuple[str, ...] = ()
+    """Fields that refer to state at the provider."""
+    count_fields: tuple[str, ...] = ()
+    """Fields that ask for several answers."""
+    local_fields: str = ""
+    """Names of fields that reach nowhere. All others are taken out of a closed book: providers name their searches as
+    they like."""
+    file_places: tuple[str, ...] = ()
+    """Where a request may refer to files."""
+    local_tools: re.Pattern[str] = re.compile("function|custom")
+    """Types of tools that run with the agent."""
+
+    def check_recordable(self, body: Mapping[str, Any]) -> None:
+        """`BadRequest` for a request that cannot be recorded as one turn with its whole prompt: one for several
+        answers, or one that refers to state at the provider."""
+        for name in self.count_fields:
+            if body.get(name) not in (None, 1):
+                raise BadRequest(f"invalid value for {name}: expected 1, since one call is recorded as one turn")
+        for name in self.state_fields:
+            if body.get(name):
+                why = "it refers to state at the provider, which cannot be recorded"
+                raise BadRequest(f"unsupported field {name}: {why}", hint="send the whole input with each request")
+
+    def close_tool(self, tool: dict[str, Any], removed: list[str]) -> dict[str, Any] | None:
+        """A tool without what runs at the provider, whose names go to `removed`; None if nothing is left of it."""
+        kind = str(tool.get("type") or "custom")
+        place = tool.get("environment")
+        local_shell = kind == "shell" and isinstance(place, dict) and place.get("type") == "local"
+        if self.local_tools.fullmatch(kind) or local_shell:
+            return tool
+        removed.append(kind)
+        return None
+
+    def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What stands for a message, item or part that refers to a file elsewhere; None if it does not."""
+        return None
+
+
+Check = Callable[[Any], bool]
+
+_TYPE_NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+}
+
+
+def fault(value: Any) -> str | None:
+    """Where a canonical value holds a value that its type does not allow, as text; None if it does not."""
+    return None if _check(type(value))(value) else _find(value, type(value), "")
+
+
+@cache
+def _check(hint: Any) -> Check:
+    """A check whether a value is of a type."""
+    origin = get_origin(hint)
+    if origin is Literal:
+        allowed = frozenset(get_args(hint))
+        return lambda value: isinstance(value, str) and value in allowed
+    if origin in (Union, types.UnionType):
+        return _check_union(get_args(hint))
+    if origin is tuple:
+        return _check_tuple(get_args(hint)[0])
+    if origin is not None and issubclass(origin, Mapping):
+        return lambda value: isinstance(value, dict)
+    if is_dataclass(hint):
+        return _check_class(hint)
+    if hint is float:
+        return lambda value: type(value) is float or type(value) is int
+    return lambda value: type(value) is hint
+
+
+def _check_tuple(hint: Any) -> Check:
+    """Of plain values, of which there may be very many, only the set of their types is looked at."""
+    if hint in (int, str, float):
+        allowed = {hint} | ({int} if hint is float else set())
+        return lambda value: type(value) is tuple and set(map(type, value)) <= allowed
+    check = _check(hint)
+    return lambda value: type(value) is tuple and all(map(check, value))
+
+
+def _check_union(hints: tuple[Any, ...]) -> Check:
+    classes = {hint: _check(hint) for hint in hints if is_dataclass(hint)}
+    others = [_check(hint) for hint in hints if not is_dataclass(hint)]
+
+    def check(value: Any) -> bool:
+        known = classes.get(type(value))
+        return known(value) if known is not None else any(other(value) for other in others)
+
+    return check
+
+
+def _check_class(kind: Any) -> Check:
+    checks = [(name, _check(hint)) for name, hint in _hints(kind)]
+    return lambda value: type(value) is kind and all(check(getattr(value, name)) for name, check in checks)
+
+
+@cache
+def _hints(kind: Any) -> list[tuple[str, Any]]:
+    hints = get_type_hints(kind)
+    return [(field.name, hints[field.name]) for field in fields(kind)]
+
+
+def _find(value: Any, hint: Any, where: str) -> str:
+    kind: Any = type(value)
+    if is_dataclass(kind):
+        for name, inner in _hints(kind):
+            if not _check(inner)(getattr(value, name)):
+                return _find(getattr(value, name), inner, f"{where}.{name}" if where else name)
+    if kind is tuple and (items := _items_of(hint)) is not None:
+        for number, item in enumerate(value):
+            if not _check(items)(item):
+                return _find(item, items, f"{where}[{number}]")
+    return f"{where} is {_TYPE_NAMES.get(kind, 'something else')}"
+
+
+def _items_of(hint: Any) -> Any:
+    """What a tuple of this type holds; of a union, what its tuple does."""
+    choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return next((get_args(choice)[0] for choice in choices if get_origin(choice) is tuple), None)
 
 
 STATUS_KINDS: dict[int, ErrorKind] = {
@@ -121,9 +372,6 @@ STATUS_KINDS: dict[int, ErrorKind] = {
     529: "overloaded",
 }
 
-MAX_EVENT = 64 * 1024 * 1024
-SSE = "text/event-stream"
-
 
 def kind_of_status(status: int) -> ErrorKind:
     return STATUS_KINDS.get(status, "server" if status >= 500 else "invalid_request")
@@ -140,129 +388,8 @@ def dumps(value: Any) -> str:
     return text
 
 
-def sse(data: Any, event: str | None = None) -> bytes:
-    """One event. JSON escapes newlines, so the data is always one line."""
-    name = f"event: {event}\n" if event else ""
-    return f"{name}data: {dumps(data)}\n\n".encode()
-
-
 def fresh_id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
-
-
-class SseReader:
-    """Splits a stream into (event, data), wherever it is cut and whatever ends its lines; a comment is (None, None)."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._scanned = 0
-        self._event: str | None = None
-        self._data: list[str] = []
-        self._skip_newline = False
-
-    def feed(self, data: bytes) -> list[tuple[str | None, str | None]]:
-        self._buffer += data
-        events: list[tuple[str | None, str | None]] = []
-        while (line := self._line()) is not None:
-            if line == "":
-                if self._data:
-                    events.append((self._event, "\n".join(self._data)))
-                self._event, self._data = None, []
-            elif line.startswith(":"):
-                events.append((None, None))
-            else:
-                name, _, value = line.partition(":")
-                value = value.removeprefix(" ")
-                if name == "data":
-                    self._data.append(value)
-                elif name == "event":
-                    self._event = value
-        return events
-
-    @property
-    def too_long(self) -> bool:
-        return len(self._buffer) > MAX_EVENT
-
-    @property
-    def rest(self) -> str:
-        """What came and is not a whole event."""
-        return "\n".join([*self._data, self._buffer.decode(errors="replace")]).strip()
-
-    def _line(self) -> str | None:
-        if self._skip_newline and self._buffer:
-            if self._buffer[0] == 0x0A:
-                del self._buffer[:1]
-            self._skip_newline = False
-        newline = self._buffer.find(b"\n", self._scanned)
-        carriage = self._buffer.find(b"\r", self._scanned, newline if newline >= 0 else len(self._buffer))
-        at = carriage if carriage >= 0 else newline
-        if at < 0:
-            self._scanned = len(self._buffer)
-            return None
-        line = self._buffer[:at].decode(errors="replace")
-        del self._buffer[: at + 1]
-        self._skip_newline = carriage >= 0
-        self._scanned = 0
-        return line
-
-
-class EventParser:
-    """The part of a stream parser that all dialects share: events in, deltas out, exactly one end.
-
-    A dialect gives `on_event`, which turns one decoded event into deltas, and sets `done` at its proper end.
-    """
-
-    def __init__(self) -> None:
-        self._reader = SseReader()
-        self.done = False
-        self._failed = False
-
-    def on_event(self, event: str | None, data: Mapping[str, Any]) -> Iterable[Delta]:
-        raise NotImplementedError
-
-    def on_close(self) -> Iterable[Delta]:
-        """Deltas still owed at `[DONE]` or at the close, whichever comes first; a second call owes none."""
-        return ()
-
-    def feed(self, data: bytes) -> list[Delta]:
-        deltas: list[Delta] = []
-        for event, text in self._reader.feed(data):
-            if self._failed:
-                break
-            deltas.extend(self._decode(event, text))
-        if self._reader.too_long and not self._failed:
-            deltas.append(self._fail(f"the provider sent an event of more than {MAX_EVENT} bytes"))
-        return deltas
-
-    def close(self) -> list[Delta]:
-        if self._failed:
-            return []
-        deltas = list(self.on_close())
-        if not self.done:
-            rest = self._reader.rest
-            tail = f"; the last bytes were {rest[-120:]!r}" if rest else ""
-            deltas.append(self._fail(f"the provider's stream ended before the answer did{tail}"))
-        return deltas
-
-    def _decode(self, event: str | None, text: str | None) -> list[Delta]:
-        if text is None:
-            return [Ping()]
-        if text.strip() == "[DONE]":
-            return list(self.on_close())
-        try:
-            data = json.loads(text)
-            if not isinstance(data, dict):
-                raise ValueError("not an object")
-            deltas = list(self.on_event(event, data))
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, BadRequest) as error:
-            return [self._fail(f"the provider sent a broken event ({error}): {text[:120]!r}")]
-        if any(isinstance(delta, StreamError) for delta in deltas):
-            self._failed = True
-        return deltas
-
-    def _fail(self, message: str) -> StreamError:
-        self._failed = True
-        return StreamError(message)
 
 
 def parse_arguments(raw: str) -> dict[str, Any]:
@@ -309,27 +436,6 @@ def unsign(signature: str | None, dialect: str) -> tuple[str | None, str | None]
         origin, _, inner = signature.removeprefix(_FOREIGN).partition(".")
         return inner or None, origin or None
     return signature or None, dialect if signature else None
-
-
-_COUNTS = {"chat": ("n",), "gemini": ("candidateCount", "candidate_count")}
-_STATE = {
-    "responses": ("previous_response_id", "conversation", "prompt", "background"),
-    "gemini": ("cachedContent", "cached_content"),
-}
-
-
-def check_recordable(dialect: str, body: Mapping[str, Any]) -> None:
-    """`BadRequest` for a request that cannot be recorded as one turn with its whole prompt: one for several answers,
-    or one that refers to state at the provider."""
-    configs = [body.get(name) for name in ("generationConfig", "generation_config")] if dialect == "gemini" else [body]
-    for config in (config for config in configs if isinstance(config, Mapping)):
-        for name in _COUNTS.get(dialect, ()):
-            if config.get(name) not in (None, 1):
-                raise BadRequest(f"invalid value for {name}: expected 1, since one call is recorded as one turn")
-    for name in _STATE.get(dialect, ()):
-        if body.get(name):
-            why = "it refers to state at the provider, which cannot be recorded"
-            raise BadRequest(f"unsupported field {name}: {why}", hint="send the whole input with each request")
 
 
 def take(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -393,3 +499,24 @@ def error_text(body: Any) -> str:
         return dumps(body)[:2000]
     text = body.decode(errors="replace") if isinstance(body, bytes) else str(body or "")
     return text.strip()[:500] or "the provider gave no reason"
+
+
+def read_sampling(body: Mapping[str, Any], names: Mapping[str, str], **more: Any) -> Sampling:
+    """Sampling parameters, by the dialect's names for ours; `more` are those that it says in another way."""
+    found: dict[str, Any] = {ours: body.get(theirs) for ours, theirs in names.items()}
+    if "stop" in found:
+        stop = found["stop"]
+        found["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if "logprobs" in found:
+        found["logprobs"] = bool(found["logprobs"])
+    return Sampling(**found, **more)
+
+
+def write_sampling(sampling: Sampling, names: Mapping[str, str]) -> dict[str, Any]:
+    """Sampling parameters by the dialect's names; None where there is nothing to say."""
+    found = {theirs: getattr(sampling, ours) for ours, theirs in names.items()}
+    if "stop" in names:
+        found[names["stop"]] = list(sampling.stop) or None
+    if "logprobs" in names:
+        found[names["logprobs"]] = sampling.logprobs or None
+    return found

@@ -1,4 +1,4 @@
-"""The four wire dialects, and which of them a request is in."""
+"""The table of all dialects, and which of them a request is in."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from pier.wire.anthropic import Anthropic
 from pier.wire.chat import Chat
-from pier.wire.checks import Checked
-from pier.wire.contract import BadRequest, BadResponse, Dialect, Route, StreamParser, StreamRenderer
+from pier.wire.contract import BadRequest, BadResponse, Dialect, Route
 from pier.wire.gemini import Gemini
 from pier.wire.responses import Responses
+from pier.wire.turn import DialectName
 
 __all__ = [
     "DIALECTS",
@@ -18,17 +18,18 @@ __all__ = [
     "BadResponse",
     "Dialect",
     "Route",
-    "StreamParser",
-    "StreamRenderer",
+    "check_name",
     "recognise",
 ]
 
-DIALECTS: dict[str, Dialect] = {
-    "anthropic": Checked(Anthropic()),
-    "responses": Checked(Responses()),
-    "gemini": Checked(Gemini()),
-    "chat": Checked(Chat()),
-}
+DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (Anthropic(), Responses(), Gemini(), Chat())}
+
+
+def check_name(name: str) -> DialectName:
+    """The name of a dialect; `ValueError` if there is none of this name."""
+    if name not in DIALECTS:
+        raise ValueError(f"unknown dialect {name!r}: expected {', '.join(sorted(DIALECTS))}")
+    return name
 
 
 def recognise(method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]) -> Route:
@@ -40,20 +41,15 @@ def recognise(method: str, path: str, query: Mapping[str, str], headers: Mapping
     clean = re.sub(r"/+", "/", "/" + path)
     clean = clean.rstrip("/") or "/"
     clean = re.sub(r"^(/v1(?:beta)?)(?:/v1(?:beta)?)+(?=/|$)", r"\1", clean)
-    order = sorted(DIALECTS.values(), key=lambda dialect: dialect.name != _likely(clean, headers))
+    likely = _likely(clean, headers)
     if clean == "/" and method in ("GET", "HEAD"):
-        return Route(order[0].name, "probe")
-    for dialect in order:
-        if route := dialect.match(method, clean, query):
-            return route
-    return Route(order[0].name, "unknown")
+        return Route(likely.name, "probe")
+    routes = (dialect.match(method, clean, query) for dialect in (likely, *DIALECTS.values()))
+    return next(filter(None, routes), Route(likely.name, "unknown"))
 
 
-def _likely(path: str, headers: Mapping[str, str]) -> str:
-    if "anthropic-version" in headers or "anthropic-beta" in headers or path.startswith("/v1/messages"):
-        return "anthropic"
-    if "x-goog-api-key" in headers or "x-goog-api-client" in headers or path.startswith("/v1beta"):
-        return "gemini"
-    if path.endswith("/responses"):
-        return "responses"
-    return "anthropic" if "x-api-key" in headers else "chat"
+def _likely(path: str, headers: Mapping[str, str]) -> Dialect:
+    known = DIALECTS.values()
+    found = (dialect for dialect in known if dialect.is_likely(path, headers))
+    by_key = (dialect for dialect in known if dialect.key_header in headers)
+    return next(found, None) or next(by_key, DIALECTS["chat"])

@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, Literal
 
-from pier.wire.turn import DialectName
-
 Fault = Literal["agent", "rate_limit", "quota", "provider", "gateway"]
 
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529})
@@ -123,42 +121,6 @@ def error_in(value: object) -> Mapping[str, Any] | None:
     if isinstance(error, str) and error:
         return {**value, "message": error}
     return value if value.get("type") == "error" or value.get("object") == "error" else None
-
-
-def progress_of(dialect: DialectName, value: object) -> Literal["error", "prelude", "content"]:
-    """What an event at the beginning of a stream is. A prelude only announces an answer, so nothing is lost when the
-    request is sent again after it."""
-    if not isinstance(value, Mapping):
-        return "content"
-    if dialect in ("chat", "gemini"):
-        parts = value.get("choices" if dialect == "chat" else "candidates") or value.get("promptFeedback")
-        return "content" if parts else "error" if error_in(value) is not None else "prelude"
-    if value.get("type") in ("error", "response.failed"):
-        return "error"
-    return "prelude" if value.get("type") in _PRELUDES else "content"
-
-
-_PRELUDES = ("message_start", "ping", "response.created", "response.queued", "response.in_progress", "keepalive")
-
-
-def error_instead(dialect: DialectName, value: object) -> Mapping[str, Any] | None:
-    """The error that a whole answer of status 200 holds instead of a turn; None if it holds none."""
-    if isinstance(value, Mapping) and value.get("status") != "failed" and nothing_in(dialect, value) is None:
-        return None
-    return error_in(value)
-
-
-def nothing_in(dialect: DialectName, value: Mapping[str, Any]) -> str | None:
-    """What a whole answer lacks that every answer of its dialect has; None if it lacks nothing."""
-    match dialect:
-        case "chat":
-            return None if value.get("choices") else "choices"
-        case "responses":
-            return None if isinstance(value.get("output"), list) else "output"
-        case "anthropic":
-            return None if isinstance(value.get("content"), list) else "content"
-        case "gemini":
-            return None if value.get("candidates") or value.get("promptFeedback") else "candidates"
 
 
 def _words(error: Mapping[str, Any]) -> Iterator[str]:

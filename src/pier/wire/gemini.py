@@ -1,27 +1,26 @@
 """Google Gemini: `generateContent` and `streamGenerateContent`, as events or as one JSON array.
 
-The parts of a Gemini body: contents, tools, generation config and usage, both ways.
-
-Field names are taken in camelCase and in snake_case, and written in camelCase.
-
-Gemini as a stream: whole answers that each hold what is new; calls come in one piece.
+Field names are taken in camelCase and in snake_case, and written in camelCase. A stream consists of whole answers that
+each hold what is new; calls come in one piece.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from codecs import getincrementaldecoder
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
+from pier.wire.chat import stream_error
 from pier.wire.contract import (
-    SSE,
+    REMOVED,
+    AnswerProgress,
     BadRequest,
     BadResponse,
-    EventParser,
+    Dialect,
     Route,
-    check_recordable,
     compact,
     dumps,
     error_text,
@@ -31,29 +30,27 @@ from pier.wire.contract import (
     need_list,
     need_str,
     parse_arguments,
-    sse,
+    read_sampling,
     take,
     whole,
+    write_sampling,
 )
+from pier.wire.faults import error_in
+from pier.wire.sse import EventParser, EventRenderer, sse
 from pier.wire.turn import (
     Delta,
-    DialectName,
+    Edit,
     ErrorKind,
     Media,
     Message,
     Opaque,
     Part,
-    PartDelta,
-    PartEnd,
-    PartStart,
-    Ping,
     Reasoning,
     Refusal,
     Request,
     ResponseFormat,
     Sampling,
     StopReason,
-    StreamError,
     Text,
     Tool,
     ToolCall,
@@ -64,6 +61,63 @@ from pier.wire.turn import (
     TurnStart,
     Usage,
 )
+
+STOPS: dict[str, StopReason] = {
+    "STOP": "end",
+    "MAX_TOKENS": "length",
+    "SAFETY": "refusal",
+    "RECITATION": "refusal",
+    "BLOCKLIST": "refusal",
+    "PROHIBITED_CONTENT": "refusal",
+    "SPII": "refusal",
+    "IMAGE_SAFETY": "refusal",
+}
+FINISHES: dict[StopReason, str] = {
+    "end": "STOP",
+    "length": "MAX_TOKENS",
+    "tool_use": "STOP",
+    "stop_sequence": "STOP",
+    "refusal": "SAFETY",
+    "pause": "STOP",
+    "context": "MAX_TOKENS",
+    "other": "OTHER",
+}
+_STATUSES: dict[ErrorKind, str] = {
+    "invalid_request": "INVALID_ARGUMENT",
+    "authentication": "UNAUTHENTICATED",
+    "permission": "PERMISSION_DENIED",
+    "not_found": "NOT_FOUND",
+    "too_large": "INVALID_ARGUMENT",
+    "rate_limit": "RESOURCE_EXHAUSTED",
+    "server": "INTERNAL",
+    "overloaded": "UNAVAILABLE",
+    "timeout": "DEADLINE_EXCEEDED",
+    "context_length": "INVALID_ARGUMENT",
+    "budget": "FAILED_PRECONDITION",
+}
+_METHODS = re.compile(r"(?:/v\d\w*)?(?:/.+)?/models/(.+):(generateContent|streamGenerateContent|countTokens)")
+_FIELDS = ("contents", "systemInstruction", "tools", "toolConfig", "generationConfig", "model")
+_SAMPLING = {
+    "max_tokens": "maxOutputTokens",
+    "temperature": "temperature",
+    "top_p": "topP",
+    "top_k": "topK",
+    "stop": "stopSequences",
+    "seed": "seed",
+    "presence_penalty": "presencePenalty",
+    "frequency_penalty": "frequencyPenalty",
+    "logprobs": "responseLogprobs",
+    "top_logprobs": "logprobs",
+}
+_CONFIG = (
+    *_SAMPLING.values(),
+    *("thinkingConfig", "responseMimeType", "candidateCount", "responseSchema", "responseJsonSchema"),
+)
+_JSON = json.JSONDecoder()
+_KEPT_TOOLS = ("functionDeclarations", "function_declarations", "computerUse", "computer_use")
+_THINKS = re.compile(r"gemini-(2\.5|[3-9])")
+_FILLER = "skip_thought_signature_validator"
+"""What Google takes in place of a signature for calls that its model did not make."""
 
 
 def camel(body: Any, what: str) -> dict[str, Any]:
@@ -320,14 +374,13 @@ def render_usage(usage: Usage) -> dict[str, Any] | None:
 class GeminiParser(EventParser):
     """Chunks to deltas, from events or from one JSON array. The end is held back until the close: usage may follow."""
 
-    def __init__(self, read_stop: Callable[[Any, bool], StopReason]) -> None:
+    dialect = "gemini"
+
+    def __init__(self) -> None:
         super().__init__()
-        self._read_stop = read_stop
         self._array: ArrayReader | None = None
         self._sniffed = False
         self._started = False
-        self._count = 0
-        self._open: tuple[int, Part] | None = None
         self._has_calls = False
         self._finish: str | None = None
         self._blocked = False
@@ -340,13 +393,11 @@ class GeminiParser(EventParser):
                 self._array = ArrayReader()
         if self._array is None:
             return super().feed(data)
-        return [delta for item in self._array.feed(data) for delta in self._decode(None, item)]
+        return [delta for item in self._array.feed(data) if not self._failed for delta in self._decode(None, item)]
 
     def on_event(self, event: str | None, data: Mapping[str, Any]) -> Iterator[Delta]:
         if data.get("error"):
-            code = data["error"].get("code")
-            status = code if isinstance(code, int) and 400 <= code < 600 else 502
-            yield StreamError(error_text(dict(data)), kind_of_status(status), status)
+            yield stream_error(data)
             return
         if not self._started:
             self._started = True
@@ -366,152 +417,78 @@ class GeminiParser(EventParser):
         yield from self._shut()
         if self._finish is not None:
             native, self._finish = self._finish, None
-            stop = "refusal" if self._blocked else self._read_stop(native, self._has_calls)
+            stop = "refusal" if self._blocked else read_stop(native, self._has_calls)
             yield TurnEnd(stop, read_usage(self._usage), native)
 
     def _on_part(self, raw: Mapping[str, Any]) -> Iterator[Delta]:
-        if isinstance(raw.get("functionCall"), dict):
-            self._has_calls = True
-            yield from self._whole(parse_call(raw["functionCall"], raw.get("thoughtSignature")))
-            return
         if raw.get("text") == "" and raw.get("thought") and not raw.get("thoughtSignature"):
             return
-        for part in parse_part(raw):
-            match part:
-                case Text(text=text) | Reasoning(text=text) if text or self._continues(part):
-                    yield from self._grow(part, text)
-                case _:
-                    yield from self._whole(part)
+        for part in read_part(raw):
+            self._has_calls |= isinstance(part, ToolCall)
+            # A thought's signature comes after its text, in a part without text.
+            if isinstance(part, Text | Reasoning) and (part.text or (self._is_open(part) and part != Text(""))):
+                yield from self._add(part)
+            else:
+                yield from self._whole(part)
 
-    def _continues(self, part: Part) -> bool:
-        """A thought's signature comes after its text, in a part without text."""
-        return isinstance(part, Reasoning) and self._open is not None and isinstance(self._open[1], Reasoning)
-
-    def _grow(self, part: Text | Reasoning, text: str) -> Iterator[Delta]:
-        if self._open is None or type(self._open[1]) is not type(part):
-            yield from self._shut()
-            blank = Text("") if isinstance(part, Text) else Reasoning("", origin="gemini")
-            self._open = (self._count, blank)
-            self._count += 1
-            yield PartStart(self._open[0], blank)
+    def _add(self, part: Text | Reasoning) -> Iterator[Delta]:
+        if not self._is_open(part):
+            yield from self._start(Text("") if isinstance(part, Text) else Reasoning("", origin="gemini"))
         signature = part.signature if isinstance(part, Reasoning) else None
-        if text or signature:
-            yield PartDelta(self._open[0], text, signature)
+        yield from self._grow(part.text, signature)
         if signature:
             yield from self._shut()
-
-    def _whole(self, part: Part) -> Iterator[Delta]:
-        yield from self._shut()
-        yield PartStart(self._count, part)
-        yield PartEnd(self._count)
-        self._count += 1
-
-    def _shut(self) -> Iterator[Delta]:
-        if self._open is not None:
-            yield PartEnd(self._open[0])
-            self._open = None
 
 
 class ArrayReader:
     """Splits a JSON array of objects into the texts of its items, wherever it is cut."""
 
     def __init__(self) -> None:
-        self._item = bytearray()
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
+        self._text = ""
 
     def feed(self, data: bytes) -> list[str]:
         items: list[str] = []
-        for byte in data:
-            if self._depth:
-                self._item.append(byte)
-            if self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif byte == 0x5C:
-                    self._escaped = True
-                elif byte == 0x22:
-                    self._in_string = False
-            elif byte == 0x22:
-                self._in_string = True
-            elif byte == 0x7B:
-                if not self._depth:
-                    self._item = bytearray(b"{")
-                self._depth += 1
-            elif byte == 0x7D:
-                self._depth -= 1
-                if not self._depth:
-                    items.append(self._item.decode(errors="replace"))
+        self._text += self._decoder.decode(data)
+        while text := self._text.lstrip("[], \t\r\n"):
+            self._text = text
+            try:
+                _, end = _JSON.raw_decode(text)
+            except (ValueError, RecursionError):
+                break
+            items.append(text[:end])
+            self._text = text[end:]
         return items
 
 
-class GeminiRenderer:
-    def __init__(
-        self,
-        request: Request,
-        finishes: Mapping[StopReason, str],
-        error_body: Callable[[int, str, ErrorKind], dict[str, Any]],
-        *,
-        sse_form: bool,
-    ) -> None:
-        self.content_type = SSE if sse_form else "application/json"
+class GeminiRenderer(EventRenderer):
+    def __init__(self, request: Request, *, sse_form: bool) -> None:
+        super().__init__()
+        self.content_type = self.content_type if sse_form else "application/json"
         self._request = request
-        self._finishes = finishes
-        self._error_body = error_body
         self._sse = sse_form
         self._first = True
         self._id = fresh_id("")
-        self._part: Part | None = None
-        self._text: list[str] = []
-        self._signature: str | None = None
-
-    def render(self, delta: Delta) -> bytes:
-        match delta:
-            case TurnStart(id=id_):
-                self._id = id_ or self._id
-                return b""
-            case PartStart(part=part):
-                return self._start(part)
-            case PartDelta(text=text, signature=signature):
-                self._signature = signature or self._signature
-                return self._grow(text)
-            case PartEnd():
-                return self._shut()
-            case TurnEnd():
-                usage = render_usage(delta.usage)
-                # The last chunk has a part: clients look for one without asking first.
-                return self._chunk([{"text": ""}], finish=self._finishes[delta.stop], usage=usage) + self._tail()
-            case StreamError(message=message, kind=kind, status=status):
-                return self.error(status, message, kind)
-            case Ping():
-                return self.keep_alive()
-            case _:
-                return b""
 
     def keep_alive(self) -> bytes:
         # Google's clients decode every line that is not blank, comments too.
         return b"\n"
 
     def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
-        return self._frame(self._error_body(status, message, kind)) + self._tail()
+        return self._frame(error_body(status, message, kind)) + self._tail()
+
+    def _begin(self, start: TurnStart) -> bytes:
+        self._id = start.id or self._id
+        return b""
 
     def _start(self, part: Part) -> bytes:
-        self._part, self._text, self._signature = part, [], None
         match part:
-            case Text(text=text) | Refusal(text=text) | Reasoning(text=text):
-                self._signature = part.signature if isinstance(part, Reasoning) else None
-                return self._grow(text)
-            case ToolCall(arguments=text, signature=signature):
-                self._signature = signature
-                return self._grow(text)
+            case Text(text=text) | Refusal(text=text) | Reasoning(text=text) | ToolCall(arguments=text):
+                return self._more(text)
             case _:
                 return b""
 
     def _grow(self, text: str) -> bytes:
-        if not text:
-            return b""
-        self._text.append(text)
         match self._part:
             case Text() | Refusal():
                 return self._chunk([{"text": text}])
@@ -521,19 +498,22 @@ class GeminiRenderer:
                 return b""
 
     def _shut(self) -> bytes:
-        part, self._part = self._part, None
-        match part:
-            case ToolCall():
-                whole = replace(part, arguments="".join(self._text), signature=self._signature)
-                return self._chunk([render_part(whole) or {}])
+        match self._part:
+            case ToolCall() as call:
+                whole_call = replace(call, arguments="".join(self._text), signature=self._signature)
+                return self._chunk([render_part(whole_call) or {}])
             case Reasoning(origin="gemini") if self._signature:
                 shown = {"thought": True} if self._text else {}
                 return self._chunk([{"text": "", **shown, "thoughtSignature": self._signature}])
             case Text() | Refusal() | Reasoning() | None:
                 return b""
-            case _:
+            case part:
                 rendered = render_part(part, answer=True)
                 return self._chunk([rendered]) if rendered else b""
+
+    def _end(self, end: TurnEnd) -> bytes:
+        # The last chunk has a part: clients look for one without asking first.
+        return self._chunk([{"text": ""}], FINISHES[end.stop], render_usage(end.usage)) + self._tail()
 
     def _chunk(self, parts: list[dict[str, Any]], finish: str | None = None, usage: Any = None) -> bytes:
         candidate: dict[str, Any] = {"content": {"role": "model", "parts": parts}, "index": 0}
@@ -552,50 +532,30 @@ class GeminiRenderer:
         return b"" if self._sse else b"]"
 
 
-STOPS: dict[str, StopReason] = {
-    "STOP": "end",
-    "MAX_TOKENS": "length",
-    "SAFETY": "refusal",
-    "RECITATION": "refusal",
-    "BLOCKLIST": "refusal",
-    "PROHIBITED_CONTENT": "refusal",
-    "SPII": "refusal",
-    "IMAGE_SAFETY": "refusal",
-}
-FINISHES: dict[StopReason, str] = {
-    "end": "STOP",
-    "length": "MAX_TOKENS",
-    "tool_use": "STOP",
-    "stop_sequence": "STOP",
-    "refusal": "SAFETY",
-    "pause": "STOP",
-    "context": "MAX_TOKENS",
-    "other": "OTHER",
-}
-_STATUSES: dict[ErrorKind, str] = {
-    "invalid_request": "INVALID_ARGUMENT",
-    "authentication": "UNAUTHENTICATED",
-    "permission": "PERMISSION_DENIED",
-    "not_found": "NOT_FOUND",
-    "too_large": "INVALID_ARGUMENT",
-    "rate_limit": "RESOURCE_EXHAUSTED",
-    "server": "INTERNAL",
-    "overloaded": "UNAVAILABLE",
-    "timeout": "DEADLINE_EXCEEDED",
-    "context_length": "INVALID_ARGUMENT",
-    "budget": "FAILED_PRECONDITION",
-}
-_METHODS = re.compile(r"(?:/v\d\w*)?(?:/.+)?/models/(.+):(generateContent|streamGenerateContent|countTokens)")
-_FIELDS = ("contents", "systemInstruction", "tools", "toolConfig", "generationConfig", "model")
-_CONFIG = (
-    *("temperature", "topP", "topK", "maxOutputTokens", "stopSequences", "seed", "presencePenalty"),
-    *("frequencyPenalty", "responseLogprobs", "logprobs", "thinkingConfig", "responseMimeType", "candidateCount"),
-    *("responseSchema", "responseJsonSchema"),
-)
+def error_body(status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
+    return {"error": {"code": status, "message": message, "status": _STATUSES[kind]}}
 
 
-class Gemini:
-    name: DialectName = "gemini"
+class Gemini(Dialect):
+    name = "gemini"
+    routes = (("GET", "/v1(?:beta|alpha)/models", "models"), ("GET", "/v1(?:beta|alpha)/models/(.+)", "model"))
+    likely_headers = ("x-goog-api-key", "x-goog-api-client")
+    likely_path = re.compile("/v1beta")
+    key_header = "x-goog-api-key"
+    ends_at_close = True
+    model_in_path = True
+    usage_field = "usageMetadata"
+    answer_field = "candidates"
+    unknown_sampling = ("effort",)
+    system_anywhere = False
+    parallel_tools = False
+    state_fields = ("cachedContent", "cached_content")
+    count_fields = ("candidateCount", "candidate_count")
+    local_fields = """
+        model contents systemInstruction system_instruction tools toolConfig tool_config generationConfig
+        generation_config safetySettings safety_settings labels serviceTier service_tier generateContentRequest
+    """
+    file_places = ("contents", "systemInstruction", "system_instruction")
 
     def match(self, method: str, path: str, query: Mapping[str, str]) -> Route | None:
         if method == "POST" and (found := _METHODS.fullmatch(path)):
@@ -604,17 +564,18 @@ class Gemini:
                 return Route(self.name, "count_tokens", model=model)
             stream = verb == "streamGenerateContent"
             return Route(self.name, "generate", model, stream, sse=query.get("alt") == "sse")
-        if method == "GET" and re.fullmatch(r"/v1(beta|alpha)/models", path):
-            return Route(self.name, "models")
-        if method == "GET" and (found := re.fullmatch(r"/v1(?:beta|alpha)/models/(.+)", path)):
-            return Route(self.name, "model", model=found[1])
-        return None
+        return super().match(method, path, query)
 
-    def parse_request(self, body: Mapping[str, Any], route: Route | None = None) -> Request:
+    def check_recordable(self, body: Mapping[str, Any]) -> None:
+        configs = [body.get(name) for name in ("generationConfig", "generation_config")]
+        for fields in (body, *(config for config in configs if isinstance(config, Mapping))):
+            super().check_recordable(fields)
+
+    def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
         fields = camel(dict(body), "the body")
         if isinstance(fields.get("generateContentRequest"), dict):
             fields = camel(fields["generateContentRequest"], "generateContentRequest")
-        check_recordable(self.name, fields)
+            self.check_recordable(fields)
         config = camel(fields.get("generationConfig") or {}, "generationConfig")
         model = (route.model if route else None) or fields.get("model")
         thinking = camel(config.get("thinkingConfig") or {}, "thinkingConfig")
@@ -634,7 +595,7 @@ class Gemini:
             extra={**take(fields, *_FIELDS), **({"generationConfig": rest} if rest else {})},
         )
 
-    def render_request(self, request: Request) -> dict[str, Any]:
+    def _render_request(self, request: Request) -> dict[str, Any]:
         extra = dict(request.extra) if request.dialect == self.name else {}
         config = _render_config(request, extra.pop("generationConfig", {}))
         system = [{"text": text} for text in request.system if text]
@@ -647,22 +608,21 @@ class Gemini:
         }
         return {**extra, **compact(body)}
 
-    def request_path(self, request: Request) -> str:
-        verb = "streamGenerateContent?alt=sse" if request.stream else "generateContent"
-        return f"/v1beta/models/{request.model}:{verb}"
+    def generate_path(self, model: str, stream: bool) -> str:
+        return f"/v1beta/models/{model}:{'streamGenerateContent?alt=sse' if stream else 'generateContent'}"
 
-    def parse_response(self, body: Mapping[str, Any]) -> Turn:
+    def count_path(self, model: str) -> str:
+        return f"/v1beta/models/{model}:countTokens"
+
+    def _parse_response(self, body: Mapping[str, Any]) -> Turn:
         candidates = body.get("candidates") or []
         blocked = (body.get("promptFeedback") or {}).get("blockReason")
         if not candidates and not blocked:
             raise BadResponse(f"the provider's answer has no candidates: {error_text(dict(body))[:200]}")
         candidate = candidates[0] if candidates else {}
         native = candidate.get("finishReason") or blocked
-        try:
-            raw = [camel(part, "a part") for part in (candidate.get("content") or {}).get("parts") or ()]
-            parts = tuple(part for item in raw for part in read_part(item))
-        except BadRequest as error:
-            raise BadResponse(error.message) from error
+        raw = [camel(part, "a part") for part in (candidate.get("content") or {}).get("parts") or ()]
+        parts = tuple(part for item in raw for part in read_part(item))
         return Turn(
             parts=parts,
             stop="refusal" if blocked else read_stop(native, any(isinstance(part, ToolCall) for part in parts)),
@@ -688,13 +648,13 @@ class Gemini:
         return compact(body)
 
     def stream_parser(self) -> GeminiParser:
-        return GeminiParser(read_stop)
+        return GeminiParser()
 
     def stream_renderer(self, request: Request, route: Route | None = None) -> GeminiRenderer:
-        return GeminiRenderer(request, FINISHES, self.error_body, sse_form=route is None or route.sse)
+        return GeminiRenderer(request, sse_form=route is None or route.sse)
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
-        return {"error": {"code": status, "message": message, "status": _STATUSES[kind]}}
+        return error_body(status, message, kind)
 
     def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
         message = error_text(body)
@@ -715,6 +675,39 @@ class Gemini:
     def count_tokens_body(self, tokens: int) -> dict[str, Any]:
         return {"totalTokens": tokens}
 
+    def read_usage(self, raw: Any) -> Usage:
+        return read_usage(raw)
+
+    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
+        blocked = (event.get("promptFeedback") or {}).get("blockReason")
+        ended = any(isinstance(each, dict) and each.get("finishReason") for each in event.get("candidates") or ())
+        error = event if "error" in event else None
+        return AnswerProgress(usage=event.get("usageMetadata"), finished=bool(blocked or ended), error=error)
+
+    def first_event(self, event: Mapping[str, Any]) -> Literal["error", "prelude", "content"]:
+        if event.get("candidates") or event.get("promptFeedback"):
+            return "content"
+        return "error" if error_in(event) is not None else "prelude"
+
+    def missing_in(self, answer: Mapping[str, Any]) -> str | None:
+        return None if answer.get("candidates") or answer.get("promptFeedback") else "candidates"
+
+    def adapt(self, request: Request, *, foreign: bool, edits: list[Edit]) -> Request:
+        if _wants_signatures(request.model):
+            request = replace(request, messages=tuple(_signed(message) for message in request.messages))
+        if foreign and not _THINKS.search(request.model):
+            return replace(request, sampling=replace(request.sampling, thinking_budget=None))
+        if not foreign or not request.sampling.thinking_budget:
+            return request
+        return replace(request, extra={"generationConfig": {"thinkingConfig": {"includeThoughts": True}}})
+
+    def close_tool(self, tool: dict[str, Any], removed: list[str]) -> dict[str, Any] | None:
+        removed.extend(key for key in tool if key not in _KEPT_TOOLS)
+        return {key: value for key, value in tool.items() if key in _KEPT_TOOLS} or None
+
+    def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
+        return {"text": REMOVED} if part.get("fileData") or part.get("file_data") else None
+
 
 def read_part(part: Mapping[str, Any]) -> list[Any]:
     """The canonical parts of one part of an answer."""
@@ -731,20 +724,8 @@ def read_stop(native: Any, has_calls: bool) -> StopReason:
 
 def _parse_sampling(config: Mapping[str, Any], thinking: Mapping[str, Any]) -> Sampling:
     level = thinking.get("thinkingLevel")
-    return Sampling(
-        max_tokens=config.get("maxOutputTokens"),
-        temperature=config.get("temperature"),
-        top_p=config.get("topP"),
-        top_k=config.get("topK"),
-        stop=tuple(config.get("stopSequences") or ()),
-        seed=config.get("seed"),
-        presence_penalty=config.get("presencePenalty"),
-        frequency_penalty=config.get("frequencyPenalty"),
-        effort=level.lower() if isinstance(level, str) else None,
-        thinking_budget=thinking.get("thinkingBudget"),
-        logprobs=bool(config.get("responseLogprobs")),
-        top_logprobs=config.get("logprobs"),
-    )
+    effort = level.lower() if isinstance(level, str) else None
+    return read_sampling(config, _SAMPLING, effort=effort, thinking_budget=thinking.get("thinkingBudget"))
 
 
 def _render_config(request: Request, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -755,16 +736,7 @@ def _render_config(request: Request, extra: Mapping[str, Any]) -> dict[str, Any]
         "thinkingLevel": sampling.effort.upper() if sampling.effort else None,
     }
     config = {
-        "temperature": sampling.temperature,
-        "topP": sampling.top_p,
-        "topK": sampling.top_k,
-        "maxOutputTokens": sampling.max_tokens,
-        "stopSequences": list(sampling.stop) or None,
-        "seed": sampling.seed,
-        "presencePenalty": sampling.presence_penalty,
-        "frequencyPenalty": sampling.frequency_penalty,
-        "responseLogprobs": sampling.logprobs or None,
-        "logprobs": sampling.top_logprobs,
+        **write_sampling(sampling, _SAMPLING),
         "thinkingConfig": compact(thinking) or None,
         "responseMimeType": "application/json" if wanted else None,
         "responseJsonSchema": wanted.schema if wanted else None,
@@ -776,3 +748,19 @@ def _parse_format(config: Mapping[str, Any]) -> ResponseFormat | None:
     if config.get("responseMimeType") != "application/json":
         return None
     return ResponseFormat(config.get("responseJsonSchema") or config.get("responseSchema"))
+
+
+def _wants_signatures(model: str) -> bool:
+    version = model.rpartition("gemini-")[2][:1]
+    return "gemini-" in model and version.isdigit() and int(version) >= 3
+
+
+def _signed(message: Message) -> Message:
+    """The first call of each step must be signed."""
+    for index, part in enumerate(message.parts):
+        if isinstance(part, ToolCall):
+            if part.signature:
+                return message
+            signed = replace(part, signature=_FILLER)
+            return Message(message.role, (*message.parts[:index], signed, *message.parts[index + 1 :]))
+    return message

@@ -1,59 +1,51 @@
 """OpenAI Responses, stateless: every call carries its whole history, as Codex sends it.
 
 A call that refers to state at the provider (`previous_response_id`, `conversation`) is refused, since its prompt could
-be neither recorded nor translated.
-
-The parts of a Responses body: items, tools and usage, both ways.
-
-OpenAI Responses as a stream of typed, numbered events around output items.
+be neither recorded nor translated. A stream consists of typed, numbered events around output items.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from pier.wire.chat import LOCAL_FIELDS, OpenAI, is_web, read_usage
 from pier.wire.contract import (
-    SSE,
+    REMOVED,
+    AnswerProgress,
     BadRequest,
     BadResponse,
-    EventParser,
     Route,
-    check_recordable,
     compact,
     data_url,
     error_text,
     fresh_id,
-    kind_of_status,
     need_dict,
     need_list,
     need_str,
     parse_data_url,
+    read_sampling,
     sign,
-    sse,
     take,
     unsign,
+    write_sampling,
 )
-from pier.wire.openai import error_body, is_context_error, model_body, models_body, read_usage
+from pier.wire.sse import EventParser, EventRenderer, sse
 from pier.wire.turn import (
     Delta,
-    DialectName,
+    Edit,
     ErrorKind,
     Media,
     Message,
     Opaque,
     Part,
-    PartDelta,
-    PartEnd,
-    PartStart,
-    Ping,
     Reasoning,
     Refusal,
     Request,
     ResponseFormat,
-    Sampling,
     StopReason,
     StreamError,
     Text,
@@ -67,6 +59,31 @@ from pier.wire.turn import (
     Usage,
 )
 
+_SAMPLING = {"max_tokens": "max_output_tokens", **{name: name for name in ("temperature", "top_p", "top_logprobs")}}
+_FIELDS = (
+    *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens"),
+    *("temperature", "top_p", "top_logprobs", "reasoning", "text", "stream", "previous_response_id", "conversation"),
+)
+_CODES: dict[ErrorKind, str] = {
+    "context_length": "context_length_exceeded",
+    "budget": "insufficient_quota",
+    "rate_limit": "rate_limit_exceeded",
+    "invalid_request": "invalid_prompt",
+}
+_FAILURES: dict[Any, tuple[ErrorKind, int]] = {
+    "context_length_exceeded": ("context_length", 400),
+    "rate_limit_exceeded": ("rate_limit", 429),
+    "insufficient_quota": ("permission", 403),
+}
+_REASONS: dict[StopReason, str] = {
+    "length": "max_output_tokens",
+    "context": "max_output_tokens",
+    "refusal": "content_filter",
+}
+_SUMMARY: dict[str, Any] = {"summary_index": 0}
+_REASONING_MODEL = re.compile(r"(^|/)(o\d|codex|gpt-([5-9]|\d\d)(?!.*chat))")
+"""Models of OpenAI that reason without being asked to. Others refuse to encrypt what they do not have."""
+
 
 def parse_input(raw: Any) -> tuple[list[str], tuple[Message, ...]]:
     """Leading system texts, and the messages. What the model said in one go is one message, whatever items it took."""
@@ -77,7 +94,7 @@ def parse_input(raw: Any) -> tuple[list[str], tuple[Message, ...]]:
     joins: str | None = None
     for position, value in enumerate(need_list(raw, "input")):
         item = need_dict(value, f"input[{position}]")
-        role, parts, kind = _responses_body_parse_item(item)
+        role, parts, kind = _parse_input_item(item)
         if role == "system" and not messages:
             system.extend(part.text for part in parts if isinstance(part, Text))
             continue
@@ -90,7 +107,7 @@ def parse_input(raw: Any) -> tuple[list[str], tuple[Message, ...]]:
     return system, tuple(messages)
 
 
-def _responses_body_parse_item(item: Mapping[str, Any]) -> tuple[Any, list[Part], str | None]:
+def _parse_input_item(item: Mapping[str, Any]) -> tuple[Any, list[Part], str | None]:
     """(role, parts, what it may be joined with)."""
     kind = item.get("type") or "message"
     if kind == "message":
@@ -299,14 +316,8 @@ def _render_tool(tool: Tool) -> dict[str, Any]:
         return dict(tool.raw)
     if tool.kind == "custom":
         return compact({"type": "custom", "name": tool.name, "description": tool.description})
-    body = {
-        "type": "function",
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.schema,
-        "strict": tool.strict,
-    }
-    return compact(body)
+    body = {"name": tool.name, "description": tool.description, "parameters": tool.schema, "strict": tool.strict}
+    return compact({"type": "function", **body})
 
 
 def parse_choice(raw: Any) -> ToolChoice | None:
@@ -343,23 +354,14 @@ def render_usage(usage: Usage) -> dict[str, Any] | None:
     return body if usage.cost_usd is None else {**body, "cost": usage.cost_usd}
 
 
-_CODES: dict[ErrorKind, str] = {
-    "context_length": "context_length_exceeded",
-    "budget": "insufficient_quota",
-    "rate_limit": "rate_limit_exceeded",
-    "invalid_request": "invalid_prompt",
-}
-
-
 class ResponsesParser(EventParser):
     """Events to deltas. Items come from their deltas, or whole from `output_item.done` where a server sent none."""
 
-    def __init__(self, read_stop: Callable[[Mapping[str, Any], bool], tuple[StopReason, str | None]]) -> None:
+    dialect = "responses"
+
+    def __init__(self) -> None:
         super().__init__()
-        self._read_stop = read_stop
         self._started = False
-        self._count = 0
-        self._open: tuple[int, Part] | None = None
         self._text_key: tuple[Any, Any] | None = None
         self._grown = False
         self._texts = 0
@@ -377,8 +379,8 @@ class ResponsesParser(EventParser):
             case "response.refusal.delta":
                 yield from self._on_text(Refusal(""), data)
             case "response.reasoning_summary_part.added":
-                if self._grown and self._open and isinstance(self._open[1], Reasoning):
-                    yield PartDelta(self._open[0], "\n\n")
+                if self._grown and self._is_open(Reasoning("")):
+                    yield from self._grow("\n\n")
             case (
                 "response.function_call_arguments.delta"
                 | "response.custom_tool_call_input.delta"
@@ -419,12 +421,13 @@ class ResponsesParser(EventParser):
             self._texts += 1
         yield from self._grow(data.get("delta") or "")
 
-    def _grow(self, text: str) -> Iterator[Delta]:
-        if self._open is None:
-            raise ValueError("a delta outside of any item")
-        if text:
-            self._grown = True
-            yield PartDelta(self._open[0], text)
+    def _grow(self, text: str, signature: str | None = None) -> Iterator[Delta]:
+        self._grown |= bool(text)
+        yield from super()._grow(text, signature)
+
+    def _start(self, part: Part) -> Iterator[Delta]:
+        yield from super()._start(part)
+        self._grown, self._text_key = False, None
 
     def _item_done(self, item: Mapping[str, Any]) -> Iterator[Delta]:
         if item.get("type") == "message":
@@ -437,32 +440,17 @@ class ResponsesParser(EventParser):
         if self._open is not None and isinstance(part, ToolCall | Reasoning):
             if not self._grown:
                 yield from self._grow(part.arguments if isinstance(part, ToolCall) else part.text)
-            if part.signature:
-                yield PartDelta(self._open[0], signature=part.signature)
+            yield from self._grow("", part.signature)
             yield from self._shut()
         else:
             self._has_calls |= isinstance(part, ToolCall)
             yield from self._whole(part)
 
-    def _whole(self, part: Part) -> Iterator[Delta]:
-        yield from self._start(part)
-        yield from self._shut()
-
-    def _start(self, part: Part) -> Iterator[Delta]:
-        self._open, self._grown, self._text_key = (self._count, part), False, None
-        self._count += 1
-        yield PartStart(self._open[0], part)
-
-    def _shut(self) -> Iterator[Delta]:
-        if self._open is not None:
-            yield PartEnd(self._open[0])
-            self._open = None
-
     def _end(self, response: Mapping[str, Any]) -> Iterator[Delta]:
         yield from self._begin(response)
         yield from self._shut()
         self.done = True
-        stop, native = self._read_stop(response, self._has_calls)
+        stop, native = read_stop(response, self._has_calls)
         yield TurnEnd(stop, read_usage(response.get("usage")), native)
 
 
@@ -470,93 +458,61 @@ def _failure(data: Mapping[str, Any]) -> StreamError:
     response = data.get("response")
     error = response.get("error") if isinstance(response, Mapping) else data.get("error") or data
     code = error.get("code") if isinstance(error, Mapping) else None
-    kinds: dict[Any, tuple[ErrorKind, int]] = {
-        "context_length_exceeded": ("context_length", 400),
-        "rate_limit_exceeded": ("rate_limit", 429),
-        "insufficient_quota": ("permission", 403),
-    }
-    kind, status = kinds.get(code, ("server", 502))
+    kind, status = _FAILURES.get(code, ("server", 502))
     return StreamError(error_text(dict(error) if isinstance(error, Mapping) else error), kind, status)
 
 
-class ResponsesRenderer:
-    content_type = SSE
-
-    def __init__(self, request: Request, response_body: Callable[..., dict[str, Any]]) -> None:
+class ResponsesRenderer(EventRenderer):
+    def __init__(self, request: Request) -> None:
+        super().__init__()
         self._request = request
-        self._response_body = response_body
         self._id = fresh_id("resp_")
         self._begun = False
         self._number = 0
         self._output: list[dict[str, Any]] = []
-        self._part: Part | None = None
         self._item_id = ""
-        self._text: list[str] = []
-        self._signature: str | None = None
         self._message: list[dict[str, Any]] | None = None
         self._message_id = ""
 
-    def render(self, delta: Delta) -> bytes:
-        match delta:
-            case TurnStart(id=id_):
-                return b"" if self._begun else self._begin(id_)
-            case PartStart(part=part):
-                return self._start(part)
-            case PartDelta(text=text, signature=signature):
-                self._signature = signature or self._signature
-                return self._grow(text)
-            case PartEnd():
-                return self._shut()
-            case TurnEnd():
-                return self._end(delta)
-            case StreamError(message=message, kind=kind, status=status):
-                return self.error(status, message, kind)
-            case Ping():
-                return self.keep_alive()
-            case _:
-                return b""
-
     def keep_alive(self) -> bytes:
         # Codex counts events, not bytes, so a comment would not keep it waiting.
-        return self._progress() if self._begun else self._begin(None)
+        return self._progress() if self._begun else self._begin(TurnStart())
 
     def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
         response = self._response(None, None)
         response.update(status="failed", error={"code": _CODES.get(kind, "server_error"), "message": message})
         return self._event("response.failed", response=response)
 
-    def _begin(self, id_: str | None) -> bytes:
+    def _begin(self, start: TurnStart) -> bytes:
+        if self._begun:
+            return b""
         self._begun = True
-        self._id = id_ or self._id
+        self._id = start.id or self._id
         return self._event("response.created", response=self._response(None, None)) + self._progress()
 
     def _progress(self) -> bytes:
         return self._event("response.in_progress", response=self._response(None, None))
 
     def _start(self, part: Part) -> bytes:
-        self._part, self._text, self._signature = part, [], None
         if isinstance(part, Text | Refusal):
             return self._start_text(part)
         data = self._close_message()
-        prefix = (
-            "rs_" if isinstance(part, Reasoning) else "ctc_" if isinstance(part, ToolCall) and part.custom else "fc_"
-        )
-        self._item_id = fresh_id(prefix)
+        is_call = isinstance(part, ToolCall)
+        self._item_id = fresh_id("rs_" if isinstance(part, Reasoning) else "ctc_" if is_call and part.custom else "fc_")
         item = render_item(part, answer=True, id_=self._item_id)
         if item is None:
             self._part = None
             return data
         self._item_id = item.get("id") or self._item_id
         if isinstance(part, ToolCall | Reasoning):
-            self._signature = part.signature
-            item = {key: value for key, value in item.items() if key != "encrypted_content"}
+            item = take(item, "encrypted_content")
             blank = {"arguments": "", "input": "", "summary": [], "status": "in_progress"}
             item.update({key: value for key, value in blank.items() if key in item})
         data += self._event("response.output_item.added", output_index=len(self._output), item=item)
         if isinstance(part, Reasoning):
             data += self._on_item("response.reasoning_summary_part.added", part=_summary(""), **_SUMMARY)
-            return data + self._grow(part.text)
-        return data + (self._grow(part.arguments) if isinstance(part, ToolCall) else b"")
+            return data + self._more(part.text)
+        return data + (self._more(part.arguments) if isinstance(part, ToolCall) else b"")
 
     def _start_text(self, part: Text | Refusal) -> bytes:
         data = b""
@@ -567,12 +523,9 @@ class ResponsesRenderer:
         self._item_id = self._message_id
         blank = render_text(Text("") if isinstance(part, Text) else Refusal(""))
         data += self._on_item("response.content_part.added", content_index=len(self._message), part=blank)
-        return data + self._grow(part.text)
+        return data + self._more(part.text)
 
     def _grow(self, text: str) -> bytes:
-        if not text or self._part is None:
-            return b""
-        self._text.append(text)
         match self._part:
             case Text():
                 return self._on_text("response.output_text.delta", delta=text, logprobs=[])
@@ -588,8 +541,7 @@ class ResponsesRenderer:
                 return b""
 
     def _shut(self) -> bytes:
-        part, self._part = self._part, None
-        text = "".join(self._text)
+        part, text = self._part, "".join(self._text)
         match part:
             case None:
                 return b""
@@ -633,7 +585,7 @@ class ResponsesRenderer:
 
     def _response(self, stop: StopReason | None, usage: dict[str, Any] | None) -> dict[str, Any]:
         output = list(self._output) if stop else []
-        return self._response_body(self._request, id_=self._id, output=output, stop=stop, usage=usage)
+        return response_body(self._request, id_=self._id, output=output, stop=stop, usage=usage)
 
     def _on_text(self, kind: str, **fields: Any) -> bytes:
         return self._on_item(kind, content_index=len(self._message or ()), **fields)
@@ -647,37 +599,32 @@ class ResponsesRenderer:
         return sse(data, kind)
 
 
-_SUMMARY: dict[str, Any] = {"summary_index": 0}
-
-
-def _prefix(part: Part) -> str:
-    if isinstance(part, ToolCall):
-        return "ctc_" if part.custom else "fc_"
-    return "rs_"
-
-
 def _summary(text: str) -> dict[str, Any]:
     return {"type": "summary_text", "text": text}
 
 
-_FIELDS = (
-    *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens"),
-    *("temperature", "top_p", "top_logprobs", "reasoning", "text", "stream", "previous_response_id", "conversation"),
-)
+class Responses(OpenAI):
+    name = "responses"
+    routes = (
+        ("POST", "(?:/v1)?/responses", "generate"),
+        ("POST", "(?:/v1)?/responses/input_tokens", "count_tokens"),
+    )
+    likely_path = re.compile(".*/responses$")
+    keep_alive = b'event: keepalive\ndata: {"type":"keepalive","sequence_number":0}\n\n'
+    answer_field = "output"
+    preludes = ("response.created", "response.queued", "response.in_progress", "keepalive")
+    unknown_sampling = ("top_k", "thinking_budget", "stop", "seed", "presence_penalty", "frequency_penalty", "logprobs")
+    custom_tools = True
+    state_fields = ("previous_response_id", "conversation", "prompt", "background")
+    local_fields = f"""{LOCAL_FIELDS}
+        model input instructions tools tool_choice parallel_tool_calls max_output_tokens max_tool_calls reasoning text
+        stream stream_options store include metadata client_metadata service_tier truncation user safety_identifier
+        prompt_cache_key prompt_cache_retention context_management
+    """
+    file_places = ("input", "instructions")
+    local_tools = re.compile(r"function|custom|local_shell|apply_patch|tool_search|namespace|computer\w*")
 
-
-class Responses:
-    name: DialectName = "responses"
-
-    def match(self, method: str, path: str, query: Mapping[str, str]) -> Route | None:
-        if method == "POST" and re.fullmatch(r"(/v1)?/responses", path):
-            return Route(self.name, "generate")
-        if method == "POST" and re.fullmatch(r"(/v1)?/responses/input_tokens", path):
-            return Route(self.name, "count_tokens")
-        return None
-
-    def parse_request(self, body: Mapping[str, Any], route: Route | None = None) -> Request:
-        check_recordable(self.name, body)
+    def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
         instructions = body.get("instructions")
         system, messages = parse_input(body.get("input") or [])
         reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
@@ -689,20 +636,14 @@ class Responses:
             tools=tuple(parse_tools(body.get("tools"))),
             tool_choice=parse_choice(body.get("tool_choice")),
             parallel_tools=body.get("parallel_tool_calls"),
-            sampling=Sampling(
-                max_tokens=body.get("max_output_tokens"),
-                temperature=body.get("temperature"),
-                top_p=body.get("top_p"),
-                effort=reasoning.get("effort"),
-                top_logprobs=body.get("top_logprobs"),
-            ),
+            sampling=read_sampling(body, _SAMPLING, effort=reasoning.get("effort")),
             response_format=_parse_format(text.get("format")),
             stream=bool(body.get("stream")),
             dialect=self.name,
             extra={**take(body, *_FIELDS), **{key: value for key, value in more.items() if value}},
         )
 
-    def render_request(self, request: Request) -> dict[str, Any]:
+    def _render_request(self, request: Request) -> dict[str, Any]:
         sampling = request.sampling
         extra = dict(request.extra) if request.dialect == self.name else {}
         reasoning = compact({**extra.pop("reasoning", {}), "effort": sampling.effort})
@@ -714,27 +655,24 @@ class Responses:
             "tools": render_tools(request.tools) or None,
             "tool_choice": render_choice(request.tool_choice),
             "parallel_tool_calls": request.parallel_tools,
-            "max_output_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_logprobs": sampling.top_logprobs,
+            **write_sampling(sampling, _SAMPLING),
             "reasoning": reasoning or None,
             "text": text or None,
             "stream": request.stream or None,
         }
         return {**extra, **compact(body)}
 
-    def request_path(self, request: Request) -> str:
+    def generate_path(self, model: str, stream: bool) -> str:
         return "/v1/responses"
 
-    def parse_response(self, body: Mapping[str, Any]) -> Turn:
+    def count_path(self, model: str) -> str:
+        return "/v1/responses/input_tokens"
+
+    def _parse_response(self, body: Mapping[str, Any]) -> Turn:
         output = body.get("output")
         if not isinstance(output, list) or body.get("status") == "failed":
             raise BadResponse(f"the provider's answer failed: {error_text(dict(body))[:200]}")
-        try:
-            parts = tuple(part for item in output for part in _parse_item(need_dict(item, "an output item")))
-        except BadRequest as error:
-            raise BadResponse(error.message) from error
+        parts = tuple(part for item in output for part in _parse_item(need_dict(item, "an output item")))
         stop, native = read_stop(body, any(isinstance(part, ToolCall) for part in parts))
         return Turn(
             parts=parts,
@@ -755,26 +693,61 @@ class Responses:
         )
 
     def stream_parser(self) -> ResponsesParser:
-        return ResponsesParser(read_stop)
+        return ResponsesParser()
 
     def stream_renderer(self, request: Request, route: Route | None = None) -> ResponsesRenderer:
-        return ResponsesRenderer(request, response_body)
-
-    def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
-        return error_body(status, message, kind)
-
-    def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
-        message = error_text(body)
-        return message, "context_length" if is_context_error(body, message) else kind_of_status(status)
-
-    def models_body(self, models: tuple[str, ...]) -> dict[str, Any]:
-        return models_body(models)
-
-    def model_body(self, model: str) -> dict[str, Any]:
-        return model_body(model)
+        return ResponsesRenderer(request)
 
     def count_tokens_body(self, tokens: int) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": tokens}
+
+    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
+        kind = event.get("type")
+        if kind in ("response.completed", "response.incomplete", "response.failed"):
+            response = event.get("response") or {}
+            error = response if kind == "response.failed" else None
+            return AnswerProgress(usage=response.get("usage"), finished=True, done=True, error=error)
+        return AnswerProgress(error=event) if kind == "error" else None
+
+    def adapt(self, request: Request, *, foreign: bool, edits: list[Edit]) -> Request:
+        if not foreign:
+            return request
+        # Tools are strict unless the request says otherwise, and then most schemas are refused.
+        loose = [tool.kind == "function" and tool.strict is None for tool in request.tools]
+        tools = [replace(tool, strict=False) if free else tool for tool, free in zip(request.tools, loose, strict=True)]
+        messages = tuple(_sealed(message) for message in request.messages)
+        return replace(request, tools=tuple(tools), messages=messages, extra=_stateless(request))
+
+    def close_tool(self, tool: dict[str, Any], removed: list[str]) -> dict[str, Any] | None:
+        if tool.get("type") != "namespace":
+            return super().close_tool(tool, removed)
+        if not isinstance(tool.get("tools"), list):
+            raise BadRequest("invalid value for tools of a namespace: expected a list")
+        found = [self.close_tool(need_dict(inner, "a tool"), removed) for inner in tool["tools"]]
+        inner = [each for each in found if each is not None]
+        return {**tool, "tools": inner} if inner else None
+
+    def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
+        if part.get("type") == "item_reference":
+            return {"type": "message", "role": "user", "content": REMOVED}
+        away = part.get("file_id") or any(is_web(value) for key, value in part.items() if key.endswith("_url"))
+        return {"type": "input_text", "text": REMOVED} if away else None
+
+
+def _stateless(request: Request) -> dict[str, Any]:
+    """Store nothing at the provider. A model that reasons gives its reasoning encrypted instead, to be sent back."""
+    asks = request.sampling.effort not in (None, "none") or (request.sampling.thinking_budget or 0) > 0
+    if not asks and not _REASONING_MODEL.search(request.model):
+        return {"store": False}
+    return {"store": False, "include": ["reasoning.encrypted_content"]}
+
+
+def _sealed(message: Message) -> Message:
+    """Without reasoning that only its id stands for: nothing is stored under it."""
+    return Message(
+        message.role,
+        tuple(part for part in message.parts if not isinstance(part, Reasoning) or part.signature),
+    )
 
 
 def _parse_item(item: Mapping[str, Any]) -> list[Part]:
@@ -800,12 +773,7 @@ def response_body(
     usage: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """A response object; without `stop` it is still in progress."""
-    reasons: dict[StopReason, str] = {
-        "length": "max_output_tokens",
-        "context": "max_output_tokens",
-        "refusal": "content_filter",
-    }
-    reason = reasons.get(stop) if stop else None
+    reason = _REASONS.get(stop) if stop else None
     return {
         "id": id_,
         "object": "response",

@@ -1,86 +1,281 @@
-"""Reads events as nearly all providers write them: many at once, and those of a long text by what they have in common.
+"""Server-sent events: the one reader and writer for all dialects.
 
-Whatever is written otherwise is left to those who read event by event; nothing that is not JSON gets through here.
+`Framer` cuts a stream behind whole events, wherever its reads end and whatever ends its lines, and leaves their bytes
+as they are; `events_of` and `data_of` take events apart. `EventParser` and `EventRenderer` are what the streams of all
+dialects have in common. A parser never raises: a broken event becomes a `StreamError`, and silence follows.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
-from json.decoder import JSONDecoder
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-DONE = object()
-"""Stands for the word with which OpenAI's streams end."""
-_scan = JSONDecoder().scan_once  # pyright: ignore[reportAttributeAccessIssue]
-_TEXT = re.compile(
-    r'"(?:content|text|partial_json|thinking|reasoning_content|reasoning|arguments)": ?"((?:[^"\\]|\\.)*+)"'
-)
-"""The pieces of a text in all dialects; nothing that says how an answer stands has such a name."""
+from pier.wire.contract import WRONG, BadRequest, BadResponse, dumps, fault
+from pier.wire.turn import Delta, ErrorKind, Part, PartDelta, PartEnd, PartStart, Ping, StreamError, TurnEnd, TurnStart
+
+MAX_EVENT = 64 * 1024 * 1024
+SSE = "text/event-stream"
+_END_OF_EVENT = re.compile(rb"\r?\n\r?\n|\r\r")
 
 
-def plain(text: str) -> list[Any] | None:
-    """The data of whole events; None if any is written otherwise."""
-    if "\r" in text:
-        return None
-    values = []
-    pieces = text.split("\n\n")
-    pieces.pop()
-    for piece in pieces:
-        if piece.startswith("data: "):
-            at = 6
-        elif piece.startswith("event: ") and piece.startswith("\ndata: ", at := piece.find("\n")):
-            at += 7
-        else:
-            return None
+class MalformedAnswer(Exception):
+    """The upstream's stream is not what it should be. `before` is how many bytes of the block that was looked at come
+    before the event that is wrong."""
+
+    def __init__(self, message: str, before: int = 0) -> None:
+        super().__init__(message)
+        self.before = before
+
+
+class Framer:
+    """Cuts a stream behind whole events."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    @property
+    def rest(self) -> bytes:
+        """The beginning of an event that is not whole."""
+        return bytes(self._rest.strip())
+
+    @property
+    def torn(self) -> bool:
+        """Whether the stream stands in the middle of an event."""
+        return bool(self.rest)
+
+    def feed(self, data: bytes) -> bytes:
+        """The events that are whole now, as they came."""
+        rest = self._rest
+        if rest:
+            seen = max(len(rest) - 3, 0)
+            rest += data
+            end = _last_end(rest, seen)
+            data = bytes(rest[:end])
+            del rest[:end]
+        elif (end := _last_end(data, 0)) < len(data):
+            rest += data[end:]
+            data = data[:end]
+        if len(rest) > MAX_EVENT:
+            raise MalformedAnswer(f"the provider sent an event of more than {MAX_EVENT} bytes")
+        return data
+
+
+def _last_end(data: bytes | bytearray, start: int) -> int:
+    """Where the last whole event ends; 0 if there is none."""
+    if data.find(b"\r", start) < 0:
+        return data.rfind(b"\n\n", start) + 2 if data.find(b"\n\n", start) >= 0 else 0
+    return max((found.end() for found in _END_OF_EVENT.finditer(data, start)), default=0)
+
+
+def events_of(block: bytes) -> list[bytes]:
+    """Whole events, one by one."""
+    if not block:
+        return []
+    if b"\r" not in block and b"\n\n\n" not in block and block.endswith(b"\n\n"):
+        return [event + b"\n\n" for event in block[:-2].split(b"\n\n")]
+    ends = [*(found.end() for found in _END_OF_EVENT.finditer(block)), len(block)]
+    ends = ends[:-2] + ends[-1:]
+    return [block[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def data_of(event: bytes) -> bytes | None:
+    """The data of an event; None for a comment."""
+    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2:
+        return event[6:-2]
+    return _field(event, b"data:")
+
+
+def name_of(event: bytes) -> str | None:
+    """The name of an event; None if it has none."""
+    name = _field(event, b"event:")
+    return None if name is None else name.decode(errors="replace")
+
+
+def _field(event: bytes, field: bytes) -> bytes | None:
+    lines = [line[len(field) :].removeprefix(b" ") for line in event.splitlines() if line.startswith(field)]
+    return b"\n".join(lines) if lines else None
+
+
+def sse(data: Any, event: str | None = None) -> bytes:
+    """One event. JSON escapes newlines, so the data is always one line."""
+    name = f"event: {event}\n" if event else ""
+    return f"{name}data: {dumps(data)}\n\n".encode()
+
+
+class EventParser:
+    """Reads a dialect's stream: events in, deltas out, parts numbered and closed, exactly one end.
+
+    A dialect gives `on_event`, which turns one decoded event into deltas, and sets `done` at its proper end.
+    """
+
+    dialect = ""
+
+    def __init__(self) -> None:
+        self._framer = Framer()
+        self._failed = False
+        self._count = 0
+        self._open: tuple[int, Part] | None = None
+        self.done = False
+
+    def on_event(self, event: str | None, data: Mapping[str, Any]) -> Iterable[Delta]:
+        raise NotImplementedError
+
+    def on_close(self) -> Iterable[Delta]:
+        """Deltas still owed at `[DONE]` or at the close, whichever comes first; a second call owes none."""
+        return ()
+
+    def feed(self, data: bytes) -> list[Delta]:
+        """The deltas of a piece of a stream, cut anywhere."""
+        if self._failed:
+            return []
         try:
-            value, end = _scan(piece, at)
-        except (ValueError, StopIteration, RecursionError):
-            value, end = DONE, at + len("[DONE]")
-            if not piece.endswith("[DONE]"):
-                return None
-        if end != len(piece) or piece.find("\n", at) >= 0:
-            return None
-        values.append(value)
-    return values
+            block = self._framer.feed(data)
+        except MalformedAnswer as error:
+            return [self._fail(str(error))]
+        deltas: list[Delta] = []
+        for event in events_of(block):
+            raw = data_of(event)
+            if raw is not None:
+                deltas += self._decode(name_of(event), raw.decode(errors="replace"))
+            elif event.lstrip().startswith(b":"):
+                deltas.append(Ping())
+            if self._failed:
+                break
+        return deltas
+
+    def close(self) -> list[Delta]:
+        """The upstream ended; a stream without its proper end gives a `StreamError` here."""
+        if self._failed:
+            return []
+        deltas = self._checked(self.on_close(), "")
+        if not self.done and not self._failed:
+            rest = self._framer.rest.decode(errors="replace")
+            tail = f"; the last bytes were {rest[-120:]!r}" if rest else ""
+            deltas.append(self._fail(f"the provider's stream ended before the answer did{tail}"))
+        return deltas
+
+    def _decode(self, event: str | None, text: str) -> list[Delta]:
+        if text.strip() == "[DONE]":
+            return self._checked(self.on_close(), text)
+        try:
+            data = json.loads(text)
+            if not isinstance(data, dict):
+                raise ValueError("not an object")
+        except (ValueError, RecursionError) as error:
+            return [self._fail(f"the provider sent a broken event ({error}): {text[:120]!r}")]
+        return self._checked(self.on_event(event, data), text)
+
+    def _checked(self, deltas: Iterable[Delta], text: str) -> list[Delta]:
+        """The deltas as far as they are sound."""
+        sound: list[Delta] = []
+        try:
+            for delta in deltas:
+                if problem := fault(delta):
+                    words = f"the provider sent an event that is not of the {self.dialect} dialect: {problem}"
+                    return [*sound, self._fail(words)]
+                sound.append(delta)
+                self._failed |= isinstance(delta, StreamError)
+        except (BadRequest, BadResponse, *WRONG) as error:
+            return [*sound, self._fail(f"the provider sent a broken event ({error}): {text[:120]!r}")]
+        return sound
+
+    def _fail(self, message: str) -> StreamError:
+        self._failed = True
+        return StreamError(message)
+
+    def _start(self, part: Part) -> Iterator[Delta]:
+        """A part begins; the one before it is over."""
+        yield from self._shut()
+        self._open = (self._count, part)
+        self._count += 1
+        yield PartStart(self._open[0], part)
+
+    def _is_open(self, part: Part) -> bool:
+        """Whether the open part is of the same kind as this one."""
+        return self._open is not None and type(self._open[1]) is type(part)
+
+    def _grow(self, text: str, signature: str | None = None) -> Iterator[Delta]:
+        """More of the open part."""
+        if self._open is None:
+            raise ValueError("a delta outside of any part")
+        if text or signature:
+            yield PartDelta(self._open[0], text, signature)
+
+    def _shut(self) -> Iterator[Delta]:
+        if self._open is not None:
+            index, self._open = self._open[0], None
+            yield PartEnd(index)
+
+    def _whole(self, part: Part) -> Iterator[Delta]:
+        """A part that comes in one piece."""
+        yield from self._start(part)
+        yield from self._shut()
 
 
-@dataclass(frozen=True, slots=True)
-class Alike:
-    """How events are written that differ in one text only: all before the text, all after it."""
+class EventRenderer:
+    """Writes a stream for the client. Each `render` gives whole events, or nothing."""
 
-    head: str
-    tail: str
+    content_type = SSE
 
-    @staticmethod
-    def of(event: str) -> Alike | None:
-        """After an event without its empty line; None if it has no such text."""
-        found = _TEXT.search(event)
-        return Alike(event[: found.start(1)], event[found.end(1) :] + "\n\n") if found else None
+    def __init__(self) -> None:
+        self._part: Part | None = None
+        self._text: list[str] = []
+        """The text of the open part so far."""
+        self._signature: str | None = None
 
-    def without(self, text: str) -> str | None:
-        """Whole events without the first to the last that is written so; None if they do not follow each other, or if
-        any has a text that is not a string."""
-        start, end = text.find(self.head), text.rfind(self.tail) + len(self.tail)
-        if start < 0 or (start and text[start - 2 : start] != "\n\n") or end < start + len(self.head) + len(self.tail):
-            return None
-        inner = text[start + len(self.head) : end - len(self.tail)]
-        texts = inner.split(self.tail + self.head)
-        return text[:start] + text[end:] if _are_strings(texts) else None
+    def render(self, delta: Delta) -> bytes:
+        match delta:
+            case PartDelta(text=text, signature=signature):
+                self._signature = signature or self._signature
+                return self._more(text)
+            case PartStart(part=part):
+                self._part, self._text, self._signature = part, [], getattr(part, "signature", None)
+                return self._start(part)
+            case PartEnd():
+                data = self._shut() if self._part is not None else b""
+                self._part = None
+                return data
+            case TurnStart():
+                return self._begin(delta)
+            case TurnEnd():
+                return self._end(delta)
+            case StreamError(message=message, kind=kind, status=status):
+                return self.error(status, message, kind)
+            case Ping():
+                return self.keep_alive()
+            case _:
+                return b""
 
+    def keep_alive(self) -> bytes:
+        """Bytes that the dialect's clients take as a sign of life, right now in the stream; never an empty event."""
+        raise NotImplementedError
 
-def _are_strings(texts: list[str]) -> bool:
-    """Whether each would be a JSON string between quotes. All are read as one array, in which none can hide: no quote
-    in them ends a string, no backslash at their end goes on in the next."""
-    bare = "\n".join(texts)
-    if bare.count("\n") >= len(texts):
-        return False
-    if "\\" in bare:
-        bare = bare.replace("\\\\", "").replace('\\"', "")
-    if '"' in bare or "\\\n" in bare or bare.endswith("\\"):
-        return False
-    try:
-        values, _ = _scan('["' + '","'.join(texts) + '"]', 0)
-    except ValueError:
-        return False
-    return len(values) == len(texts)
+    def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
+        """The error event that ends this stream."""
+        raise NotImplementedError
+
+    def _more(self, text: str) -> bytes:
+        if not text or self._part is None:
+            return b""
+        self._text.append(text)
+        return self._grow(text)
+
+    def _begin(self, start: TurnStart) -> bytes:
+        return b""
+
+    def _start(self, part: Part) -> bytes:
+        """The open part begins; `_more` is given the text that it has already."""
+        raise NotImplementedError
+
+    def _grow(self, text: str) -> bytes:
+        """More text of the open part; never none."""
+        raise NotImplementedError
+
+    def _shut(self) -> bytes:
+        """The open part is over."""
+        return b""
+
+    def _end(self, end: TurnEnd) -> bytes:
+        raise NotImplementedError

@@ -5,11 +5,9 @@ what the agent expects: its own tool names, its free-text tools, its call ids. W
 out and listed in `edits`. `Memory` lives as long as a session and puts back what agents lose on the way: the exact
 text of sampled arguments, signatures, and reasoning.
 
-Histories that another dialect accepts: every call answered right after it, no stranger's parts, plain ids.
-
-Sampling parameters on their way to another dialect: renamed where there is a like one, left out where not.
-
-Tools on their way to another dialect: names it accepts, free-text tools as functions, hosted tools left out.
+Histories become those that another dialect accepts: every call answered right after it, no other provider's parts,
+plain ids. Sampling parameters are left out where the dialect has none like them. Tools get names that it accepts,
+free-text tools become functions and hosted tools are left out. What one dialect alone needs is in its `adapt`.
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
-from pier.wire.anthropic import DEFAULT_MAX_TOKENS
 from pier.wire.contract import parse_arguments, unwrap_custom, wrap_custom
 from pier.wire.dialects import DIALECTS, Dialect
 from pier.wire.turn import (
     Delta,
+    DialectName,
     Edit,
     Media,
     Message,
@@ -80,7 +78,7 @@ def _foreign(part: Part, target: str) -> str | None:
             return None
 
 
-def mend(messages: Iterable[Message], edits: list[Edit]) -> tuple[Message, ...]:
+def answer_calls(messages: Iterable[Message], edits: list[Edit]) -> tuple[Message, ...]:
     """Each message with calls is followed at once by one with their results, in the order of the calls.
 
     Results that came later move up, missing ones are filled in empty, and results of calls that are no longer in the
@@ -89,17 +87,17 @@ def mend(messages: Iterable[Message], edits: list[Edit]) -> tuple[Message, ...]:
     listed = list(messages)
     results = {part.call_id: part for message in listed for part in message.parts if isinstance(part, ToolResult)}
     asked = {part.id for message in listed for part in message.parts if isinstance(part, ToolCall)}
-    mended: list[Message] = []
+    answered: list[Message] = []
     for position, message in enumerate(listed):
         others = tuple(_orphan(part, asked, edits) for part in message.parts if not _answered(part, asked))
         if others or not message.parts:
-            mended.append(Message(message.role, others))
+            answered.append(Message(message.role, others))
         calls = [part for part in message.parts if isinstance(part, ToolCall)]
         if not calls or (position == len(listed) - 1 and message.role == "assistant"):
             continue
         found = tuple(results.get(call.id) or _unanswered(call, edits) for call in calls)
-        mended.append(Message("user", found))
-    return tuple(mended)
+        answered.append(Message("user", found))
+    return tuple(answered)
 
 
 def _answered(part: Part, asked: set[str]) -> bool:
@@ -145,35 +143,23 @@ def move_system(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 
 _BUDGETS = {"none": 0, "minimal": 1024, "low": 2048, "medium": 8192, "high": 16_384, "xhigh": 32_000, "max": 32_000}
-_GEMINI_THINKS = re.compile(r"gemini-(2\.5|[3-9])")
-_UNKNOWN = {
-    "chat": ("top_k", "thinking_budget"),
-    "responses": ("top_k", "thinking_budget", "stop", "seed", "presence_penalty", "frequency_penalty", "logprobs"),
-    "anthropic": ("effort", "seed", "presence_penalty", "frequency_penalty", "logprobs", "top_logprobs"),
-    "gemini": ("effort",),
-}
 
 
-def fit_sampling(request: Request, edits: list[Edit]) -> Request:
-    """A request whose sampling the target, its `dialect`, understands."""
-    target = request.dialect or "chat"
+def fit_sampling(request: Request) -> Request:
+    """A request that says how much to think both as an effort and as a budget: dialects know the one or the other."""
     sampling = request.sampling
-    fitted = replace(sampling, effort=_effort(sampling), thinking_budget=_budget(sampling))
-    if target == "anthropic":
-        fitted = _for_anthropic(request, fitted, edits)
-    if target == "gemini":
-        return _for_gemini(request, _without(fitted, target, edits, sampling))
-    return replace(request, sampling=_without(fitted, target, edits, sampling))
+    return replace(request, sampling=replace(sampling, effort=_effort(sampling), thinking_budget=_budget(sampling)))
 
 
-def _without(fitted: Sampling, target: str, edits: list[Edit], asked: Sampling) -> Sampling:
-    blank = Sampling()
-    for name in _UNKNOWN[target]:
+def drop_sampling(request: Request, asked: Sampling, target: Dialect, edits: list[Edit]) -> Request:
+    """A request without parameters that the target does not know."""
+    fitted, blank = request.sampling, Sampling()
+    for name in target.unknown_sampling:
         is_reasoning = name in ("effort", "thinking_budget")
         if getattr(asked, name) != getattr(blank, name) and not is_reasoning:
-            edits.append(Edit("removed", name, f"{target} has no such parameter"))
+            edits.append(Edit("removed", name, f"{target.name} has no such parameter"))
         fitted = replace(fitted, **{name: getattr(blank, name)})
-    return fitted
+    return replace(request, sampling=fitted)
 
 
 def _effort(sampling: Sampling) -> str | None:
@@ -191,73 +177,14 @@ def _budget(sampling: Sampling) -> int | None:
     return _BUDGETS.get(sampling.effort) if sampling.effort else None
 
 
-def _for_anthropic(request: Request, sampling: Sampling, edits: list[Edit]) -> Sampling:
-    budget = sampling.thinking_budget
-    forced = request.tool_choice is not None and request.tool_choice.mode in ("any", "tool")
-    if budget is not None and (budget <= 0 or forced or not _can_think(request.messages)):
-        if budget > 0:
-            edits.append(Edit("removed", "thinking", "the history holds calls without Anthropic's own reasoning"))
-        budget = None
-    limit = sampling.max_tokens or DEFAULT_MAX_TOKENS
-    if budget:
-        budget = max(budget, 1024)
-        limit = limit if limit > budget else limit + budget
-        return replace(sampling, thinking_budget=budget, max_tokens=limit, temperature=None, top_k=None, top_p=None)
-    temperature = None if sampling.temperature is None else min(sampling.temperature, 1.0)
-    top_p = sampling.top_p if temperature is None else None
-    return replace(sampling, thinking_budget=None, max_tokens=limit, temperature=temperature, top_p=top_p)
-
-
-def _can_think(messages: tuple[Message, ...]) -> bool:
-    """Anthropic wants the reasoning of a tool loop back; a loop that began without it must go on without it."""
-    for message in reversed(messages):
-        if message.role == "assistant" and any(isinstance(part, ToolCall) for part in message.parts):
-            return any(isinstance(part, Reasoning) for part in message.parts)
-    return True
-
-
-def _for_gemini(request: Request, sampling: Sampling) -> Request:
-    if not _GEMINI_THINKS.search(request.model):
-        return replace(request, sampling=replace(sampling, thinking_budget=None))
-    if sampling.thinking_budget is None or sampling.thinking_budget == 0:
-        return replace(request, sampling=sampling)
-    extra = {"generationConfig": {"thinkingConfig": {"includeThoughts": True}}}
-    return replace(request, sampling=sampling, extra=extra)
-
-
 _GOOD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
-
-_STRING = {"type": "string"}
-_CLIENT_SIDE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    "bash": (
-        "Run a command in a persistent bash session.",
-        {"command": _STRING, "restart": {"type": "boolean"}},
-        [],
-    ),
-    "text_editor": (
-        "View, create and edit files. Commands: view, create, str_replace, insert.",
-        {
-            "command": {"type": "string", "enum": ["view", "create", "str_replace", "insert"]},
-            "path": _STRING,
-            "file_text": _STRING,
-            "old_str": _STRING,
-            "new_str": _STRING,
-            "insert_line": {"type": "integer"},
-            "insert_text": _STRING,
-            "view_range": {"type": "array", "items": {"type": "integer"}},
-        },
-        ["command", "path"],
-    ),
-}
-"""Typed tools of Anthropic that the agent itself runs: other models get them as plain functions."""
 
 
 class ToolNames:
     """Tool names that the upstream takes, both ways. A name that is fine already stays as it is."""
 
-    def __init__(self, tools: Iterable[Tool], target: str) -> None:
-        self._keeps_spaces = target == "responses"
-        self._keeps_custom = target == "responses"
+    def __init__(self, tools: Iterable[Tool], target: Dialect) -> None:
+        self._keeps_custom = target.custom_tools
         self._inward: dict[str, Tool] = {}
         self._outward: dict[tuple[str | None, str], str] = {}
         self.tools = tuple(self._rename(tool) for tool in tools)
@@ -265,17 +192,17 @@ class ToolNames:
     def _rename(self, tool: Tool) -> Tool:
         if tool.kind == "hosted":
             return tool
-        space = None if self._keeps_spaces else tool.namespace
+        space = None if self._keeps_custom else tool.namespace
         plain = f"{space}__{tool.name}" if space else tool.name
         name = self._unique(plain)
         self._inward[name] = tool
         self._outward[(tool.namespace, tool.name)] = name
-        renamed = replace(tool, name=name, namespace=tool.namespace if self._keeps_spaces else None)
+        renamed = replace(tool, name=name, namespace=tool.namespace if self._keeps_custom else None)
         return renamed if tool.kind == "function" or self._keeps_custom else _as_function(renamed)
 
     def _unique(self, name: str) -> str:
         good = name if _GOOD_NAME.fullmatch(name) else _mangled(name)
-        while good in self._inward and not self._keeps_spaces:
+        while good in self._inward and not self._keeps_custom:
             good = _mangled(good + "_")
         return good
 
@@ -288,7 +215,7 @@ class ToolNames:
         name = self._outward.get((call.namespace, call.name)) or (
             plain if _GOOD_NAME.fullmatch(plain) else _mangled(plain)
         )
-        if self._keeps_spaces:
+        if self._keeps_custom:
             return replace(call, name=name if call.namespace is None else call.name)
         if call.custom and not self._keeps_custom:
             return replace(call, name=name, namespace=None, custom=False, arguments=wrap_custom(call.arguments))
@@ -323,30 +250,19 @@ def _as_function(tool: Tool) -> Tool:
     return replace(tool, kind="function", schema=schema, raw=None)
 
 
-def fit_tools(request: Request, target: str, edits: list[Edit]) -> list[Tool]:
+def fit_tools(request: Request, source: Dialect | None, target: Dialect, edits: list[Edit]) -> list[Tool]:
     """The tools that `target` can be offered."""
-    if request.dialect == target:
-        return list(request.tools)
     tools: list[Tool] = []
     for tool in request.tools:
-        if tool.kind != "hosted":
-            # Responses takes tools as strict unless told otherwise, and then refuses most schemas.
-            loose = target == "responses" and tool.strict is None and tool.kind == "function"
-            tools.append(replace(tool, strict=False) if loose else tool)
-        elif known := _client_side(tool):
+        if tool.kind != "hosted" or request.dialect == target.name:
+            tools.append(tool)
+        elif known := source.as_function(tool) if source else None:
             tools.append(known)
-            edits.append(Edit("changed", f"tool {tool.name}", f"given to {target} as a function"))
+            edits.append(Edit("changed", f"tool {tool.name}", f"given to {target.name} as a function"))
         else:
-            edits.append(Edit("removed", f"tool {tool.name}", f"it runs at the provider, and {target} has none such"))
+            why = f"it runs at the provider, and {target.name} has none such"
+            edits.append(Edit("removed", f"tool {tool.name}", why))
     return tools
-
-
-def _client_side(tool: Tool) -> Tool | None:
-    kind = re.sub(r"_\d{8}$", "", str((tool.raw or {}).get("type")))
-    if kind not in _CLIENT_SIDE:
-        return None
-    description, properties, required = _CLIENT_SIDE[kind]
-    return Tool(tool.name, description, {"type": "object", "properties": properties, "required": required})
 
 
 def fit_choice(request: Request, names: ToolNames, edits: list[Edit]) -> ToolChoice | None:
@@ -364,16 +280,6 @@ def fit_choice(request: Request, names: ToolNames, edits: list[Edit]) -> ToolCho
         edits.append(Edit("removed", "tool_choice", f"the tool {choice.name!r} is not on offer"))
         return None
     return ToolChoice("tool", name)
-
-
-BILLING = "x-anthropic-billing-header:"
-"""Claude Code's first system block changes with every call; it means nothing to others and spoils their caches."""
-
-_REASONS = re.compile(r"(^|/)(o\d|codex|gpt-([5-9]|\d\d)(?!.*chat))")
-"""Models of OpenAI that reason without being asked to. Others refuse to encrypt what they do not have."""
-
-_FILLER = "skip_thought_signature_validator"
-"""What Google takes in place of a signature for calls that its model did not make."""
 
 
 @dataclass
@@ -465,86 +371,55 @@ class Translation:
         self._memory.remember(turn)
 
 
-def translate(request: Request, target: str, model: str, memory: Memory | None = None) -> Translation:
+def translate(request: Request, target: DialectName, model: str, memory: Memory | None = None) -> Translation:
     """`request` for `model` at an upstream that speaks the dialect `target`."""
     memory = memory if memory is not None else Memory()
     edits: list[Edit] = []
-    system = request.system
-    if target != "anthropic" and any(text.startswith(BILLING) for text in system):
-        system = tuple(text for text in system if not text.startswith(BILLING))
-        edits.append(Edit("removed", "system block", "the billing line of Claude Code is for Anthropic only"))
-    tools = fit_tools(request, target, edits)
-    names = ToolNames(tools, target)
-    messages = tuple(_outward(message, names, target) for message in request.messages)
-    messages = tuple(
-        memory.restore(message, target) if message.role == "assistant" else message for message in messages
-    )
-    if target == "responses" and request.dialect != target:
-        messages = tuple(_sealed(message) for message in messages)
-    messages = safe_ids(mend(drop_foreign(messages, target, edits), edits))
-    if target in ("anthropic", "gemini"):
-        messages = move_system(messages)
-    if target == "gemini" and _wants_signatures(model):
-        messages = tuple(_signed(message) for message in messages)
-    if request.dialect != target and request.extra:
-        fields = ", ".join(sorted(request.extra))
-        edits.append(Edit("removed", f"fields {fields}", f"{target} does not know them"))
-    own = _stateless(model, request) if target == "responses" else {}
+    source, upstream = DIALECTS.get(request.dialect or ""), DIALECTS[target]
+    foreign, system = request.dialect != target, request.system
+    if foreign and source:
+        private = [source.private_system(text) for text in system]
+        system = tuple(text for text, why in zip(system, private, strict=True) if not why)
+        edits.extend(Edit("removed", "system block", why) for why in private if why)
+    names = ToolNames(fit_tools(request, source, upstream, edits), upstream)
     fitted = replace(
         request,
         model=model,
         system=system,
-        messages=messages,
+        messages=_fit_messages(request.messages, names, upstream, memory, edits),
         tools=names.tools,
         tool_choice=fit_choice(request, names, edits),
-        parallel_tools=request.parallel_tools if names.tools and target != "gemini" else None,
+        parallel_tools=request.parallel_tools if names.tools and upstream.parallel_tools else None,
         stream_usage=True,
         dialect=target,
-        extra=request.extra if request.dialect == target else own,
+        extra={} if foreign else request.extra,
     )
-    if request.dialect != target:
-        fitted = fit_sampling(fitted, edits)
-    return Translation(DIALECTS[target], fitted, names, edits, memory)
+    if not foreign:
+        return Translation(upstream, upstream.adapt(fitted, foreign=False, edits=edits), names, edits, memory)
+    if request.extra:
+        edits.append(Edit("removed", f"fields {', '.join(sorted(request.extra))}", f"{target} does not know them"))
+    fitted = upstream.adapt(fit_sampling(fitted), foreign=True, edits=edits)
+    return Translation(upstream, drop_sampling(fitted, request.sampling, upstream, edits), names, edits, memory)
 
 
-def _outward(message: Message, names: ToolNames, target: str) -> Message:
+def _fit_messages(
+    messages: Iterable[Message], names: ToolNames, target: Dialect, memory: Memory, edits: list[Edit]
+) -> tuple[Message, ...]:
+    """A history that `target` accepts, in the words that its models sampled."""
+    renamed = (_outward(message, names, target) for message in messages)
+    restored = [memory.restore(message, target.name) if message.role == "assistant" else message for message in renamed]
+    fitted = safe_ids(answer_calls(drop_foreign(restored, target.name, edits), edits))
+    return fitted if target.system_anywhere else move_system(fitted)
+
+
+def _outward(message: Message, names: ToolNames, target: Dialect) -> Message:
     parts: list[Part] = []
     for part in message.parts:
         match part:
             case ToolCall():
                 parts.append(names.outward(part))
-            case ToolResult(custom=True) if target != "responses":
+            case ToolResult(custom=True) if not target.custom_tools:
                 parts.append(replace(part, custom=False))
             case _:
                 parts.append(part)
     return Message(message.role, tuple(parts))
-
-
-def _stateless(model: str, request: Request) -> dict[str, Any]:
-    """Store nothing at the provider. A model that reasons gives its reasoning encrypted instead, to be sent back."""
-    asks = request.sampling.effort not in (None, "none") or (request.sampling.thinking_budget or 0) > 0
-    if not asks and not _REASONS.search(model):
-        return {"store": False}
-    return {"store": False, "include": ["reasoning.encrypted_content"]}
-
-
-def _sealed(message: Message) -> Message:
-    """Without reasoning that only its id stands for: nothing is stored under it."""
-    kept = tuple(part for part in message.parts if not isinstance(part, Reasoning) or part.signature)
-    return message if len(kept) == len(message.parts) else Message(message.role, kept)
-
-
-def _wants_signatures(model: str) -> bool:
-    version = model.rpartition("gemini-")[2][:1]
-    return "gemini-" in model and version.isdigit() and int(version) >= 3
-
-
-def _signed(message: Message) -> Message:
-    """The first call of each step must be signed."""
-    for index, part in enumerate(message.parts):
-        if isinstance(part, ToolCall):
-            if part.signature:
-                return message
-            signed = replace(part, signature=_FILLER)
-            return Message(message.role, (*message.parts[:index], signed, *message.parts[index + 1 :]))
-    return message

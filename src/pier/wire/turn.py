@@ -8,8 +8,7 @@ Every dialect is parsed into these values and rendered from them, so that any cl
   open at once, then `TurnEnd`; or it ends early in a `StreamError`. `Ping` and `Tokens` may come anywhere between.
 - What only one dialect knows is kept as `Opaque` or in `extra`: it survives a round trip through that dialect and is
   dropped, with a note, on the way to another.
-
-Turns as they stream: deltas added up to a turn, and a turn taken apart into deltas.
+- A cost is what the provider reported, else from the price table, else unknown; never a guess.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from typing import Any, Literal
 from pier.errors import ProviderError
 
 Json = Mapping[str, Any]
-DialectName = Literal["chat", "responses", "anthropic", "gemini"]
+DialectName = str
+"""A name in `pier.wire.dialects.DIALECTS`."""
 Role = Literal["system", "user", "assistant"]
 StopReason = Literal["end", "length", "tool_use", "stop_sequence", "refusal", "pause", "context", "other"]
 ErrorKind = Literal[
@@ -424,3 +424,37 @@ def stream_turn(turn: Turn, chunk: int = 64) -> Iterator[Delta]:
     if turn.tokens:
         yield turn.tokens
     yield TurnEnd(turn.stop, turn.usage, turn.native_stop, turn.stop_sequence)
+
+
+PRICE_IDS = {"google": "google", "anthropic": "anthropic", "openai": "openai", "openrouter": "openrouter"}
+
+
+def cost_of(usage: Usage | None, model: str | None, provider: str) -> float | None:
+    """US dollars, or None if unknown."""
+    if usage is None:
+        return None
+    if usage.cost_usd is not None:
+        return usage.cost_usd
+    if model is None or usage.input_tokens is None or usage.output_tokens is None or provider not in PRICE_IDS:
+        return None
+    return _from_table(usage, model, PRICE_IDS[provider])
+
+
+def is_priced(model: str, provider: str) -> bool:
+    """Whether the price table knows this model, or the provider reports money itself."""
+    return provider == "openrouter" or cost_of(Usage(1, 1), model, provider) is not None
+
+
+def _from_table(usage: Usage, model: str, provider: str) -> float | None:
+    import genai_prices
+
+    counts = genai_prices.Usage(
+        input_tokens=usage.input_tokens,
+        output_tokens=usage.output_tokens,
+        cache_read_tokens=usage.cached_tokens,
+        cache_write_tokens=usage.cache_write_tokens,
+    )
+    try:
+        return float(genai_prices.calc_price(counts, model, provider_id=provider).total_price)
+    except (LookupError, ValueError):
+        return None

@@ -1,7 +1,9 @@
-"""Puts the records of a session log together as steps, one per model call, and lets go of each as soon as it is whole.
+"""What the readers of agents' session logs share: opening logs, and putting their records together as steps.
 
-Readers tell an `Assembler` what a log says, in its order; memory holds the open step and nothing before it. What a
-log ties to no step (a late answer, a mark of compaction) becomes a separate step: nothing in the log is dropped.
+A reader passes what a log says to an `Assembler`, in the log's order, and gets one step per model call; memory holds
+the open step and nothing before it. What a log ties to no step (a late answer, a mark of compaction) becomes a separate
+step: nothing in the log is dropped. A log that is one JSON document is read piece by piece, with the memory of its
+largest element; what is whole before a tear counts. An agent may have written anything into its logs and databases.
 """
 
 from __future__ import annotations
@@ -9,12 +11,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
+import sqlite3
+import stat
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from pier.trajectory.model import (
     Content,
@@ -341,3 +348,110 @@ def simple(parts: list[ContentPart]) -> Content:
     if any(part.type != "text" for part in parts):
         return parts
     return "\n".join(part.text or "" for part in parts)
+
+
+_CHUNK = 64 * 1024
+_SPACE = " \t\r\n"
+
+
+def members(path: Path, listed: str) -> Iterator[tuple[str, Any]]:
+    """The members of the object in a file; the one named `listed`, an array, comes as one member for each element."""
+    with open_regular(path) as file, TextIOWrapper(file, encoding="utf-8", errors="replace") as stream:
+        window = _Window(stream)
+        try:
+            window.expect("{")
+            while window.peek() != "}":
+                key = window.value()
+                window.expect(":")
+                if key == listed and window.peek() == "[":
+                    yield from ((key, element) for element in _elements(window))
+                else:
+                    yield key, window.value()
+                if window.peek() == ",":
+                    window.expect(",")
+        except ValueError:
+            return
+
+
+def _elements(window: _Window) -> Iterator[Any]:
+    window.expect("[")
+    while window.peek() != "]":
+        yield window.value()
+        if window.peek() == ",":
+            window.expect(",")
+    window.expect("]")
+
+
+class _Window:
+    """The part of a file that is looked at. `ValueError` where the text is not what it should be, or ends."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._text = ""
+        self._at = 0
+        self._decoder = json.JSONDecoder()
+
+    def peek(self) -> str:
+        """The next character that is not white space."""
+        while True:
+            while self._at < len(self._text):
+                if self._text[self._at] not in _SPACE:
+                    return self._text[self._at]
+                self._at += 1
+            self._more()
+
+    def expect(self, character: str) -> None:
+        if self.peek() != character:
+            raise ValueError(character)
+        self._at += 1
+
+    def value(self) -> Any:
+        """The next value. More is read until it is whole, twice as much each time."""
+        self.peek()
+        while True:
+            try:
+                found, end = self._decoder.raw_decode(self._text, self._at)
+            except ValueError:
+                self._more()
+                continue
+            if end == len(self._text) and not isinstance(found, dict | list | str):
+                # A number may go on behind what was read.
+                self._more()
+                continue
+            self._at = end
+            return found
+
+    def _more(self) -> None:
+        rest = self._text[self._at :]
+        added = self._stream.read(max(_CHUNK, len(rest)))
+        if not added:
+            raise ValueError("the document ends")
+        self._text, self._at = rest + added, 0
+
+
+_LONGEST = 256 * 1024 * 1024
+"""Bytes of the longest value that a query may give or compute."""
+
+
+@contextmanager
+def opened(path: Path, *tables: str) -> Iterator[sqlite3.Connection]:
+    """The database as it is, unwritten messages of its journal included; where that cannot be, without them.
+    `sqlite3.DatabaseError` if one of `tables` is missing or computed, or a file next to it is not a regular one."""
+    for end in ("", "-wal", "-shm", "-journal"):
+        if os.path.lexists(f"{path}{end}") and not stat.S_ISREG(os.lstat(f"{path}{end}").st_mode):
+            raise sqlite3.DatabaseError(f"{path.name}{end} is not a regular file")
+    for how in ("mode=ro", "immutable=1"):
+        with closing(sqlite3.connect(f"{path.as_uri()}?{how}", uri=True)) as database:
+            database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
+            try:
+                found = database.execute(
+                    "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0"
+                ).fetchall()
+            except sqlite3.OperationalError:
+                if how == "immutable=1":
+                    raise
+                continue
+            if missing := set(tables) - {name for (name,) in found}:
+                raise sqlite3.DatabaseError(f"{path.name} has no table {missing.pop()}")
+            yield database
+            return

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, SessionLog, iso, simple
-from pier.trajectory.native.documents import members
+from pier.trajectory.native.assemble import Assembler, SessionLog, iso, members, simple
 from pier.tree import find_files, open_regular
 
 NAME = "cline"

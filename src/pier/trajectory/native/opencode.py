@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, SessionLog, iso, nested, simple
-from pier.trajectory.native.database import opened
+from pier.trajectory.native.assemble import Assembler, SessionLog, iso, nested, opened, simple
 from pier.tree import find_files
 
 NAME = "opencode"
