@@ -20,7 +20,6 @@ from urllib.parse import quote
 
 from pier.errors import ProviderError
 from pier.gateway.call import Exchange
-from pier.gateway.http.coding import BadCoding
 from pier.gateway.providers import Target
 from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
 from pier.record.redact import Scrubber, without_key
@@ -45,7 +44,7 @@ from pier.wire.watch import AnswerWatch, Framer, MalformedAnswer
 
 if TYPE_CHECKING:
     from pier.gateway.session import Policy
-    from pier.gateway.upstream import AnyAnswer
+    from pier.gateway.upstream import Answer
 
 
 _BURST = 2048
@@ -99,9 +98,7 @@ def counting_path(dialect: DialectName, model: str) -> str:
     return "/v1/responses/input_tokens" if dialect == "responses" else "/v1/messages/count_tokens"
 
 
-async def _whole(
-    x: Exchange, answer: AnyAnswer, extras: Extras, scrub: Scrubber, sampler: Sampler | None = None
-) -> None:
+async def _whole(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, sampler: Sampler | None = None) -> None:
     raw = scrub(await read_answer(answer))
     x.record.status("upstream", answer.status, answer.headers, False)
     x.record.chunk("upstream", raw)
@@ -126,9 +123,7 @@ async def _whole(
     return await x.reply(raw, answer.headers)
 
 
-async def _stream(
-    x: Exchange, answer: AnyAnswer, extras: Extras, scrub: Scrubber, sampler: Sampler | None = None
-) -> None:
+async def _stream(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, sampler: Sampler | None = None) -> None:
     if not answer.content_type.startswith("text/event-stream"):
         return await _stream_whole(x, answer, scrub)
     x.record.status("upstream", answer.status, answer.headers, True)
@@ -194,7 +189,7 @@ async def _pass_on(x: Exchange, block: bytes, watch: AnswerWatch, extras: Extras
     return block
 
 
-async def _stream_whole(x: Exchange, answer: AnyAnswer, scrub: Scrubber) -> None:
+async def _stream_whole(x: Exchange, answer: Answer, scrub: Scrubber) -> None:
     """The upstream did not stream. What it gave instead is streamed from here, if it is an answer at all."""
     raw = scrub(await read_answer(answer))
     x.record.status("upstream", answer.status, answer.headers, False)
@@ -214,7 +209,7 @@ async def _stream_whole(x: Exchange, answer: AnyAnswer, scrub: Scrubber) -> None
     return await x.finish(data)
 
 
-async def next_chunk(answer: AnyAnswer, scrub: Scrubber) -> bytes:
+async def next_chunk(answer: Answer, scrub: Scrubber) -> bytes:
     """More of a stream, without secrets; nothing at its end."""
     try:
         while data := await answer.read():
@@ -223,7 +218,7 @@ async def next_chunk(answer: AnyAnswer, scrub: Scrubber) -> bytes:
         return scrub.rest()
     except TimeoutError:
         raise MalformedAnswer("the provider fell silent in the middle of its answer") from None
-    except (OSError, BadCoding) as error:
+    except OSError as error:
         raise MalformedAnswer(f"the provider's stream was cut off: {error}") from None
 
 
@@ -300,7 +295,7 @@ async def _begun(x: Exchange, deltas: AsyncIterator[Delta]) -> AsyncGenerator[De
 
 
 async def _deltas(
-    x: Exchange, answer: AnyAnswer, translation: Translation, scrub: Scrubber
+    x: Exchange, answer: Answer, translation: Translation, scrub: Scrubber
 ) -> AsyncGenerator[Delta, None]:
     """The upstream's stream as the agent should see it."""
     x.record.status("upstream", answer.status, answer.headers, True)

@@ -22,8 +22,8 @@ from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import UsageError
 from pier.gateway.budget import Budget, Meter, Reservation
 from pier.gateway.call import Caller, CallerGone, Exchange
-from pier.gateway.http.coding import BadCoding, TooLarge
 from pier.gateway.http.message import BadMessage
+from pier.gateway.http.request import BadCoding, TooLarge
 from pier.gateway.metrics import Measured, Tally
 from pier.gateway.providers import Directory, Provider, Target
 from pier.gateway.relay import counting_path, relay

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import Iterable
 from email.utils import formatdate
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from pier.gateway.http.coding import TooLarge, inflate
 from pier.gateway.http.message import (
     BadMessage,
     Framing,
@@ -29,6 +29,36 @@ AHEAD = 256 * 1024
 """How much of a body, or of the next request, is read ahead."""
 
 Fields = Iterable[tuple[str, str]]
+
+_WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+"""Codings that are understood, as zlib wants them named."""
+
+
+class BadCoding(Exception):
+    """The body is not of the coding that it claims, or of an unknown one."""
+
+
+class TooLarge(Exception):
+    """The body is over the limit."""
+
+
+def inflate(data: bytes, coding: str, limit: int) -> bytes:
+    """A body without its `Content-Encoding`, of at most `limit` bytes."""
+    window = _WINDOWS.get(coding.strip().lower())
+    if window is None:
+        raise BadCoding(f"unsupported Content-Encoding {coding!r}: expected gzip or deflate")
+    if window == 15 and data[:1] != b"\x78":
+        window = -15  # as some clients send it: without the header of zlib
+    decoder = zlib.decompressobj(window)
+    try:
+        plain = decoder.decompress(data, limit + 1)
+    except zlib.error as error:
+        raise BadCoding(f"invalid {coding} body: {error}") from None
+    if len(plain) > limit:
+        raise TooLarge
+    if decoder.unused_data or not decoder.eof:
+        raise BadCoding(f"invalid {coding} body: it is {'too long' if decoder.unused_data else 'cut off'}")
+    return plain
 
 
 class HttpRequest:
