@@ -101,7 +101,7 @@ class Gateway:
         self._servers: dict[str | None, Server] = {}
         self._listening: dict[str, list[asyncio.Server]] = {}
         self.metrics = GatewayMetrics()
-        self.metrics.gauge("pier_gateway_open_sessions", "Sessions with a living key.", lambda: len(self._sessions))
+        self.metrics.gauge("open_sessions", "Sessions with a living key.", lambda: len(self._sessions))
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Gateway:

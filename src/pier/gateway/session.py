@@ -24,7 +24,7 @@ from pier.gateway.budget import Budget, Meter, Reservation
 from pier.gateway.call import Caller, CallerGone, Exchange
 from pier.gateway.http.message import BadMessage
 from pier.gateway.http.request import BadCoding, TooLarge
-from pier.gateway.metrics import Measured, Tally
+from pier.gateway.metrics import CallCounts, Measured
 from pier.gateway.providers import Directory, Provider, Target
 from pier.gateway.relay import counting_path, relay
 from pier.gateway.upstream import Outgoing, UpstreamFailed, Upstreams, read_answer
@@ -163,7 +163,7 @@ class Session:
         self.key = "sk-pier-" + secrets.token_urlsafe(32)
         self.terms = terms
         self.meter = Meter(terms.budget)
-        self.tally = Tally()
+        self.counts = CallCounts()
         self.ended: str | None = None
         """Why no further turn is given, once that is so."""
         self.pool_ended = False
@@ -228,9 +228,9 @@ class Session:
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
-        self.tally.most = max(self.tally.most, len(self._calls))
+        self.counts.most = max(self.counts.most, len(self._calls))
         try:
-            with Measured(self._gateway.metrics, self.tally):
+            with Measured(self._gateway.metrics, self.counts):
                 return await self._serve(caller)
         finally:
             self._calls.discard(task)
@@ -324,7 +324,7 @@ class Session:
                 return await x.fail(500, message, "server", fault="gateway")
             finally:
                 if x.outcome:
-                    self.tally.add(*x.outcome)
+                    self.counts.add(*x.outcome)
 
     async def _within_time(self, x: Exchange, asked: str) -> None:
         left = min((left for meter in self._meters if (left := meter.seconds_left) is not None), default=None)
