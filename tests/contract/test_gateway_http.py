@@ -14,8 +14,8 @@ import pytest
 
 from pier.gateway import Gateway, Session
 from pier.gateway import call as caller_module
-from pier.gateway.http.request import HttpRequest as HttpRequest
-from pier.gateway.http.server import Server
+from pier.gateway.http import Server
+from pier.gateway.request import BadMessage, HttpRequest
 from pier.record import reader
 from pier.wire.dialects import DIALECTS
 from pier.wire.turn import Request, Turn
@@ -129,7 +129,6 @@ async def test_what_can_be_read_in_two_ways_is_refused(fields: tuple[str, ...]) 
 
 
 LINES = [
-    b"POST  /v1/chat/completions HTTP/1.1\r\nHost: x\r\n\r\n",
     b"POST /v1/chat/completions\tHTTP/1.1\r\nHost: x\r\n\r\n",
     b"POST /v1/chat completions HTTP/1.1\r\nHost: x\r\n\r\n",
     b"PO(ST / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -433,8 +432,6 @@ async def test_a_dead_key_closes_the_connection_that_used_it() -> None:
 )
 async def test_who_takes_too_long_is_given_up(sent: bytes, expected: bytes) -> None:
     async def handle(request: HttpRequest) -> None:
-        from pier.gateway.http.message import BadMessage
-
         try:
             await request.read(100)
         except BadMessage as error:
@@ -455,7 +452,13 @@ async def test_absolute_addresses_and_odd_methods_find_their_way() -> None:
         none = "Content-Length: 0"
         wire.send(wire.head(method="GET", path="http://elsewhere/v1/models?x=1"))
         assert (await wire.answer())[0] == 200
-        for method, path in (("CONNECT", "example.org:443"), ("OPTIONS", "*"), ("TRACE", "/"), ("BREW", "/pot")):
+        for method, path in (("CONNECT", "example.org:443"), ("OPTIONS", "*"), ("TRACE", "/")):
             wire.send(wire.head(none, method=method, path=path))
             status, _, raw = await wire.answer()
             assert (status, bool(json.loads(raw)["error"])) == (404, True)
+        wire.send(wire.head(method="GET ", path="/v1/models"))
+        assert (await wire.answer())[0] == 200
+        wire.send(wire.head(none, method="BREW", path="/pot"))
+        status, headers, raw = await wire.answer()
+        assert (status, headers["connection"], bool(json.loads(raw)["error"])) == (400, "close", True)
+        assert await wire.rest() == b""

@@ -18,10 +18,10 @@ from pathlib import Path
 from pier.errors import UsageError
 from pier.gateway.budget import Budget, Meter, Retry
 from pier.gateway.call import Caller, CallerGone
-from pier.gateway.http.request import HttpRequest
-from pier.gateway.http.server import Server
+from pier.gateway.http import Server
 from pier.gateway.metrics import GatewayMetrics
 from pier.gateway.providers import Directory, Provider, with_tokens
+from pier.gateway.request import HttpRequest
 from pier.gateway.session import Answerer, ByProvider, Policy, Session, Terms, answerer
 from pier.gateway.upstream import Upstreams
 from pier.record.writer import Durable, Flusher

@@ -22,11 +22,10 @@ from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import UsageError
 from pier.gateway.budget import Budget, Meter, Reservation
 from pier.gateway.call import Caller, CallerGone, Exchange
-from pier.gateway.http.message import BadMessage
-from pier.gateway.http.request import BadCoding, TooLarge
 from pier.gateway.metrics import CallCounts, Measured
 from pier.gateway.providers import Directory, Provider, Target
 from pier.gateway.relay import counting_path, relay
+from pier.gateway.request import BadCoding, BadMessage, TooLarge
 from pier.gateway.upstream import Outgoing, UpstreamFailed, Upstreams, read_answer
 from pier.record.redact import Scrubber
 from pier.record.writer import CallRecord, Durable, Outcome, Recorder

@@ -1,4 +1,7 @@
-"""One request of a client, and its answer."""
+"""One request of an agent's HTTP client, and its answer.
+
+Strict about how a body is delimited: one Content-Length or `chunked`, never both, and no other coding of the transfer.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,29 @@ import time
 import zlib
 from collections.abc import Iterable
 from email.utils import formatdate
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from pier.gateway.http.message import (
-    BadMessage,
-    Framing,
-    Length,
-    RequestHead,
-    framing,
-    render,
-    status_line,
-    stays_open,
-)
+from multidict import CIMultiDict
 
 if TYPE_CHECKING:
-    from pier.gateway.http.server import Connection
-
+    from pier.gateway.http import Connection
 
 AHEAD = 256 * 1024
-"""How much of a body, or of the next request, is read ahead."""
+"""How much of a body is read ahead."""
+_REASONS = {status.value: status.phrase for status in HTTPStatus}
 
 Fields = Iterable[tuple[str, str]]
+
+
+class BadMessage(Exception):
+    """The client sent no HTTP/1.1, or not safely so. `status` is the answer to it."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
 
 _WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 """Codings that are understood, as zlib wants them named."""
@@ -65,70 +69,78 @@ class HttpRequest:
     """One request, and where its answer goes. Exactly one of `reply` and `start` ... `finish` answers it."""
 
     __slots__ = (
-        "_asked", "_body", "_broken", "_connection", "_continue", "_parts", "_pending", "_size", "_waiter",
-        "chunked", "closing", "finished", "head", "headers", "method", "path", "query_string", "started", "target",
+        "_asked", "_broken", "_connection", "_continue", "_length", "_parts", "_pending", "_size", "_waiter",
+        "chunked", "closing", "finished", "headers", "method", "minor", "path", "query_string", "received", "started",
+        "target",
     )  # fmt: skip
 
-    def __init__(self, connection: Connection, head: RequestHead) -> None:
+    def __init__(self, connection: Connection, method: str, target: str, minor: int, headers: CIMultiDict[str]) -> None:
         self._connection = connection
-        self.head = head
-        self.method = head.method
-        self.target = head.target
-        self.headers = head.headers
-        target = head.target
+        self.method = method
+        self.target = target
+        self.minor = minor
+        """Of the version: 0 or 1."""
+        self.headers = headers
         if not target.startswith("/") and "://" in target:
             try:
                 parts = urlsplit(target)
             except ValueError:
-                raise BadMessage("the address of the request cannot be read") from None
+                raise BadMessage("invalid address in the request line") from None
             target = f"{parts.path or '/'}?{parts.query}"
         path, _, self.query_string = target.partition("?")
         self.path = unquote(path) if "%" in path else path
-        self._body: Framing = framing(head.headers, head.minor) or Length(0)
-        expected = head.headers.get("Expect")
+        self._length = _length(method, headers, minor)
+        expected = headers.get("Expect")
         if expected is not None and expected.lower() != "100-continue":
-            raise BadMessage("no other expectation than 100-continue is met", 417)
-        self._continue = expected is not None and head.minor == 1
+            raise BadMessage("unsupported Expect header: expected 100-continue", 417)
+        self._continue = expected is not None and minor == 1
         self._parts: list[bytes] = []
         self._size = 0
         self._asked = False
         self._broken: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._pending = b""
+        self.received = False
+        """Whether all of the body is here."""
         self.started = False
         """Whether an answer has begun."""
         self.finished = False
         self.chunked = False
-        self.closing = not stays_open(head.headers, head.minor)
+        self.closing = minor == 0 or any("close" in value.lower() for value in headers.getall("Connection", ()))
 
-    @property
-    def received(self) -> bool:
-        """Whether all of it is here."""
-        return self._body.done
-
-    def feed(self, data: bytes) -> bytes:
-        """Take in more of the body; what comes after it."""
-        part, rest = self._body.feed(data)
-        if part:
-            self._parts.append(part)
-            self._size += len(part)
+    def feed(self, data: bytes) -> None:
+        """Take in more of the body."""
+        self._parts.append(data)
+        self._size += len(data)
         if not self._asked and self._size > AHEAD:
             self._connection.hold()
-        elif self._waiter and not self._waiter.done():
+        else:
+            self._wake()
+
+    def feed_end(self) -> None:
+        self.received = True
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more of the body comes: that is what `read` raises."""
+        self._broken = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter and not self._waiter.done():
             self._waiter.set_result(None)
-        return rest
 
     async def read(self, limit: int) -> bytes:
         """The body without its coding, once. `TooLarge` if it has more than `limit` bytes; `BadMessage` or `BadCoding`
         if it cannot be read."""
-        if isinstance(self._body, Length) and self._size + self._body.left > limit:
+        if self._length is not None and self._length > limit:
             raise TooLarge
-        if not self._body.done:
+        if not self.received:
             self._asked = True
             if self._continue and not self._parts:
                 self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._connection.resume()
-            while not self._body.done:
+            while not self.received:
                 if self._broken:
                     raise self._broken
                 if self._size > limit:
@@ -160,7 +172,7 @@ class HttpRequest:
 
     def start(self, status: int, fields: Fields) -> None:
         """Begin a streamed answer. Its head goes with the first bytes, or by itself when there are none yet."""
-        self.chunked = self.head.minor == 1
+        self.chunked = self.minor == 1
         more = [("Transfer-Encoding", "chunked")] if self.chunked else []
         self._pending = self._head(status, [*fields, *more], close=not self.chunked)
         self._connection.loop.call_soon(self._flush)
@@ -196,19 +208,42 @@ class HttpRequest:
 
     def _head(self, status: int, fields: list[tuple[str, str]], close: bool) -> bytes:
         self._connection.check()
-        self.closing = self.closing or close or not self._body.done or self._connection.server.retired
+        self.closing = self.closing or close or not self.received or self._connection.server.retired
         fields.append(("Date", _date()))
         if self.closing:
             fields.append(("Connection", "close"))
-        head = render(status_line(status), fields)
+        head = render(status, fields)
         self.started = True
         return head
 
-    def fail(self, error: Exception) -> None:
-        """Nothing more of the body comes: that is what `read` raises."""
-        self._broken = error
-        if self._waiter and not self._waiter.done():
-            self._waiter.set_result(None)
+
+def _length(method: str, headers: CIMultiDict[str], minor: int) -> int | None:
+    """The length of a body if its head says so. The parser has accepted the head; whatever it allows beyond one
+    Content-Length or one `chunked` is refused here."""
+    codings, lengths = headers.getall("Transfer-Encoding", ()), headers.getall("Content-Length", ())
+    if codings:
+        if lengths:
+            raise BadMessage("a request has either a Content-Length or a Transfer-Encoding")
+        if minor == 0 or len(codings) != 1 or codings[0].lower() != "chunked":
+            raise BadMessage("unsupported Transfer-Encoding: expected chunked", 501)
+    elif lengths:
+        text = lengths[0]
+        if len(lengths) != 1 or not (text.isascii() and text.isdigit()) or len(text) > 15:
+            raise BadMessage("invalid Content-Length")
+    length = int(lengths[0]) if lengths else None
+    if method == "CONNECT" and (codings or length):
+        raise BadMessage("a CONNECT request has no body")
+    return length
+
+
+def render(status: int, fields: Fields) -> bytes:
+    """The head of an answer. `ValueError` if a field would break out of its line."""
+    first = f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}"
+    lines = [first, *(f"{name}: {value}" for name, value in fields), "", ""]
+    text = "\r\n".join(lines)
+    if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:
+        raise ValueError("a header has a line break in it")
+    return text.encode(errors="surrogateescape")
 
 
 _dates: tuple[int, str] = (0, "")
