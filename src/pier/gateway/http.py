@@ -18,7 +18,7 @@ from typing import NoReturn
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from multidict import CIMultiDict
 
-from pier.gateway.request import BadMessage, HttpRequest, render
+from pier.gateway.request import AHEAD, BadMessage, HttpRequest, render
 
 log = logging.getLogger(__name__)
 _MAX_HEAD = 64 * 1024
@@ -114,7 +114,8 @@ class Connection(asyncio.Protocol):
         self._receiving: HttpRequest | None = None
         self._target = b""
         self._fields: list[tuple[str, str]] = []
-        self._head_size = self._field_count = 0
+        self._head_size = self._field_count = self._ahead = 0
+        self._in_head = False
         self._bad: BadMessage | None = None
         self._lost = self._held = self._lingering = self.full = False
         self._drained: asyncio.Future[None] | None = None
@@ -142,10 +143,15 @@ class Connection(asyncio.Protocol):
         if self._lingering or self._bad or self.transport.is_closing():
             return
         self.since = self.loop.time() if self.state == "body" else self.since
-        self._head_size += len(data)
+        if self._in_head:
+            self._head_size += len(data)
+        if self.request and self.request.received:
+            self._ahead += len(data)
+            if self._ahead > AHEAD:
+                self.hold()
         try:
             self._feed(data)
-            if self.state == "head" and self._receiving is None and self._head_size > _MAX_HEAD:
+            if self._in_head and self._head_size > _MAX_HEAD:
                 raise BadMessage(f"the head is larger than {_MAX_HEAD} bytes", 431)
         except (HttpParserError, BadMessage) as error:
             self._bad = error if isinstance(error, BadMessage) else self._bad or BadMessage(f"invalid HTTP: {error}")
@@ -162,6 +168,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._target, self._fields, self._field_count = b"", [], 0
+        self._in_head, self._head_size = True, 0
         if self.state == "idle":
             self.state, self.since = "head", self.loop.time()
 
@@ -178,6 +185,7 @@ class Connection(asyncio.Protocol):
             self._fields.append((name.decode(errors="surrogateescape"), text))
 
     def on_headers_complete(self) -> None:
+        self._in_head = False
         size = len(self._target) + sum(len(name) + len(value) for name, value in self._fields)
         if size > _MAX_HEAD or self._field_count > _MAX_FIELDS:
             self._raise(BadMessage(f"more than {_MAX_FIELDS} headers, or of more than {_MAX_HEAD} bytes", 431))
@@ -210,7 +218,7 @@ class Connection(asyncio.Protocol):
         self._receiving.feed_end()
         if self._receiving is self.request:
             self.state = "answer"
-        self._receiving, self._head_size = None, 0
+        self._receiving = None
 
     def _raise(self, error: BadMessage) -> NoReturn:
         """From within the parser, which does not pass errors of its callbacks on."""
@@ -268,7 +276,7 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, request: HttpRequest) -> None:
         """Start to answer a request, whose body may yet be to come."""
-        self.request = request
+        self.request, self._ahead = request, 0
         self.state, self.since = "answer" if request.received else "body", self.loop.time()
         self.task = self.loop.create_task(self._answer(request))
 
@@ -309,7 +317,7 @@ class Connection(asyncio.Protocol):
                 self._begin(following)
         else:
             self.request = None
-            self.state, self.since = "head" if self._head_size else "idle", self.loop.time()
+            self.state, self.since = "head" if self._in_head else "idle", self.loop.time()
             self.resume()
 
     def _spoil(self, error: BadMessage) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pier.gateway.http import Connection
 
 AHEAD = 256 * 1024
-"""How much of a body is read ahead."""
+"""How much of a body, or of later requests, is read ahead."""
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 
 Fields = Iterable[tuple[str, str]]
