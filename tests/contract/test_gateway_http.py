@@ -230,6 +230,16 @@ async def test_requests_in_one_go_are_answered_in_order() -> None:
         assert b"<last>" in (await wire.answer())[2]
 
 
+async def test_requests_that_pile_up_on_a_connection_are_refused() -> None:
+    async with wired() as wire:
+        wire.send(wire.head(method="GET", path="/v1/models") * 300)
+        statuses = [(await wire.answer())[0]]
+        while statuses[-1] == 200:
+            statuses.append((await wire.answer())[0])
+        assert len(statuses) > 100 and statuses[-1] == 429
+        assert await wire.rest() == b""
+
+
 async def test_a_flood_behind_a_call_waits_outside() -> None:
     go_on, asked = asyncio.Event(), asyncio.Event()
 

@@ -1,12 +1,8 @@
-"""One generation in flight: the agent on one side, a model on the other, with the recording and the budget.
+"""One generation in flight: the agent on one side (`Caller`), a model on the other, with the recording and the budget.
 
 Whatever the model's side is, these promises are kept here: each call ends once, in the recording before the agent
-sees its last event; a failure reaches the agent in its own dialect; a stream that is quiet for long is kept alive.
-
-The agent's side of one call: its request as it came, and the answer on its way back.
-
-Errors and refusals always leave in the caller's dialect. An answer that has begun can only end in its own dialect's
-error event, since its status is gone already.
+sees its last event; a failure reaches the agent in its own dialect, as an error event if the answer has begun; a stream
+that is quiet for long is kept alive.
 """
 
 from __future__ import annotations

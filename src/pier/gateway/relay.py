@@ -1,11 +1,9 @@
-"""An upstream of the agent's own dialect: bytes and headers pass as they are, events as they arrive.
+"""The ways in which a model answers a generation: relayed, translated, or decided by a policy.
 
-The one thing held back is an event that is not whole yet. What the gateway itself adds to a request (another model
-name, usage, token ids) is taken out of the answer.
-
-A model that does not speak the agent's dialect: another provider's, or a callable in this process.
-
-The request is read into its canonical form, and the answer is written from canonical deltas as they come.
+`relay`: an upstream of the agent's own dialect. Bytes and headers pass as they are, events as they arrive; only an
+event that is not whole yet is held back. Whatever the gateway adds to a request (another model name, usage, token ids)
+is taken out of the answer. `translated` and `decided`: another dialect's upstream, or a callable in this process. The
+request is read into its canonical form, and the answer is written from canonical deltas as they come.
 """
 
 from __future__ import annotations

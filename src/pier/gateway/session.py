@@ -1,9 +1,8 @@
 """One agent's life at the gateway: a key, a model, a budget, a recording.
 
 The key is identity and credential in one; nothing of another session can be reached with it, and it is dead once the
-session is closed. A session serves what agents really ask: generations, token counts, lists of models, probes.
-
-Who answers a session's calls: a provider, a policy, a script or a recording, found by the model's name.
+session is closed. A session serves what agents really ask: generations, token counts, lists of models, probes. Its
+calls are answered by a provider, a policy, a script or a recording, found by the model's name.
 """
 
 from __future__ import annotations
@@ -246,11 +245,11 @@ class Session:
         kind = caller.route.kind
         if kind in ("generate", "count_tokens"):
             try:
-                earlier = self._gateway.shelf.of(self.id)
+                earlier = self._gateway.bodies.of(self.id)
                 body = await asyncio.to_thread(parse, raw, earlier) if len(raw) > _BIG else parse(raw, earlier)
             except BadRequest as error:
                 return await self._turn_down(caller, raw, 400, str(error), "invalid_request")
-            self._gateway.shelf.keep(self.id, body)
+            self._gateway.bodies.keep(self.id, body)
             return await (self._generate(caller, body) if kind == "generate" else self._count(caller, body))
         if kind == "models":
             value = caller.dialect.models_body((self.model,))
