@@ -5,7 +5,7 @@ first content of a stream) are met here with further attempts, so that agents ne
 is never asked for twice. A kept connection that the provider had given up in the meantime is not a fault: the request
 is repeated at once on another one.
 
-aiohttp's client does the HTTP: no cookies, no redirects, no credentials of its own, and the proxies of the environment.
+aiohttp's client does the HTTP, without cookies, redirects and `~/.netrc`, through the proxies of the environment.
 """
 
 from __future__ import annotations
