@@ -190,18 +190,21 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @contextmanager
-def places(folder: str, peers: bool) -> Iterator[list[Place]]:
+def places(folder: str, peers: bool, before: str | None) -> Iterator[list[Place]]:
     with ExitStack() as stack:
         provider = stack.enter_context(running(sys.executable, __file__, "--provide"))
         assert provider.stdout
         port = int(provider.stdout.readline())
         found: list[Place | None] = [Place("direct", port, "k", provider.pid)]
-        for name, more in (("pier", ()), ("pier uv", ("--uvloop",))):
+        gateways = [("pier", (), {}), ("pier uv", ("--uvloop",), {})]
+        if before:
+            gateways.append(("before", (), {"PYTHONPATH": before}))
+        for name, more, variables in gateways:
             serve = (sys.executable, __file__, "--serve", f"http://127.0.0.1:{port}", f"{folder}/{name}", *more)
-            gateway = stack.enter_context(running(*serve))
+            gateway = stack.enter_context(running(*serve, **variables))
             assert gateway.stdout
-            if told := gateway.stdout.readline().split():
-                found.append(Place(name, int(told[0]), told[1], gateway.pid))
+            if words := gateway.stdout.readline().split():
+                found.append(Place(name, int(words[0]), words[1], gateway.pid))
         found.append(stack.enter_context(nginx(port, folder)))
         if peers:
             found += [stack.enter_context(verifiers(port)), stack.enter_context(litellm(port, folder))]
@@ -217,11 +220,11 @@ def idle_sessions(folder: str, count: int) -> int:
         return int(process.stdout.readline().split()[2])
 
 
-async def run(as_json: bool, peers: bool, rounds: int, only: str) -> None:
+async def run(as_json: bool, peers: bool, rounds: int, only: str, before: str | None) -> None:
     best: dict[tuple[str, str], dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         each = idle_sessions(folder, 1000)
-        with places(folder, peers) as found:
+        with places(folder, peers, before) as found:
             for name, options in CASES:
                 if only not in name:
                     continue
@@ -259,6 +262,7 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="also verifiers and litellm (.ci/peers verifiers litellm)")
     parser.add_argument("--rounds", type=int, default=3, help="how often all take turns")
     parser.add_argument("--only", default="", help="cases with this in their name")
+    parser.add_argument("--before", metavar="SRC", help="also the gateway of another source tree, e.g. ../before/src")
     parser.add_argument("--provide", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--uvloop", action="store_true", help=argparse.SUPPRESS)
@@ -275,7 +279,7 @@ def main() -> None:
             from asyncio import run as run_loop
         run_loop(serve_gateway(upstream, folder, args.sessions))
     else:
-        asyncio.run(run(args.json, args.peers, args.rounds, args.only))
+        asyncio.run(run(args.json, args.peers, args.rounds, args.only, args.before))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import pytest
 
 from pier.gateway import Gateway, Session
 from pier.gateway import call as caller_module
-from pier.gateway.http.request import HttpRequest as HttpRequest
-from pier.gateway.http.server import Server
+from pier.gateway.http import Server
+from pier.gateway.request import BadMessage, HttpRequest
 from pier.record import reader
 from pier.wire.dialects import DIALECTS
 from pier.wire.turn import Request, Turn
@@ -129,7 +129,6 @@ async def test_what_can_be_read_in_two_ways_is_refused(fields: tuple[str, ...]) 
 
 
 LINES = [
-    b"POST  /v1/chat/completions HTTP/1.1\r\nHost: x\r\n\r\n",
     b"POST /v1/chat/completions\tHTTP/1.1\r\nHost: x\r\n\r\n",
     b"POST /v1/chat completions HTTP/1.1\r\nHost: x\r\n\r\n",
     b"PO(ST / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -229,6 +228,16 @@ async def test_requests_in_one_go_are_answered_in_order() -> None:
         assert head.startswith(b"HTTP/1.1 200")
         assert b"Content-Length: 2\r\n" in head
         assert b"<last>" in (await wire.answer())[2]
+
+
+async def test_requests_that_pile_up_on_a_connection_are_refused() -> None:
+    async with wired() as wire:
+        wire.send(wire.head(method="GET", path="/v1/models") * 300)
+        statuses = [(await wire.answer())[0]]
+        while statuses[-1] == 200:
+            statuses.append((await wire.answer())[0])
+        assert len(statuses) > 100 and statuses[-1] == 429
+        assert await wire.rest() == b""
 
 
 async def test_a_flood_behind_a_call_waits_outside() -> None:
@@ -433,8 +442,6 @@ async def test_a_dead_key_closes_the_connection_that_used_it() -> None:
 )
 async def test_who_takes_too_long_is_given_up(sent: bytes, expected: bytes) -> None:
     async def handle(request: HttpRequest) -> None:
-        from pier.gateway.http.message import BadMessage
-
         try:
             await request.read(100)
         except BadMessage as error:
@@ -455,7 +462,13 @@ async def test_absolute_addresses_and_odd_methods_find_their_way() -> None:
         none = "Content-Length: 0"
         wire.send(wire.head(method="GET", path="http://elsewhere/v1/models?x=1"))
         assert (await wire.answer())[0] == 200
-        for method, path in (("CONNECT", "example.org:443"), ("OPTIONS", "*"), ("TRACE", "/"), ("BREW", "/pot")):
+        for method, path in (("CONNECT", "example.org:443"), ("OPTIONS", "*"), ("TRACE", "/")):
             wire.send(wire.head(none, method=method, path=path))
             status, _, raw = await wire.answer()
             assert (status, bool(json.loads(raw)["error"])) == (404, True)
+        wire.send(wire.head(method="GET ", path="/v1/models"))
+        assert (await wire.answer())[0] == 200
+        wire.send(wire.head(none, method="BREW", path="/pot"))
+        status, headers, raw = await wire.answer()
+        assert (status, headers["connection"], bool(json.loads(raw)["error"])) == (400, "close", True)
+        assert await wire.rest() == b""

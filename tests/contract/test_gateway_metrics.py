@@ -15,7 +15,7 @@ import pytest
 from pier.errors import UsageError
 from pier.gateway import Budget, Gateway
 from pier.gateway.budget import Retry
-from pier.gateway.metrics import Counter, Histogram, fetch, metrics_served, private_socket
+from pier.gateway.metrics import GatewayMetrics, combine, fetch, metrics_served, private_socket
 from pier.wire.turn import Text, Turn, Usage
 from tests.gateway_fakes import PATHS, STREAM_PATHS, fake_provider, post, replies, request_body, says, streams
 
@@ -60,7 +60,7 @@ async def test_every_call_is_counted_by_dialect_and_end(tmp_path: Path) -> None:
         assert value(told, "upstream_retries_total", provider="fake") == 2
         assert told["limit_waits_total"] >= 2
         assert told["limit_wait_seconds_total"] > 0.02
-        assert (session.tally.retries, session.tally.waited) == (2, told["limit_wait_seconds_total"])
+        assert (session.counts.retries, session.counts.waited) == (2, told["limit_wait_seconds_total"])
         assert told["call_seconds"]["count"] == 12
         assert told["upstream_first_byte_seconds"]["count"] == 13
         assert told["added_seconds"]["count"] == 10
@@ -122,13 +122,12 @@ async def test_numbers_are_served_apart_from_sessions(kind: str, tmp_path: Path)
         session = gateway.session("m", upstream=fake.provider())
         await post(url, PATHS["chat"], session.key, request_body("chat"))
         text = await fetch(where, "/metrics")
-        assert (
-            'pier_gateway_calls_total{dialect="chat",model="m",provider="fake",end="answered",status="200"} 1' in text
-        )
+        labels = 'dialect="chat",end="answered",model="m",provider="fake",status="200"'
+        assert f"pier_gateway_calls_total{{{labels}}} 1.0" in text
         assert session.key not in text
         told = json.loads(await fetch(where, "/metrics.json"))
         assert told["open_sessions"] == 1
-        with pytest.raises(UsageError, match="not where"):
+        with pytest.raises(UsageError, match="not the metrics address"):
             await fetch(where, "/v1/models")
         for path in ("/metrics", "/metrics.json"):
             status, headers, raw = await post(url, path, session.key, {})
@@ -167,21 +166,23 @@ async def test_an_address_that_is_none_is_refused() -> None:
 
 
 def test_names_that_agents_make_up_do_not_pile_up() -> None:
-    counter = Counter("c", "Help.", ("model",))
+    metrics = GatewayMetrics()
     for number in range(1000):
-        counter.add(1, f'm"{number}\n')
-    assert len(counter.values) <= 201
-    assert counter.values["other",] == 800
-    assert all(LINE.match(line) for line in counter.text() if not line.startswith("#"))
+        metrics.cost.labels("chat", metrics.model_label(f'm"{number}\n\udcff'), "p").inc()
+    rows = metrics.snapshot()["cost_usd_total"]
+    assert len(rows) == 201
+    assert value({"rows": rows}, "rows", model="other") == 800
+    assert all(LINE.match(line) for line in metrics.text().splitlines() if not line.startswith("#"))
 
 
 def test_a_histogram_tells_how_many_stayed_below() -> None:
-    histogram = Histogram("h", "Help.")
+    metrics = GatewayMetrics()
     for seconds in (0.0004, 0.001, 0.3, 1000.0):
-        histogram.observe(seconds)
-    lines = list(histogram.text())
-    assert 'h_bucket{le="0.0005"} 1' in lines
-    assert 'h_bucket{le="0.001"} 2' in lines
-    assert 'h_bucket{le="+Inf"} 4' in lines
-    assert lines[-1] == "h_count 4"
-    assert (histogram.quantile(0.5), histogram.snapshot()["p99"]) == (0.001, 600)
+        metrics.seconds.observe(seconds)
+    lines = metrics.text().splitlines()
+    for bound, count in (("0.0005", 1), ("0.001", 2), ("+Inf", 4)):
+        assert f'pier_gateway_call_seconds_bucket{{le="{bound}"}} {count}.0' in lines
+    told = metrics.snapshot()
+    assert (told["call_seconds"]["count"], told["call_seconds"]["p50"], told["call_seconds"]["p99"]) == (4, 0.001, 600)
+    twice = combine(told, told)["call_seconds"]
+    assert (twice["count"], twice["p50"], twice["buckets"]["0.001"]) == (8, 0.001, 4)

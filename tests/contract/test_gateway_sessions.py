@@ -404,8 +404,8 @@ async def test_a_call_that_cannot_be_recorded_fails_while_its_model_is_silent(tm
         with pytest.raises(aiohttp.ClientError):
             await asyncio.wait_for(post(url, PATHS["anthropic"], session.key, body), 60)
         await asyncio.wait_for(cancelled.wait(), 60)
-        assert session.tally.ends.total() == 1 and gateway.metrics.open_calls == 0
-        assert gateway.metrics.gaps.snapshot() == 1
+        assert session.counts.ends.total() == 1 and gateway.metrics.open_calls == 0
+        assert gateway.metrics.snapshot()["recording_gaps_total"] == 1
 
 
 async def test_closing_a_session_cuts_its_calls(tmp_path: Path) -> None:

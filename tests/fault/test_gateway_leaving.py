@@ -145,7 +145,7 @@ async def test_a_provider_is_left_within_a_second(
             elif begun:
                 await until(lambda: session.meter.turns == 1)
             left = agent.leave(how)
-            await until(lambda: bool(provider.closed) and session.tally.calls == 1)
+            await until(lambda: bool(provider.closed) and session.counts.calls == 1)
             await session.close()
             assert [call.outcome for call in reader.read(folder).generations()] == ["cancelled"]
             assert session.meter.turns == begun and not session.meter.held
@@ -184,8 +184,8 @@ async def test_a_policy_is_cancelled_within_a_second(kind: str, how: str, tmp_pa
             agent = await Agent.asks(await gateway.serve(), session, "anthropic", kind != "whole")
             await started.wait()
             left = agent.leave(how)
-            await until(lambda: bool(ended) and session.tally.calls == 1)
-            assert dict(session.tally.ends) == {"cancelled": 1}
+            await until(lambda: bool(ended) and session.counts.calls == 1)
+            assert dict(session.counts.ends) == {"cancelled": 1}
             return ended[0] - left
 
     await best_of(once, tmp_path)
@@ -269,12 +269,12 @@ async def test_who_leaves_while_it_waits_asks_nobody_any_more(stage: str, stream
                 if stream:
                     await agent.reader.readuntil(b"\r\n\r\n")  # a sign of life: it stands still
             left = agent.leave("closes")
-            ended = await until(lambda: session.tally.calls == 1)
-            assert dict(session.tally.ends) == {"cancelled": 1}
+            ended = await until(lambda: session.counts.calls == 1)
+            assert dict(session.counts.ends) == {"cancelled": 1}
             assert provider.asked == 1 and gateway.metrics.open_calls == (0 if says else 1)
             if not says:
                 first.leave("closes")
-                await until(lambda: session.tally.calls == 2)
+                await until(lambda: session.counts.calls == 2)
             assert (session.meter.turns, session.meter.held) == (0, 0)
             return ended - left
 
@@ -295,6 +295,6 @@ async def test_no_sign_of_life_follows_the_end_of_a_stream(tmp_path: Path) -> No
         received = b""
         while not received.endswith(b"\r\n0\r\n\r\n"):
             received += await asyncio.wait_for(agent.reader.read(2**20), 60)
-        await until(lambda: session.tally.calls == 1)
+        await until(lambda: session.counts.calls == 1)
         agent.writer.write_eof()
         assert await asyncio.wait_for(agent.reader.read(), 60) == b""

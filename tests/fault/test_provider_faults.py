@@ -199,7 +199,7 @@ async def test_a_passing_fault_inside_an_answer_is_never_seen(
         assert status == 200 and b"busy" not in raw and len(fake.asked) == 2
         assert await agent.judge() is None
         assert agent.session.meter.turns == 1
-        assert dict(agent.session.tally.ends) == {"answered": 1} and agent.session.tally.retries == 1
+        assert dict(agent.session.counts.ends) == {"answered": 1} and agent.session.counts.retries == 1
     (call,) = reader.read(tmp_path).generations()
     assert [attempt.fault for attempt in call.attempts] == ["provider", None]
 
@@ -216,7 +216,7 @@ async def test_a_budget_that_ends_after_a_fault_is_not_the_providers(tmp_path: P
         await agent.ask()
         agent.session.stop("budget: all turns are used")
         await agent.ask()
-        assert dict(agent.session.tally.ends) == {"provider_error": 1, "refused": 1}
+        assert dict(agent.session.counts.ends) == {"provider_error": 1, "refused": 1}
         assert await agent.judge() is None
 
 
@@ -228,12 +228,12 @@ async def test_an_agent_that_stops_waiting_for_a_provider_that_is_down(tmp_path:
         while not agent.session._gateway.upstreams.limiter(fake.provider("chat")).is_closed:
             await asyncio.sleep(0.01)
         queued = asyncio.create_task(agent.ask("second"))
-        while agent.session.tally.most < 2:
+        while agent.session.counts.most < 2:
             await asyncio.sleep(0.01)
         found = await agent.judge(AgentError("the agent took too long", code="agent_timeout"))
         await asyncio.gather(asking, queued, return_exceptions=True)
         assert found is not None and (found.code, found.blame) == ("provider_rate_limit", "provider")
-        assert dict(agent.session.tally.ends) == {"cancelled": 2} and len(fake.asked) == 1
+        assert dict(agent.session.counts.ends) == {"cancelled": 2} and len(fake.asked) == 1
 
 
 async def test_an_agent_that_gives_up_its_own_calls_is_graded(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ async def test_an_agent_that_gives_up_its_own_calls_is_graded(tmp_path: Path) ->
         while not fake.asked:
             await asyncio.sleep(0.01)
         asking.cancel()
-        while not agent.session.tally.calls:
+        while not agent.session.counts.calls:
             await asyncio.sleep(0.01)
         (call,) = reader.read(tmp_path).generations()
         assert call.ended is not None
@@ -261,7 +261,7 @@ async def test_a_flood_that_meets_a_rate_limit_is_the_agents(tmp_path: Path) -> 
     limit = replies(429, b'{"error": {"message": "slow down"}}')
     async with fake_provider(limit) as fake, run(tmp_path, fake) as agent:
         await asyncio.gather(*(agent.ask(f"call {number}") for number in range(60)))
-        assert agent.session.tally.most > 32
+        assert agent.session.counts.most > 32
         assert await agent.judge() is None
 
 

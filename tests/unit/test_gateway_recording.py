@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pier.errors import UsageError
 from pier.files import Journal
-from pier.gateway.server import Shelf
+from pier.gateway.server import BodyCache
 from pier.record import reader as recording
 from pier.record.writer import Flusher, Recorder
 from pier.wire.body import parse
@@ -64,11 +64,11 @@ def test_what_is_known_of_earlier_bodies_changes_nothing(
     separators: tuple[str, str] | None,
 ) -> None:
     path = tmp_path_factory.mktemp("recording") / "calls.jsonl"
-    recorder, shelf, raws = make(path), Shelf(5_000), []
+    recorder, cache, raws = make(path), BodyCache(5_000), []
     for keep, more in [(99, []), *cuts]:
         elements = [*elements[:keep], *more]
         raw = json.dumps({"model": "m", "messages": elements, "tools": elements[:2]}, separators=separators).encode()
-        body, fresh = parse(raw, shelf.of("s")), parse(raw)
+        body, fresh = parse(raw, cache.of("s")), parse(raw)
         assert (body.text, body.value, body.fields) == (fresh.text, fresh.value, fresh.fields)
         for name, (array, first) in body.arrays.items():
             expected, at = fresh.arrays[name]
@@ -79,7 +79,7 @@ def test_what_is_known_of_earlier_bodies_changes_nothing(
                 at,
             )
             assert array.separator == expected.separator or len(array.spans) < 2
-        shelf.keep("s", body)
+        cache.keep("s", body)
         call = recorder.call(FACTS, body)
         call.attempt({"provider": "p"}, body.with_fields(model="other"))
         call.end("ok", 200)

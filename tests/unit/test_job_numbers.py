@@ -27,7 +27,7 @@ async def run(directory: Path, calls: int, faults: int) -> None:
         session = gateway.session("m", upstream=fake.provider(), budget=Budget(turns=calls))
         for _ in range(calls + 1):
             await post(url, PATHS["chat"], session.key, request_body("chat"))
-        while not any(gateway.metrics.lag.counts):
+        while not gateway.metrics.snapshot()["event_loop_lag_seconds"]["count"]:
             await asyncio.sleep(0.05)
         sampling.cancel()
         numbers.save()

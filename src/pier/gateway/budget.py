@@ -5,14 +5,8 @@ to give one. A call for which every turn is reserved waits to see what becomes o
 exactly N generations, also with calls in parallel. Tokens and money are known only after a turn: no call begins once
 the line is crossed, and those under way go on.
 
-How many requests a provider gets, from all sessions together, and when the next attempt may be made.
-
-One limiter is shared by all sessions that use a provider with the same key. When the provider says "later", all of them
-wait, not only the call that got this answer.
-
-The stages of the call that the current task serves, for metrics.
-
-Code that waits for a provider's limits says so here; nothing else in the gateway depends on metrics.
+A `Limiter` is shared by all sessions that use a provider with the same key. When the provider says "later", all of them
+wait, not only the call that got this answer. `CallClock` keeps the time that a call spends in such waits, for metrics.
 """
 
 from __future__ import annotations

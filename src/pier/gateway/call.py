@@ -1,12 +1,8 @@
-"""One generation in flight: the agent on one side, a model on the other, with the recording and the budget.
+"""One generation in flight: the agent on one side (`Caller`), a model on the other, with the recording and the budget.
 
 Whatever the model's side is, these promises are kept here: each call ends once, in the recording before the agent
-sees its last event; a failure reaches the agent in its own dialect; a stream that is quiet for long is kept alive.
-
-The agent's side of one call: its request as it came, and the answer on its way back.
-
-Errors and refusals always leave in the caller's dialect. An answer that has begun can only end in its own dialect's
-error event, since its status is gone already.
+sees its last event; a failure reaches the agent in its own dialect, as an error event if the answer has begun; a stream
+that is quiet for long is kept alive.
 """
 
 from __future__ import annotations
@@ -15,16 +11,14 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
 
 from multidict import CIMultiDict
 
 from pier.gateway.budget import Reservation
-from pier.gateway.http.message import RequestHead, parse_request
-from pier.gateway.http.request import HttpRequest
 from pier.gateway.providers import Target
+from pier.gateway.request import HttpRequest
 from pier.gateway.upstream import Upstreams
 from pier.record.redact import redacted, redacted_path
 from pier.record.writer import CallRecord, Outcome
@@ -64,7 +58,7 @@ _NOT_DOWNSTREAM = HOP_BY_HOP | {"content-length", "content-encoding", "set-cooki
 
 @dataclass(frozen=True, slots=True)
 class CallOrigin:
-    """What the head of a request says, all but its length."""
+    """What the head of a request says."""
 
     route: Route
     key: str
@@ -76,13 +70,13 @@ class CallOrigin:
     """For an upstream of the same dialect: all but those of the connection and of identity."""
 
     @staticmethod
-    def of(head: RequestHead, path: str, query: str) -> CallOrigin:
-        asked = dict(parse_qsl(query))
-        route = recognise(head.method, path, asked, dict.fromkeys(map(str.lower, head.headers), ""))
-        kept = CIMultiDict((name, value) for name, value in head.headers.items() if name.lower() not in _NOT_UPSTREAM)
+    def of(request: HttpRequest) -> CallOrigin:
+        headers, asked = request.headers, dict(parse_qsl(request.query_string))
+        route = recognise(request.method, request.path, asked, dict.fromkeys(map(str.lower, headers), ""))
+        kept = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _NOT_UPSTREAM)
         for name, value in DIALECTS[route.dialect].headers.items():
             kept.setdefault(name, value)
-        return CallOrigin(route, _key(head.headers, asked), redacted_path(head.target), redacted(head.headers), kept)
+        return CallOrigin(route, _key(headers, asked), redacted_path(request.target), redacted(headers), kept)
 
 
 def _key(headers: Mapping[str, str], query: Mapping[str, str]) -> str:
@@ -92,19 +86,12 @@ def _key(headers: Mapping[str, str], query: Mapping[str, str]) -> str:
     return headers.get("x-api-key") or headers.get("x-goog-api-key") or query.get("key", "")
 
 
-@lru_cache(512)
-def _known_origin(same: bytes, path: str, query: str) -> CallOrigin:
-    """An agent asks the same few things again and again."""
-    return CallOrigin.of(parse_request(same), path, query)
-
-
 class Caller:
     """One request of an agent, and where its answer goes."""
 
     def __init__(self, request: HttpRequest) -> None:
         self.request = request
-        same, path, query = request.head.same, request.path, request.query_string
-        self.origin = CallOrigin.of(request.head, path, query) if same is None else _known_origin(same, path, query)
+        self.origin = CallOrigin.of(request)
         self.route: Route = self.origin.route
         self.dialect: Dialect = DIALECTS[self.route.dialect]
 
@@ -119,14 +106,12 @@ class Caller:
 
     def facts(self) -> dict[str, Any]:
         """What is recorded of the request, without secrets."""
-        length = self.request.headers.get("Content-Length")
-        headers = self.origin.headers
         return {
             "kind": self.route.kind,
             "dialect": self.route.dialect,
             "method": self.request.method,
             "path": self.origin.path,
-            "headers": headers if length is None else {**headers, "content-length": length},
+            "headers": self.origin.headers,
         }
 
     async def read(self) -> bytes:

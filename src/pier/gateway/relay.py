@@ -1,11 +1,9 @@
-"""An upstream of the agent's own dialect: bytes and headers pass as they are, events as they arrive.
+"""The ways in which a model answers a generation: relayed, translated, or decided by a policy.
 
-The one thing held back is an event that is not whole yet. What the gateway itself adds to a request (another model
-name, usage, token ids) is taken out of the answer.
-
-A model that does not speak the agent's dialect: another provider's, or a callable in this process.
-
-The request is read into its canonical form, and the answer is written from canonical deltas as they come.
+`relay`: an upstream of the agent's own dialect. Bytes and headers pass as they are, events as they arrive; only an
+event that is not whole yet is held back. Whatever the gateway adds to a request (another model name, usage, token ids)
+is taken out of the answer. `translated` and `decided`: another dialect's upstream, or a callable in this process. The
+request is read into its canonical form, and the answer is written from canonical deltas as they come.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from urllib.parse import quote
 
 from pier.errors import ProviderError
 from pier.gateway.call import Exchange
-from pier.gateway.http.coding import BadCoding
 from pier.gateway.providers import Target
 from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
 from pier.record.redact import Scrubber, without_key
@@ -44,7 +41,7 @@ from pier.wire.turn import (
 
 if TYPE_CHECKING:
     from pier.gateway.session import Policy
-    from pier.gateway.upstream import AnyAnswer
+    from pier.gateway.upstream import Answer
 
 
 _BURST = 2048
@@ -88,9 +85,7 @@ def _path(x: Exchange, model: str) -> str:
     return path + (f"?{query}" if query else "")
 
 
-async def _whole(
-    x: Exchange, answer: AnyAnswer, extras: Extras, scrub: Scrubber, sampler: Sampler | None = None
-) -> None:
+async def _whole(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, sampler: Sampler | None = None) -> None:
     raw = scrub(await read_answer(answer))
     x.record.status("upstream", answer.status, answer.headers, False)
     x.record.chunk("upstream", raw)
@@ -115,9 +110,7 @@ async def _whole(
     return await x.reply(raw, answer.headers)
 
 
-async def _stream(
-    x: Exchange, answer: AnyAnswer, extras: Extras, scrub: Scrubber, sampler: Sampler | None = None
-) -> None:
+async def _stream(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, sampler: Sampler | None = None) -> None:
     if not answer.content_type.startswith("text/event-stream"):
         return await _stream_whole(x, answer, scrub)
     x.record.status("upstream", answer.status, answer.headers, True)
@@ -182,7 +175,7 @@ async def _pass_on(x: Exchange, block: bytes, watch: AnswerWatch, extras: Extras
     return block
 
 
-async def _stream_whole(x: Exchange, answer: AnyAnswer, scrub: Scrubber) -> None:
+async def _stream_whole(x: Exchange, answer: Answer, scrub: Scrubber) -> None:
     """The upstream did not stream. What it gave instead is streamed from here, if it is an answer at all."""
     raw = scrub(await read_answer(answer))
     x.record.status("upstream", answer.status, answer.headers, False)
@@ -202,7 +195,7 @@ async def _stream_whole(x: Exchange, answer: AnyAnswer, scrub: Scrubber) -> None
     return await x.finish(data)
 
 
-async def next_chunk(answer: AnyAnswer, scrub: Scrubber) -> bytes:
+async def next_chunk(answer: Answer, scrub: Scrubber) -> bytes:
     """More of a stream, without secrets; nothing at its end."""
     try:
         while data := await answer.read():
@@ -211,7 +204,7 @@ async def next_chunk(answer: AnyAnswer, scrub: Scrubber) -> bytes:
         return scrub.rest()
     except TimeoutError:
         raise MalformedAnswer("the provider fell silent in the middle of its answer") from None
-    except (OSError, BadCoding) as error:
+    except OSError as error:
         raise MalformedAnswer(f"the provider's stream was cut off: {error}") from None
 
 
@@ -286,7 +279,7 @@ async def _begun(x: Exchange, deltas: AsyncIterator[Delta]) -> AsyncGenerator[De
 
 
 async def _deltas(
-    x: Exchange, answer: AnyAnswer, translation: Translation, scrub: Scrubber
+    x: Exchange, answer: Answer, translation: Translation, scrub: Scrubber
 ) -> AsyncGenerator[Delta, None]:
     """The upstream's stream as the agent should see it."""
     x.record.status("upstream", answer.status, answer.headers, True)

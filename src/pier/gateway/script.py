@@ -4,8 +4,6 @@ Turns say what to do (`shell`, `write`, `edit`, `finish`, ...) and are given as 
 offers, or in the text form of agents that offer none. Side calls (titles, quota probes, routers) get a
 short answer and use up no turn. A request that comes again unchanged gets the same turn again, as a retry should.
 `docs/reference/scripts.md` has the format.
-
-Separates side calls from the work itself, for the scripted model.
 """
 
 from __future__ import annotations

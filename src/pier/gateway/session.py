@@ -1,9 +1,8 @@
 """One agent's life at the gateway: a key, a model, a budget, a recording.
 
 The key is identity and credential in one; nothing of another session can be reached with it, and it is dead once the
-session is closed. A session serves what agents really ask: generations, token counts, lists of models, probes.
-
-Who answers a session's calls: a provider, a policy, a script or a recording, found by the model's name.
+session is closed. A session serves what agents really ask: generations, token counts, lists of models, probes. Its
+calls are answered by a provider, a policy, a script or a recording, found by the model's name.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import UsageError
 from pier.gateway.budget import Budget, Meter, Reservation
 from pier.gateway.call import Caller, CallerGone, Exchange
-from pier.gateway.http.coding import BadCoding, TooLarge
-from pier.gateway.http.message import BadMessage
-from pier.gateway.metrics import Measured, Tally
+from pier.gateway.metrics import CallCounts, Measured
 from pier.gateway.providers import Directory, Provider, Target
 from pier.gateway.relay import relay
+from pier.gateway.request import BadCoding, BadMessage, TooLarge
 from pier.gateway.upstream import Outgoing, UpstreamFailed, Upstreams, read_answer
 from pier.record.redact import Scrubber
 from pier.record.writer import CallRecord, Durable, Outcome, Recorder
@@ -163,7 +161,7 @@ class Session:
         self.key = "sk-pier-" + secrets.token_urlsafe(32)
         self.terms = terms
         self.meter = Meter(terms.budget)
-        self.tally = Tally()
+        self.counts = CallCounts()
         self.ended: str | None = None
         """Why no further turn is given, once that is so."""
         self.pool_ended = False
@@ -228,9 +226,9 @@ class Session:
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
-        self.tally.most = max(self.tally.most, len(self._calls))
+        self.counts.most = max(self.counts.most, len(self._calls))
         try:
-            with Measured(self._gateway.metrics, self.tally):
+            with Measured(self._gateway.metrics, self.counts):
                 return await self._serve(caller)
         finally:
             self._calls.discard(task)
@@ -247,11 +245,11 @@ class Session:
         kind = caller.route.kind
         if kind in ("generate", "count_tokens"):
             try:
-                earlier = self._gateway.shelf.of(self.id)
+                earlier = self._gateway.bodies.of(self.id)
                 body = await asyncio.to_thread(parse, raw, earlier) if len(raw) > _BIG else parse(raw, earlier)
             except BadRequest as error:
                 return await self._turn_down(caller, raw, 400, str(error), "invalid_request")
-            self._gateway.shelf.keep(self.id, body)
+            self._gateway.bodies.keep(self.id, body)
             return await (self._generate(caller, body) if kind == "generate" else self._count(caller, body))
         if kind == "models":
             value = caller.dialect.models_body((self.model,))
@@ -324,7 +322,7 @@ class Session:
                 return await x.fail(500, message, "server", fault="gateway")
             finally:
                 if x.outcome:
-                    self.tally.add(*x.outcome)
+                    self.counts.add(*x.outcome)
 
     async def _within_time(self, x: Exchange, asked: str) -> None:
         left = min((left for meter in self._meters if (left := meter.seconds_left) is not None), default=None)

@@ -3,26 +3,47 @@
 Passing faults (429, 5xx, 529, a connection that breaks before the first byte of an answer, an error event before the
 first content of a stream) are met here with further attempts, so that agents never see them. An answer that has begun
 is never asked for twice. A kept connection that the provider had given up in the meantime is not a fault: the request
-is repeated at once on a new one.
+is repeated at once on another one.
+
+aiohttp's client does the HTTP, without cookies, redirects and `~/.netrc`, through the proxies of the environment.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import ssl
 import time
+from asyncio import Transport
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
+from urllib.request import getproxies_environment, proxy_bypass
+from weakref import WeakSet
 
+from aiohttp import (
+    ClientConnectorCertificateError,
+    ClientError,
+    ClientOSError,
+    ClientRequest,
+    ClientResponse,
+    ClientResponseError,
+    ClientSession,
+    ClientTimeout,
+    ConnectionTimeoutError,
+    DummyCookieJar,
+    ServerDisconnectedError,
+    TCPConnector,
+)
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.connector import Connection
+from aiohttp.tracing import Trace
 from multidict import CIMultiDict
+from yarl import URL
 
 from pier.gateway.budget import Limiter, Retry, pause
-from pier.gateway.http.answer import Answer
-from pier.gateway.http.client import BadAnswer, Client
-from pier.gateway.http.coding import BadCoding
 from pier.gateway.providers import Provider
 from pier.record.redact import Scrubber, redacted_path
 from pier.record.writer import CallRecord
@@ -33,16 +54,16 @@ from pier.wire.relayed import error_instead, progress_of
 from pier.wire.sse import Framer, MalformedAnswer, data_of, events_of
 from pier.wire.turn import DialectName, ErrorKind
 
-if TYPE_CHECKING:
-    from pier.gateway.http.proxied import ProxiedAnswer, ProxiedClient
-
-    AnyAnswer = Answer | ProxiedAnswer
-
 MAX_ANSWER = 64 * 1024 * 1024
 _MAX_ERROR = 1024 * 1024
 """No larger answer is an error."""
 _BEGINNING = 512
 """An answer that is an error says so in its first bytes."""
+_MAX_FIELD = 64 * 1024
+"""Of a provider's headers."""
+_READ_AHEAD = 256 * 1024
+KEPT = 60.0
+"""Seconds in which an unused connection is kept."""
 
 
 class UpstreamFailed(Exception):
@@ -79,32 +100,63 @@ class Upstreams:
     retry: Retry = field(default_factory=Retry)
     silence: float = 900.0
     """An upstream is given up after this many seconds without a byte."""
-    _may_be_proxied: bool = False
-    _direct: Client | None = None
-    _proxied: ProxiedClient | None = None
     _limiters: dict[tuple[str, str | None], Limiter] = field(default_factory=dict)
+    _proxies: Mapping[str, str] = field(default_factory=dict)
+    _http: ClientSession | None = None
 
     def open(self) -> None:
-        self._direct = Client(self.silence)
-        self._may_be_proxied = any(name.lower().endswith("_proxy") for name in os.environ)
+        self._proxies = getproxies_environment()
+        self._http = ClientSession(
+            connector=_Connector(limit=0, keepalive_timeout=KEPT),
+            cookie_jar=DummyCookieJar(),
+            timeout=ClientTimeout(total=None, sock_connect=30, sock_read=self.silence),
+            read_bufsize=_READ_AHEAD,
+            max_line_size=_MAX_FIELD,
+            max_field_size=_MAX_FIELD,
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        )
 
     async def close(self) -> None:
-        for client in (self._direct, self._proxied):
-            if client:
-                await client.close()
-        self._direct = self._proxied = None
+        if self._http:
+            await self._http.close()
+            self._http = None
 
-    def _client(self, address: str) -> Client | ProxiedClient:
-        assert self._direct is not None, "the gateway is not open"
-        if not self._may_be_proxied:
-            return self._direct
-        from pier.gateway.http.proxied import ProxiedClient, is_proxied
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        """aiohttp keeps one for the whole process, made from the environment as it was at the import."""
+        context = ssl.create_default_context()
+        context.set_alpn_protocols(["http/1.1"])
+        return context
 
-        if not is_proxied(address):
-            return self._direct
-        if self._proxied is None:
-            self._proxied = ProxiedClient(self.silence)
-        return self._proxied
+    async def send(self, address: str, headers: CIMultiDict[str], data: bytes) -> Answer:
+        """Send a POST; the beginning of its answer. `NoAnswer` if there is none; a cancelled caller closes the
+        connection."""
+        assert self._http is not None, "the gateway is not open"
+        sending = _Sending()
+        token = _SENDING.set(sending)
+        try:
+            url = URL(address, encoded=True)
+            response = await self._http.post(
+                url,
+                data=data,
+                headers=headers,
+                allow_redirects=False,
+                proxy=self._proxy(url),
+                ssl=self._tls if url.scheme == "https" else True,
+            )
+        except (ClientError, OSError, ValueError) as error:
+            raise NoAnswer(error, reused=sending.reused) from None
+        except BaseException:
+            sending.abort()
+            raise
+        finally:
+            _SENDING.reset(token)
+        return Answer(response, sending)
+
+    def _proxy(self, url: URL) -> str | None:
+        """The environment's proxy for this address. aiohttp's `trust_env` would also send passwords of ~/.netrc."""
+        proxy = self._proxies.get(url.scheme) if self._proxies else None
+        return None if proxy is None or proxy_bypass(url.host or "") else proxy
 
     def limiter(self, provider: Provider) -> Limiter:
         place = (provider.url, provider.key)
@@ -117,22 +169,22 @@ class Upstreams:
         upstream's generation."""
         return Asking(self, out, record)
 
-    async def attempts(self, out: Outgoing, record: CallRecord, limiter: Limiter) -> AnyAnswer:
-        began, attempt, fresh = time.monotonic(), 0, False
+    async def attempts(self, out: Outgoing, record: CallRecord, limiter: Limiter) -> Answer:
+        began, attempt, stale = time.monotonic(), 0, False
         while True:
-            attempt += not fresh
+            attempt += not stale
             if limiter.is_closed:
                 record.held("rate_limit")
             await limiter.pass_gate()
             try:
-                return await self._attempt(out, record, fresh)
+                return await self._attempt(out, record)
             except _Fault as fault:
-                fresh = fault.stale
-                wait = 0.0 if fresh else None
-                if fault.passing and not fresh:
+                stale = fault.stale
+                wait = 0.0 if stale else None
+                if fault.passing and not stale:
                     limited = fault.failed.fault == "rate_limit"
                     wait = self.retry.pause(attempt, time.monotonic() - began, fault.asked, limited=limited)
-                record.failed(fault.failed.message, wait, None if fresh else fault.failed.fault)
+                record.failed(fault.failed.message, wait, None if stale else fault.failed.fault)
                 if wait is None:
                     raise fault.failed from None
                 if fault.asked:
@@ -140,30 +192,18 @@ class Upstreams:
                 else:
                     await pause(wait)
 
-    async def _attempt(self, out: Outgoing, record: CallRecord, fresh: bool) -> AnyAnswer:
-        """Taking a body apart for the recording is done once it is on its way."""
+    async def _attempt(self, out: Outgoing, record: CallRecord) -> Answer:
         provider = out.provider
         address = provider.address(out.path)
         facts = {"provider": provider.name, "dialect": out.dialect, "url": redacted_path(address), "model": out.model}
         headers = CIMultiDict(out.headers)
         headers.update(provider.credentials(out.dialect))
         headers["Accept-Encoding"] = "identity"
+        record.attempt(facts, out.body)
         try:
-            sent = await self._client(address).send(address, headers.items(), out.data, fresh=fresh)
-        except (OSError, ValueError) as error:
-            record.attempt(facts, out.body)
-            lasting = not isinstance(error, OSError) or isinstance(error, ssl.SSLCertVerificationError)
-            raise _Fault(_unreachable(error, provider), passing=not lasting) from None
-        try:
-            record.attempt(facts, out.body)
-        except BaseException:
-            sent.abort()
-            raise
-        try:
-            answer = await sent.answer()
-        except OSError as error:
-            passing = not isinstance(error, TimeoutError | BadAnswer)
-            raise _Fault(_unreachable(error, provider), passing, stale=passing and sent.stale) from None
+            answer = await self.send(address, headers, out.data)
+        except NoAnswer as error:
+            raise _Fault(_unreachable(error, provider), error.passing, stale=error.stale) from None
         if answer.status >= 300:
             raise await _refused(answer, out, record)
         try:
@@ -174,6 +214,93 @@ class Upstreams:
         return answer
 
 
+class NoAnswer(Exception):
+    """A request got no answer. `passing`: the provider did nothing with it, so it may be sent again; `stale`: it had
+    given up the kept connection already."""
+
+    def __init__(self, error: Exception, *, reused: bool) -> None:
+        super().__init__(str(error) or type(error).__name__)
+        self.timed_out = isinstance(error, TimeoutError)
+        lasting = (ClientResponseError, ClientConnectorCertificateError, ValueError, TimeoutError)
+        self.passing = isinstance(error, ConnectionTimeoutError) or not isinstance(error, lasting)
+        unheard = isinstance(error, ServerDisconnectedError) and isinstance(error.message, str)
+        self.stale = reused and (unheard or isinstance(error, ClientOSError))
+
+
+class Answer:
+    """An answer that has begun. A reader who stops reading stops the provider."""
+
+    def __init__(self, response: ClientResponse, sending: _Sending) -> None:
+        self._response = response
+        self._sending = sending
+        self._ahead = b""
+        self.status = response.status
+        self.headers = response.headers
+        self.content_type = response.content_type if "Content-Type" in response.headers else ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of the body is here and was read."""
+        return self._response.content.at_eof() and not self._ahead
+
+    def unread(self, data: bytes) -> None:
+        """Let the next `read` give this."""
+        self._ahead = data
+
+    async def read(self) -> bytes:
+        """More of the body, as soon as there is some; nothing at its end. `ConnectionError` or `TimeoutError` if the
+        rest does not come."""
+        if self._ahead:
+            data, self._ahead = self._ahead, b""
+            return data
+        try:
+            return await self._response.content.readany()
+        except ClientError as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise ConnectionError(str(error) or type(error).__name__) from None
+
+    def close(self) -> None:
+        """Done with it. The connection serves again if the answer was read to its end."""
+        if self.ended:
+            self._response.release()
+        else:
+            self._sending.abort()
+            self._response.close()
+
+
+@dataclass(slots=True)
+class _Sending:
+    """The connection of one request."""
+
+    transport: Transport | None = None
+    reused: bool = False
+
+    def abort(self) -> None:
+        """Close without sending what is still to be sent, as aiohttp would."""
+        if self.transport:
+            self.transport.abort()
+
+
+_SENDING: ContextVar[_Sending] = ContextVar("pier_gateway_sending")
+
+
+class _Connector(TCPConnector):
+    """Notes which connection a request got, and whether that had served before."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._served: WeakSet[ResponseHandler] = WeakSet()
+
+    async def connect(self, req: ClientRequest, traces: list[Trace], timeout: ClientTimeout) -> Connection:
+        connection = await super().connect(req, traces, timeout)
+        sending, protocol = _SENDING.get(), connection.protocol
+        assert protocol is not None
+        sending.reused, sending.transport = protocol in self._served, protocol.transport
+        self._served.add(protocol)
+        return connection
+
+
 class Asking:
     """A request to a provider while it runs."""
 
@@ -182,9 +309,9 @@ class Asking:
         self._out = out
         self._record = record
         self._limiter = upstreams.limiter(out.provider)
-        self._answer: AnyAnswer | None = None
+        self._answer: Answer | None = None
 
-    async def __aenter__(self) -> AnyAnswer:
+    async def __aenter__(self) -> Answer:
         await self._limiter.enter()
         try:
             self._answer = await self._upstreams.attempts(self._out, self._record, self._limiter)
@@ -207,20 +334,20 @@ class _Fault(Exception):
     stale: bool = False
 
 
-async def _refused(answer: AnyAnswer, out: Outgoing, record: CallRecord) -> _Fault:
+async def _refused(answer: Answer, out: Outgoing, record: CallRecord) -> _Fault:
     """What an error answer means."""
     raw = b""
     try:
         while len(raw) < MAX_ANSWER and (part := await answer.read()):
             raw += part
-    except (OSError, BadCoding):
+    except OSError:
         raw = b""
     finally:
         answer.close()
     return _fault(answer, raw, _decoded(raw), out, record)
 
 
-def _fault(answer: AnyAnswer, raw: bytes, error: object, out: Outgoing, record: CallRecord) -> _Fault:
+def _fault(answer: Answer, raw: bytes, error: object, out: Outgoing, record: CallRecord) -> _Fault:
     scrub = Scrubber(*out.provider.secrets)
     raw = scrub(raw)
     record.status("upstream", answer.status, answer.headers, answer.status < 300 and _is_stream(answer))
@@ -235,7 +362,7 @@ def _fault(answer: AnyAnswer, raw: bytes, error: object, out: Outgoing, record: 
     return _Fault(failed, failure.passing, failure.asked)
 
 
-async def _look_ahead(answer: AnyAnswer, out: Outgoing, record: CallRecord) -> None:
+async def _look_ahead(answer: Answer, out: Outgoing, record: CallRecord) -> None:
     """Read until it is certain that a good status does not hide an error; the reader gets all of it again."""
     if _is_stream(answer):
         raw, error = await _read_prelude(answer, out.dialect)
@@ -246,11 +373,11 @@ async def _look_ahead(answer: AnyAnswer, out: Outgoing, record: CallRecord) -> N
     answer.unread(raw)
 
 
-async def _read_error(answer: AnyAnswer, dialect: DialectName) -> tuple[bytes, Mapping[str, Any] | None]:
+async def _read_error(answer: Answer, dialect: DialectName) -> tuple[bytes, Mapping[str, Any] | None]:
     """The first bytes of an answer that is not streamed, and the error that it is. All of it is read only if it begins
     like an error."""
     raw = b""
-    with contextlib.suppress(OSError, BadCoding):  # the next read fails in the same way
+    with contextlib.suppress(OSError):  # the next read fails in the same way
         raw = await answer.read()
         while b'"error"' in raw[:_BEGINNING] and len(raw) <= _MAX_ERROR and (part := await answer.read()):
             raw += part
@@ -259,10 +386,10 @@ async def _read_error(answer: AnyAnswer, dialect: DialectName) -> tuple[bytes, M
     return raw, None
 
 
-async def _read_prelude(answer: AnyAnswer, dialect: DialectName) -> tuple[bytes, Mapping[str, Any] | None]:
+async def _read_prelude(answer: Answer, dialect: DialectName) -> tuple[bytes, Mapping[str, Any] | None]:
     """The first bytes of a stream, up to its first content, and the error that came instead of content."""
     raw, framer = b"", Framer()
-    with contextlib.suppress(OSError, BadCoding, MalformedAnswer):  # the next read fails in the same way
+    with contextlib.suppress(OSError, MalformedAnswer):  # the next read fails in the same way
         while part := await answer.read():
             raw += part
             for event in events_of(framer.feed(part)):
@@ -279,11 +406,11 @@ async def _read_prelude(answer: AnyAnswer, dialect: DialectName) -> tuple[bytes,
     return raw, None
 
 
-def _is_stream(answer: AnyAnswer) -> bool:
+def _is_stream(answer: Answer) -> bool:
     return answer.content_type.startswith("text/event-stream")
 
 
-async def read_answer(answer: AnyAnswer) -> bytes:
+async def read_answer(answer: Answer) -> bytes:
     """All of an answer that is not streamed."""
     parts, size = [], 0
     try:
@@ -294,7 +421,7 @@ async def read_answer(answer: AnyAnswer) -> bytes:
             parts.append(part)
     except TimeoutError:
         raise UpstreamFailed(504, "the provider fell silent in the middle of its answer", "timeout") from None
-    except (OSError, BadCoding) as error:
+    except OSError as error:
         raise UpstreamFailed(502, f"the provider's answer was cut off: {error}", "server") from None
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -310,9 +437,7 @@ def _is_object(raw: bytes) -> bool:
     return isinstance(_decoded(raw), dict)
 
 
-def _unreachable(error: Exception, provider: Provider) -> UpstreamFailed:
-    """One that was silent for very long, or answered in no HTTP, is not asked again: it may well have generated."""
-    if isinstance(error, TimeoutError):
+def _unreachable(error: NoAnswer, provider: Provider) -> UpstreamFailed:
+    if error.timed_out:
         return UpstreamFailed(504, f"{provider.name} did not answer in time", "timeout")
-    words = str(error) or type(error).__name__
-    return UpstreamFailed(502, f"{provider.name} cannot be reached: {words}", "server")
+    return UpstreamFailed(502, f"{provider.name} cannot be reached: {error}", "server")

@@ -367,21 +367,22 @@ _SHOWN = ("mean", "p50", "p99")
 
 
 class JobNumbers:
-    """The numbers of a job that runs. Without a gateway there are none."""
+    """The numbers of a job that runs, added to those of its earlier runs. Without a gateway there are none."""
 
     def __init__(self, directory: Path, metrics: GatewayMetrics | None) -> None:
         self._path = directory / NUMBERS
         self._metrics = metrics
-        self._saved: Any = None
-        if metrics:
-            metrics.load(_read(directory))
+        self._earlier = _read(directory) if metrics else {}
+        self._saved: Any = []
 
     def save(self) -> None:
         """Replace the file, if another call ended since the last time."""
-        if self._metrics is None or self._saved == self._metrics.calls.values:
+        if self._metrics is None or (now := self._metrics.snapshot())["calls_total"] == self._saved:
             return
-        self._saved = dict(self._metrics.calls.values)
-        write_json(self._path, self._metrics.snapshot(), durable=False)
+        from pier.gateway.metrics import combine
+
+        self._saved = now["calls_total"]
+        write_json(self._path, combine(now, self._earlier), durable=False)
 
 
 def _read(directory: Path) -> dict[str, Any]:

@@ -270,24 +270,24 @@ async def find_fault(agent: Agent, failed: AgentError | None, session: Session |
         return fault
     if failed is not None and failed.code == "agent_timeout" and await _never_answered(session):
         return ProviderError(f"the model gave no answer at all{how}", code="provider_no_answer", retryable=True)
-    if not session.tally.calls and agent.dialect is not None:
+    if not session.counts.calls and agent.dialect is not None:
         return AgentError(f"the agent {agent.name!r} made no model call{how}", code="agent_no_calls")
     return failed
 
 
 async def _providers_fault(session: Session, how: str) -> PierError | None:
     """The fault that the agent's work ended with, if that is not the agent's own."""
-    tally = session.tally
-    if not any(fault != "agent" for fault in tally.faults):
+    counts = session.counts
+    if not any(fault != "agent" for fault in counts.faults):
         return None
     from pier.trajectory.lineage import Ending, how_work_ended
 
     recording = session.terms.recording
     ending = await asyncio.to_thread(how_work_ended, recording) if recording is not None else None
-    fault, status, error = astuple(ending or Ending(*tally.last, None))
+    fault, status, error = astuple(ending or Ending(*counts.last, None))
     said = f"status {status}{f': {error}' if error else ''}{how}"
     match fault:
-        case "rate_limit" if tally.most <= _FLOOD:
+        case "rate_limit" if counts.most <= _FLOOD:
             return ProviderError(f"the agent's last model call met a rate limit: {said}", code="provider_rate_limit")
         case "quota":
             said = f"the agent's provider refused its last model call, since a quota is used up: {said}"
@@ -320,11 +320,11 @@ def usage_of(session: Session | None) -> AgentResult:
     if meter.turns:
         known |= {"n_input_tokens": meter.input_tokens, "n_output_tokens": meter.output_tokens}
         known["cost_usd"] = None  # the meter counts what it knows; the trajectory says whether that is all
-    metadata: dict[str, Any] = {"model_calls": dict(session.tally.ends)}
-    if session.tally.retries:
-        metadata["model_retries"] = session.tally.retries
-    if session.tally.waited:
-        metadata["model_wait_seconds"] = round(session.tally.waited, 3)
+    metadata: dict[str, Any] = {"model_calls": dict(session.counts.ends)}
+    if session.counts.retries:
+        metadata["model_retries"] = session.counts.retries
+    if session.counts.waited:
+        metadata["model_wait_seconds"] = round(session.counts.waited, 3)
     if session.ended:
         metadata["ended"] = session.ended
     return AgentResult(**known, metadata=metadata)

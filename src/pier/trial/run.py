@@ -308,8 +308,9 @@ class _Trial:
                     outcome.agent_result = usage_of(session)
         check_job_budget(session)
         check_recording(session)
-        if (tally := session.tally if session else None) and tally.retries:
-            record.log(f"model: {tally.retries} retries after faults of the provider, {tally.waited:.1f} s of waiting")
+        if (counts := session.counts if session else None) and counts.retries:
+            said = f"{counts.retries} retries after faults of the provider, {counts.waited:.1f} s of waiting"
+            record.log(f"model: {said}")
         if failed is not None and failed.blame in ("provider", "infra"):
             raise failed  # the agent could not go on, so what it left is not graded
         if failed is not None:

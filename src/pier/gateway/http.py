@@ -1,27 +1,36 @@
-"""Answers agents: an asyncio protocol per connection, a task per request, nothing in between.
+"""The gateway's HTTP/1.1 server: an asyncio protocol per connection, a task per request, `httptools` as the parser.
 
-Requests of a connection are answered one after another, also when they come in one go. A connection that ends while
-its request is being answered cancels the answer, whether the client closed it or only its own half. A client that sends
-slower or reads slower than we do makes us wait, with bounded memory.
+Strict on purpose: whatever two readers could understand differently is refused, since that is how requests are
+smuggled. Requests of a connection are answered one after another, also when they come in one go. A connection that ends
+while its request is being answered cancels the answer, whether the client closed it or only its own half. A client that
+sends slower or reads slower than the gateway makes it wait, with bounded memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import NoReturn
 
-from pier.gateway.http.message import BadMessage, find_head, parse_request, render, status_line
-from pier.gateway.http.request import AHEAD, HttpRequest
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from multidict import CIMultiDict
+
+from pier.gateway.request import AHEAD, BadMessage, HttpRequest, render
 
 log = logging.getLogger(__name__)
+_MAX_HEAD = 64 * 1024
+_MAX_FIELDS = 200
+_MAX_QUEUED = 128
+"""Requests of one connection that were sent before the answer to an earlier one."""
 _LINGER = 2.0
 """Seconds in which a client may read an answer that came before it had sent its whole request."""
 
 Handle = Callable[[HttpRequest], Awaitable[None]]
 Refuse = Callable[[int, str], bytes]
-"""The JSON body of an error, for what is not even a request."""
+"""The JSON body of an error about an invalid request."""
 
 
 class Server:
@@ -100,7 +109,14 @@ class Connection(asyncio.Protocol):
         self.task: asyncio.Task[None] | None = None
         self.state = "idle"
         self.since = 0.0
-        self._rest = b""
+        self._parser = HttpRequestParser(self)
+        self._queue: deque[HttpRequest | BadMessage] = deque()
+        self._receiving: HttpRequest | None = None
+        self._target = b""
+        self._fields: list[tuple[str, str]] = []
+        self._head_size = self._field_count = self._ahead = 0
+        self._in_head = False
+        self._bad: BadMessage | None = None
         self._lost = self._held = self._lingering = self.full = False
         self._drained: asyncio.Future[None] | None = None
 
@@ -124,13 +140,90 @@ class Connection(asyncio.Protocol):
             self.task.cancel()
 
     def data_received(self, data: bytes) -> None:
-        if self._lingering:
+        if self._lingering or self._bad or self.transport.is_closing():
             return
-        self._rest = self._rest + data if self._rest else data
+        self.since = self.loop.time() if self.state == "body" else self.since
+        if self._in_head:
+            self._head_size += len(data)
+        if self.request and self.request.received:
+            self._ahead += len(data)
+            if self._ahead > AHEAD:
+                self.hold()
         try:
-            self._advance()
+            self._feed(data)
+            if self._in_head and self._head_size > _MAX_HEAD:
+                raise BadMessage(f"the head is larger than {_MAX_HEAD} bytes", 431)
+        except (HttpParserError, BadMessage) as error:
+            self._bad = error if isinstance(error, BadMessage) else self._bad or BadMessage(f"invalid HTTP: {error}")
+            self._spoil(self._bad)
+
+    def _feed(self, data: bytes) -> None:
+        while data:
+            try:
+                self._parser.feed_data(data)
+                break
+            except HttpParserUpgrade as upgrade:  # no other protocol is spoken here: another request may follow
+                data = data[upgrade.args[0] :]
+                self._parser = HttpRequestParser(self)
+
+    def on_message_begin(self) -> None:
+        self._target, self._fields, self._field_count = b"", [], 0
+        self._in_head, self._head_size = True, 0
+        if self.state == "idle":
+            self.state, self.since = "head", self.loop.time()
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._field_count += 1
+        if self._receiving:  # a trailer, which is dropped
+            if self._field_count > 2 * _MAX_FIELDS:
+                self._raise(BadMessage("too many trailers"))
+        else:
+            text = value.decode(errors="surrogateescape").strip(" \t")
+            self._fields.append((name.decode(errors="surrogateescape"), text))
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        size = len(self._target) + sum(len(name) + len(value) for name, value in self._fields)
+        if size > _MAX_HEAD or self._field_count > _MAX_FIELDS:
+            self._raise(BadMessage(f"more than {_MAX_FIELDS} headers, or of more than {_MAX_HEAD} bytes", 431))
+        major, _, minor = self._parser.get_http_version().partition(".")
+        if major != "1" or minor not in ("0", "1"):
+            self._raise(BadMessage("unsupported version of HTTP: expected 1.0 or 1.1", 505))
+        headers = CIMultiDict(self._fields)
+        hosts = headers.getall("Host", ())
+        if len(hosts) > 1 or (not hosts and minor == "1"):
+            self._raise(BadMessage("a request needs exactly one Host"))
+        target = self._target.decode(errors="surrogateescape")
+        try:
+            request = HttpRequest(self, self._parser.get_method().decode(), target, int(minor), headers)
         except BadMessage as error:
-            self._refuse(error)
+            self._raise(error)
+        if len(self._queue) >= _MAX_QUEUED:
+            self._raise(BadMessage(f"more than {_MAX_QUEUED} requests wait for their answers", 429))
+        self._receiving = request
+        if self.request is None:
+            self._begin(request)
+        else:
+            self._queue.append(request)
+
+    def on_body(self, body: bytes) -> None:
+        assert self._receiving is not None
+        self._receiving.feed(body)
+
+    def on_message_complete(self) -> None:
+        assert self._receiving is not None
+        self._receiving.feed_end()
+        if self._receiving is self.request:
+            self.state = "answer"
+        self._receiving = None
+
+    def _raise(self, error: BadMessage) -> NoReturn:
+        """From within the parser, which does not pass errors of its callbacks on."""
+        self._bad = error
+        raise error
 
     def eof_received(self) -> bool:
         if self.task:
@@ -179,42 +272,13 @@ class Connection(asyncio.Protocol):
         if self.state == "idle":
             self.close()
         else:
-            self._refuse(BadMessage("the request took too long", 408))
+            self._spoil(BadMessage("the request took too long", 408))
 
-    def _advance(self) -> None:
-        """Make of what was received what can be made of it."""
-        while self._rest:
-            request = self.request
-            if request is None:
-                if not self._begin():
-                    return
-            elif not request.received:
-                self.since = self.loop.time()
-                self._rest = request.feed(self._rest)
-                if request.received:
-                    self.state = "answer"
-                    request.feed(b"")
-                elif not self._rest:
-                    return
-            else:
-                if len(self._rest) > AHEAD:
-                    self.hold()
-                return
-
-    def _begin(self) -> bool:
-        """Start to answer a request, if its head is here."""
-        if self._rest.startswith(b"\r\n"):
-            self._rest = self._rest[2:]
-        if self.state == "idle" and self._rest:
-            self.state, self.since = "head", self.loop.time()
-        end = find_head(self._rest)
-        if not end or self.transport.is_closing():
-            return False
-        head, self._rest = self._rest[:end], self._rest[end:]
-        self.request = HttpRequest(self, parse_request(head))
-        self.state = "answer" if self.request.received else "body"
-        self.task = self.loop.create_task(self._answer(self.request))
-        return True
+    def _begin(self, request: HttpRequest) -> None:
+        """Start to answer a request, whose body may yet be to come."""
+        self.request, self._ahead = request, 0
+        self.state, self.since = "answer" if request.received else "body", self.loop.time()
+        self.task = self.loop.create_task(self._answer(request))
 
     async def _answer(self, request: HttpRequest) -> None:
         try:
@@ -245,29 +309,39 @@ class Connection(asyncio.Protocol):
             self._linger()
         elif request.closing or self.server.retired:
             self.close()
+        elif self._queue:
+            following = self._queue.popleft()
+            if isinstance(following, BadMessage):
+                self._refuse(following)
+            else:
+                self._begin(following)
         else:
             self.request = None
-            self.state, self.since = "idle", self.loop.time()
+            self.state, self.since = "head" if self._in_head else "idle", self.loop.time()
             self.resume()
-            if self._rest:
-                self.data_received(b"")
+
+    def _spoil(self, error: BadMessage) -> None:
+        """The rest cannot be understood: requests before it are answered, nothing after it is."""
+        self._bad = error
+        if self._receiving:
+            self.hold()
+            self._receiving.fail(error)
+            self._receiving = None
+        elif self.request:
+            self._queue.append(error)
+        else:
+            self._refuse(error)
 
     def _refuse(self, error: BadMessage) -> None:
-        """What came cannot be understood, so nothing after it can be either."""
-        self._rest = b""
         self.state = "answer"
-        if self.request:
-            self.hold()
-            self.request.fail(error)
-            return
         body = self.server.refuse(error.status, str(error))
         fields = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
-        self.transport.write(render(status_line(error.status), fields) + body)
+        self.transport.write(render(error.status, fields) + body)
         self._linger()
 
     def _linger(self) -> None:
         """Let the client read the answer: closing over unread bytes would take it away again."""
-        self._lingering, self._rest = True, b""
+        self._lingering = True
         self.resume()
         with suppress(OSError, RuntimeError):
             if self.transport.can_write_eof():

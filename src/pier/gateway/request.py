@@ -1,0 +1,257 @@
+"""One request of an agent's HTTP client, and its answer.
+
+Strict about how a body is delimited: one Content-Length or `chunked`, never both, and no other coding of the transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections.abc import Iterable
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from multidict import CIMultiDict
+
+if TYPE_CHECKING:
+    from pier.gateway.http import Connection
+
+AHEAD = 256 * 1024
+"""How much of a body, or of later requests, is read ahead."""
+_REASONS = {status.value: status.phrase for status in HTTPStatus}
+
+Fields = Iterable[tuple[str, str]]
+
+
+class BadMessage(Exception):
+    """The client sent no HTTP/1.1, or not safely so. `status` is the answer to it."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+_WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+"""Codings that are understood, as zlib wants them named."""
+
+
+class BadCoding(Exception):
+    """The body is not of the coding that it claims, or of an unknown one."""
+
+
+class TooLarge(Exception):
+    """The body is over the limit."""
+
+
+def inflate(data: bytes, coding: str, limit: int) -> bytes:
+    """A body without its `Content-Encoding`, of at most `limit` bytes."""
+    window = _WINDOWS.get(coding.strip().lower())
+    if window is None:
+        raise BadCoding(f"unsupported Content-Encoding {coding!r}: expected gzip or deflate")
+    if window == 15 and data[:1] != b"\x78":
+        window = -15  # as some clients send it: without the header of zlib
+    decoder = zlib.decompressobj(window)
+    try:
+        plain = decoder.decompress(data, limit + 1)
+    except zlib.error as error:
+        raise BadCoding(f"invalid {coding} body: {error}") from None
+    if len(plain) > limit:
+        raise TooLarge
+    if decoder.unused_data or not decoder.eof:
+        raise BadCoding(f"invalid {coding} body: it is {'too long' if decoder.unused_data else 'cut off'}")
+    return plain
+
+
+class HttpRequest:
+    """One request, and where its answer goes. Exactly one of `reply` and `start` ... `finish` answers it."""
+
+    __slots__ = (
+        "_asked", "_broken", "_connection", "_continue", "_length", "_parts", "_pending", "_size", "_waiter",
+        "chunked", "closing", "finished", "headers", "method", "minor", "path", "query_string", "received", "started",
+        "target",
+    )  # fmt: skip
+
+    def __init__(self, connection: Connection, method: str, target: str, minor: int, headers: CIMultiDict[str]) -> None:
+        self._connection = connection
+        self.method = method
+        self.target = target
+        self.minor = minor
+        """Of the version: 0 or 1."""
+        self.headers = headers
+        if not target.startswith("/") and "://" in target:
+            try:
+                parts = urlsplit(target)
+            except ValueError:
+                raise BadMessage("invalid address in the request line") from None
+            target = f"{parts.path or '/'}?{parts.query}"
+        path, _, self.query_string = target.partition("?")
+        self.path = unquote(path) if "%" in path else path
+        self._length = _length(method, headers, minor)
+        expected = headers.get("Expect")
+        if expected is not None and expected.lower() != "100-continue":
+            raise BadMessage("unsupported Expect header: expected 100-continue", 417)
+        self._continue = expected is not None and minor == 1
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._asked = False
+        self._broken: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._pending = b""
+        self.received = False
+        """Whether all of the body is here."""
+        self.started = False
+        """Whether an answer has begun."""
+        self.finished = False
+        self.chunked = False
+        self.closing = minor == 0 or any("close" in value.lower() for value in headers.getall("Connection", ()))
+
+    def feed(self, data: bytes) -> None:
+        """Take in more of the body."""
+        self._parts.append(data)
+        self._size += len(data)
+        if not self._asked and self._size > AHEAD:
+            self._connection.hold()
+        else:
+            self._wake()
+
+    def feed_end(self) -> None:
+        self.received = True
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more of the body comes: that is what `read` raises."""
+        self._broken = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def read(self, limit: int) -> bytes:
+        """The body without its coding, once. `TooLarge` if it has more than `limit` bytes; `BadMessage` or `BadCoding`
+        if it cannot be read."""
+        if self._length is not None and self._length > limit:
+            raise TooLarge
+        if not self.received:
+            self._asked = True
+            if self._continue and not self._parts:
+                self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._connection.resume()
+            while not self.received:
+                if self._broken:
+                    raise self._broken
+                if self._size > limit:
+                    raise TooLarge
+                self._waiter = self._connection.loop.create_future()
+                await self._waiter
+        if self._size > limit:
+            raise TooLarge
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        coding = self.headers.get("Content-Encoding")
+        if coding is None or coding.lower() == "identity":
+            return data
+        if len(data) < AHEAD:
+            return inflate(data, coding, limit)
+        return await asyncio.to_thread(inflate, data, coding, limit)
+
+    def reply(self, status: int, fields: Fields, body: bytes, *, close: bool = False) -> None:
+        """A whole answer, sent at once."""
+        head = self._head(status, [*fields, ("Content-Length", str(len(body)))], close)
+        self.finished = True
+        if self.method == "HEAD":
+            body = b""
+        if len(body) < AHEAD:
+            self._connection.transport.write(head + body)
+        else:
+            self._connection.transport.write(head)
+            self._connection.transport.write(body)
+
+    def start(self, status: int, fields: Fields) -> None:
+        """Begin a streamed answer. Its head goes with the first bytes, or by itself when there are none yet."""
+        self.chunked = self.minor == 1
+        more = [("Transfer-Encoding", "chunked")] if self.chunked else []
+        self._pending = self._head(status, [*fields, *more], close=not self.chunked)
+        self._connection.loop.call_soon(self._flush)
+
+    async def write(self, data: bytes) -> None:
+        """More of a streamed answer; waits while the client reads slower than we write."""
+        if framed := self._framed(data):
+            self._connection.transport.write(framed)
+        if self._connection.full:
+            await self._connection.drain()
+        else:
+            self._connection.check()
+
+    async def finish(self, data: bytes = b"") -> None:
+        """The end of a streamed answer, and what is left of it."""
+        self.finished = True
+        end = b"0\r\n\r\n" if self.chunked and self.method != "HEAD" else b""
+        self._connection.transport.write(self._framed(data) + self._pending + end)
+        self._pending = b""
+        await self._connection.drain()
+
+    def _framed(self, data: bytes) -> bytes:
+        """A piece of the body as it is sent, behind a head that waits; nothing if there is no such piece."""
+        if not data or self.method == "HEAD":
+            return b""
+        pending, self._pending = self._pending, b""
+        return b"%b%x\r\n%b\r\n" % (pending, len(data), data) if self.chunked else pending + data
+
+    def _flush(self) -> None:
+        if self._pending:
+            pending, self._pending = self._pending, b""
+            self._connection.transport.write(pending)
+
+    def _head(self, status: int, fields: list[tuple[str, str]], close: bool) -> bytes:
+        self._connection.check()
+        self.closing = self.closing or close or not self.received or self._connection.server.retired
+        fields.append(("Date", _date()))
+        if self.closing:
+            fields.append(("Connection", "close"))
+        head = render(status, fields)
+        self.started = True
+        return head
+
+
+def _length(method: str, headers: CIMultiDict[str], minor: int) -> int | None:
+    """The length of a body if its head says so. The parser has accepted the head; whatever it allows beyond one
+    Content-Length or one `chunked` is refused here."""
+    codings, lengths = headers.getall("Transfer-Encoding", ()), headers.getall("Content-Length", ())
+    if codings:
+        if lengths:
+            raise BadMessage("a request has either a Content-Length or a Transfer-Encoding")
+        if minor == 0 or len(codings) != 1 or codings[0].lower() != "chunked":
+            raise BadMessage("unsupported Transfer-Encoding: expected chunked", 501)
+    elif lengths:
+        text = lengths[0]
+        if len(lengths) != 1 or not (text.isascii() and text.isdigit()) or len(text) > 15:
+            raise BadMessage("invalid Content-Length")
+    length = int(lengths[0]) if lengths else None
+    if method == "CONNECT" and (codings or length):
+        raise BadMessage("a CONNECT request has no body")
+    return length
+
+
+def render(status: int, fields: Fields) -> bytes:
+    """The head of an answer. `ValueError` if a field would break out of its line."""
+    first = f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}"
+    lines = [first, *(f"{name}: {value}" for name, value in fields), "", ""]
+    text = "\r\n".join(lines)
+    if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:
+        raise ValueError("a header has a line break in it")
+    return text.encode(errors="surrogateescape")
+
+
+_dates: tuple[int, str] = (0, "")
+
+
+def _date() -> str:
+    global _dates
+    now = int(time.time())
+    if _dates[0] != now:
+        _dates = (now, formatdate(now, usegmt=True))
+    return _dates[1]
