@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from pier.image import ImageStore, build_image
-from pier.image.engine import take_from_engine
+from pier.image.fetch import take_from_engine
 from pier.image.importing import import_image
-from pier.image.view import Entry, View
+from pier.image.view import View, ViewEntry
 from pier.network.policy import NONE
 from pier.sandbox.building import open_runner
 from tests.busybox import busybox_image
@@ -217,7 +217,7 @@ def _rows(layers: tuple[Path, ...]) -> dict[str, str]:
     view = View([str(layer) for layer in layers])
     rows: dict[str, str] = {}
 
-    def look(above: Entry) -> None:
+    def look(above: ViewEntry) -> None:
         for child in view.children(above):
             status = child.status
             content = os.readlink(child.place) if child.is_link else ""

@@ -16,10 +16,10 @@ import pytest
 from pier.errors import ImageError
 from pier.idmap import IdMap
 from pier.image import Image, ImageStore, build_image
+from pier.image.adopt import remove_tree
 from pier.image.collect import collect
 from pier.image.importing import import_image
 from pier.image.packing import digest_layer, pack_layer
-from pier.image.trees import remove_tree
 from pier.image.unpack import unpack
 from pier.image.view import View
 from pier.lease import Lease

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from pier.errors import ImageError
-from pier.image.download import download_for_add
+from pier.image.outbound import download_for_add
 from pier.network.policy import PUBLIC, NetworkPolicy
 from tests.image_rig import running_server
 

@@ -15,7 +15,7 @@ from aiohttp import web
 from pier.errors import ImageError
 from pier.image import ImageStore
 from pier.image.collect import collect
-from pier.image.engine import take_from_engine
+from pier.image.fetch import take_from_engine
 from pier.image.importing import import_image
 from tests.image_rig import Pieces, directory, entry, link, running_socket, sha, tar_of
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pier.errors import ImageError
 from pier.idmap import IdMap, mapped_argv
 from pier.image import owner
-from pier.image.trees import unpack_archive
+from pier.image.adopt import unpack_archive
 from pier.image.unpack import unpack
 from tests.image_rig import directory, entry, link, tar_of
 

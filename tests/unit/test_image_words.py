@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pier.errors import ImageError
-from pier.image.ignore import Ignore
-from pier.image.reference import parse
-from pier.image.words import expand, split
+from pier.image.copying import Ignore
+from pier.image.dockerfile import expand, split
+from pier.image.model import parse
 
 VALUES = {"A": "1", "EMPTY": "", "PATH": "/bin", "V": "foobarbaz"}
 

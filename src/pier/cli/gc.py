@@ -13,7 +13,7 @@ import click
 from pier.sizes import parse_size, size_text
 
 if TYPE_CHECKING:
-    from pier.image.collect import Collected
+    from pier.image.collect import CollectedImages
     from pier.lease import Destroy, Swept
 
 
@@ -52,7 +52,7 @@ def gc(max_size: str | None, dry_run: bool, as_json: bool) -> None:
     raise click.exceptions.Exit(1 if swept.failed else 0)
 
 
-async def _collect(max_size: str | None, dry_run: bool) -> tuple[Swept, Collected]:
+async def _collect(max_size: str | None, dry_run: bool) -> tuple[Swept, CollectedImages]:
     from pier.image.collect import collect, default_budget
     from pier.image.store import ImageStore
 

@@ -15,8 +15,8 @@ import click
 from pier.sizes import parse_size, size_text
 
 if TYPE_CHECKING:
+    from pier.image.disk import ImageRecord
     from pier.image.model import Image
-    from pier.image.records import ImageRecord
     from pier.image.store import ImageStore
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
@@ -70,7 +70,7 @@ async def _import(source: Path, name: str | None) -> Image:
 
 async def _import_from_docker(image: str, name: str | None) -> Image:
     from pier.errors import ImageError
-    from pier.image.engine import take_from_engine
+    from pier.image.fetch import take_from_engine
 
     found = await take_from_engine(_store(), image, name)
     if found is None:

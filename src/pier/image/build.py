@@ -13,15 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pier.errors import ImageError, PierError
-from pier.image.dockerfile import Dockerfile, Instruction, read
+from pier.image.copying import Ignore, read_ignore
+from pier.image.dockerfile import Dockerfile, Instruction, expand, read, split
 from pier.image.host import host_refusal
-from pier.image.ignore import Ignore, read_ignore
-from pier.image.model import HOST, SCRATCH, Image, OnProgress
-from pier.image.platforms import architecture
-from pier.image.stage import DEFAULT_PATH, SETTINGS, Stage, arg_pairs, key_of, located
-from pier.image.steps import StepRunner
+from pier.image.model import HOST, SCRATCH, Image, OnProgress, architecture
+from pier.image.stage import DEFAULT_PATH, SETTINGS, BuildStage, StepRunner, arg_pairs, key_of, located
 from pier.image.store import ImageStore, canonical
-from pier.image.words import expand, split
 from pier.network.policy import PUBLIC, NetworkPolicy
 
 _PROXIES = tuple(f"{name}_PROXY" for name in ("HTTP", "HTTPS", "FTP", "NO", "ALL"))
@@ -44,7 +41,7 @@ class Build:
     host: bool
     globals: dict[str, str] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
-    done: dict[int, Stage] = field(default_factory=dict)
+    done: dict[int, BuildStage] = field(default_factory=dict)
     step: int = 0
     total: int = 0
 
@@ -192,7 +189,7 @@ def _warn_of_unused(build: Build) -> None:
         build.on_progress(f"warning: the build argument {name} is not used by any ARG")
 
 
-async def _build_part(build: Build, part: Part) -> Stage:
+async def _build_part(build: Build, part: Part) -> BuildStage:
     from pier.image.instructions import add, copy, run, workdir
 
     stage = await _start(build, part)
@@ -212,16 +209,16 @@ async def _build_part(build: Build, part: Part) -> Stage:
     return stage
 
 
-async def _start(build: Build, part: Part) -> Stage:
+async def _start(build: Build, part: Part) -> BuildStage:
     build.step += 1
     build.on_progress(f"[{build.step}/{build.total}] {part.start}")
     index = build.parts.index(part)
     earlier = None if part.base.isdigit() else find_stage(build, part.base, index)
     if earlier is not None:
         below = build.done[earlier]
-        return Stage.start(below.image(), below.host_key)
+        return BuildStage.start(below.image(), below.host_key)
     if part.base == SCRATCH:
-        return Stage(env={"PATH": DEFAULT_PATH})
+        return BuildStage(env={"PATH": DEFAULT_PATH})
     try:
         image = await build.store.resolve(part.base, on_progress=build.on_progress, for_task=True)
     except ImageError as error:
@@ -230,8 +227,8 @@ async def _start(build: Build, part: Part) -> Stage:
         raise host_refusal(f"{build.file.path}:{part.start.line}: FROM {part.base}")
     _refuse_triggers(build, part, image)
     if image.reference == HOST:
-        return Stage.start(image, key_of("host", image.digest, _host_packages()))
-    return Stage.start(image, key_of("image", image.digest) if image.is_host else "")
+        return BuildStage.start(image, key_of("host", image.digest, _host_packages()))
+    return BuildStage.start(image, key_of("image", image.digest) if image.is_host else "")
 
 
 def _refuse_triggers(build: Build, part: Part, image: Image) -> None:
@@ -249,7 +246,7 @@ def _host_packages() -> list[float]:
     return [path.stat().st_mtime for path in databases if path.exists()]
 
 
-def _take_args(build: Build, stage: Stage, instruction: Instruction) -> None:
+def _take_args(build: Build, stage: BuildStage, instruction: Instruction) -> None:
     for name, default in arg_pairs(instruction, build.file, stage.values()).items():
         value = build.build_args.get(name, default if default is not None else build.globals.get(name))
         if value is not None:

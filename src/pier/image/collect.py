@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from pier.sizes import parse_size
 
 if TYPE_CHECKING:
-    from pier.image.cached import CacheDirectory
-    from pier.image.records import ImageRecord
-    from pier.image.store import ImageStore
+    from pier.image.disk import ImageRecord
+    from pier.image.store import CacheDirectory, ImageStore
+
 
 BUDGET_VARIABLE = "PIER_IMAGE_BUDGET"
 DEFAULT_BUDGET = 50 * 1000**3
@@ -32,7 +32,7 @@ _STEPS_KEPT = 30 * 24 * 3600
 
 
 @dataclass(slots=True)
-class Collected:
+class CollectedImages:
     """What was removed (or, in a dry run, would be), and how many bytes are left."""
 
     images: list[str] = field(default_factory=list)
@@ -58,10 +58,10 @@ def layers_size(store: ImageStore) -> int:
 
 async def collect(
     store: ImageStore, *, max_size: int | None = None, keep_imports: bool = False, dry_run: bool = False
-) -> Collected:
+) -> CollectedImages:
     """Collect garbage; with `max_size` until layers and caches hold no more bytes than that. `keep_imports` spares
     images that were imported: pier cannot get them again."""
-    done = Collected()
+    done = CollectedImages()
     if not store.root.is_dir():
         return done
     done.leftovers = [str(path) for path in await store.layers.sweep(dry_run=dry_run)]
@@ -95,7 +95,7 @@ async def list_cached(store: ImageStore) -> list[dict[str, Any]]:
     ]
 
 
-def _carry_out(store: ImageStore, done: Collected, away: Path) -> None:
+def _carry_out(store: ImageStore, done: CollectedImages, away: Path) -> None:
     for reference in done.images:
         store.forget(reference)
     for layer in done.layers:
@@ -118,7 +118,7 @@ def _stale_downloads(store: ImageStore) -> list[Path]:
 class _Choice:
     """What is to go, written into `done`."""
 
-    def __init__(self, store: ImageStore, caches: dict[str, CacheDirectory], done: Collected) -> None:
+    def __init__(self, store: ImageStore, caches: dict[str, CacheDirectory], done: CollectedImages) -> None:
         self._store = store
         self._done = done
         self._records = {layer: record for layer in store.layers.ids() if (record := store.layers.record(layer))}

@@ -1,5 +1,5 @@
 """COPY, ADD and WORKDIR: puts files into a new layer on top of others, with the owners, modes and places that Docker
-would give them.
+would give them. Files that `.dockerignore` excludes are not seen; its last pattern that matches decides.
 
 A layer that holds a file also holds the directories above it, and overlayfs takes their metadata from the topmost
 layer: so each directory that exists below is repeated with the metadata that it has there.
@@ -14,16 +14,89 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from pier.errors import ImageError
-from pier.image.compression import compression_of, decompressed
+from pier.image.adopt import remove_tree
 from pier.image.disk import write_all
-from pier.image.ignore import Ignore, glob_regex
-from pier.image.trees import remove_tree
-from pier.image.unpack import is_kept_xattr, unpack
-from pier.image.view import Entry, View, user_ids
+from pier.image.unpack import compression_of, decompressed, is_kept_xattr, unpack
+from pier.image.view import View, ViewEntry, user_ids
+
+
+class Ignore:
+    """Patterns in order; `!pattern` takes files back in."""
+
+    def __init__(self, lines: Iterable[str] = ()) -> None:
+        self.lines = [line for raw in lines if (line := _clean(raw))]
+        self._rules = [(_regex(line.removeprefix("!")), line.startswith("!")) for line in self.lines]
+        self.has_exceptions = any(taken_back for _, taken_back in self._rules)
+
+    def excludes(self, path: str) -> bool:
+        """Whether the file at `path` (relative, with slashes) is left out; a match of a parent counts."""
+        parts = path.split("/")
+        prefixes = ["/".join(parts[: count + 1]) for count in range(len(parts))]
+        excluded = False
+        for pattern, taken_back in self._rules:
+            if excluded == taken_back and any(pattern.fullmatch(prefix) for prefix in prefixes):
+                excluded = not taken_back
+        return excluded
+
+
+def read_ignore(context: Path, dockerfile: Path) -> Ignore:
+    """The ignore file beside the Dockerfile if it has one of its own, else the context's."""
+    for path in (dockerfile.with_name(f"{dockerfile.name}.dockerignore"), context / ".dockerignore"):
+        if path.is_file():
+            return Ignore(path.read_text(encoding="utf-8-sig", errors="replace").splitlines())
+    return Ignore()
+
+
+def _clean(line: str) -> str:
+    if line.startswith("#"):
+        return ""
+    line = line.strip()
+    mark = "!" if line.startswith("!") else ""
+    line = line.removeprefix("!").strip()
+    if not line:
+        return ""
+    path = posixpath.normpath(line).lstrip("/")
+    return "" if path in (".", "") else mark + path
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    return re.compile(glob_regex(pattern, stars=True), re.DOTALL)
+
+
+def glob_regex(pattern: str, *, stars: bool = False) -> str:
+    """A path pattern as a regular expression: `*` and `?` stop at slashes, `**` (with `stars`) does not."""
+    out, at = "", 0
+    while at < len(pattern):
+        char = pattern[at]
+        if stars and pattern.startswith("**", at):
+            at += 2
+            if pattern.startswith("/", at):
+                at += 1
+                out += "(?:.*/)?"
+            else:
+                out += ".*"
+            continue
+        at += 1
+        if char == "*":
+            out += "[^/]*"
+        elif char == "?":
+            out += "[^/]"
+        elif char == "[" and (end := pattern.find("]", at + 1)) > 0:
+            inner = pattern[at:end].replace("\\", "\\\\")
+            out += f"[{'^' + inner[1:] if inner.startswith(('^', '!')) else inner}]"
+            at = end + 1
+        elif char == "\\" and at < len(pattern):
+            out += re.escape(pattern[at])
+            at += 1
+        else:
+            out += re.escape(char)
+    return out
+
 
 _CHUNK = 1 << 20
 
@@ -90,14 +163,14 @@ class _Layer:
         self._newest = 0
         places = view.root.places
         if len(places) > 1:
-            self._copy_metadata(Entry("/", places[1:], os.lstat(places[1])), target)
+            self._copy_metadata(ViewEntry("/", places[1:], os.lstat(places[1])), target)
 
     def begin(self, ignore: Ignore, *, reset: bool) -> None:
         self.ignore = ignore
         self._reset = reset
         self._links = {}
 
-    def put(self, source: View, entry: Entry, destination: str, name: str) -> None:
+    def put(self, source: View, entry: ViewEntry, destination: str, name: str) -> None:
         """Copy a file to `destination` or into it, or the contents of a directory into it."""
         self._newest = max(self._newest, entry.status.st_mtime_ns)
         where, there = self._view.locate(destination)
@@ -115,7 +188,7 @@ class _Layer:
         self.directory(posixpath.dirname(where))
         self._place(source, entry, where)
 
-    def unpack(self, entry: Entry, destination: str) -> None:
+    def unpack(self, entry: ViewEntry, destination: str) -> None:
         """Unpack an archive into `destination`, with the owners and modes that it holds, as BuildKit does: `--chown` is
         for the directory only."""
         self._newest = max(self._newest, entry.status.st_mtime_ns)
@@ -157,7 +230,7 @@ class _Layer:
                 os.chown(place, *(self._owner or (0, 0)))
         return place
 
-    def _contents(self, source: View, directory: Entry, where: str, *, replace: bool = False) -> None:
+    def _contents(self, source: View, directory: ViewEntry, where: str, *, replace: bool = False) -> None:
         for child in source.children(directory):
             excluded = self.ignore.excludes(child.path.lstrip("/"))
             if excluded and not (child.is_dir and self.ignore.has_exceptions):
@@ -179,7 +252,7 @@ class _Layer:
             self._contents(source, child, path, replace=replace)
             self._set_metadata(child, place)
 
-    def _included(self, source: View, directory: Entry) -> Iterator[Entry]:
+    def _included(self, source: View, directory: ViewEntry) -> Iterator[ViewEntry]:
         for child in source.children(directory):
             if not self.ignore.excludes(child.path.lstrip("/")):
                 yield child
@@ -194,7 +267,7 @@ class _Layer:
         else:
             remove_tree(place)
 
-    def _place(self, source: View, entry: Entry, path: str) -> None:
+    def _place(self, source: View, entry: ViewEntry, path: str) -> None:
         """Copy one entry that is no directory to exactly `path`; its parent is in this layer."""
         self._clear(path)
         place = f"{self._target}{path}"
@@ -217,13 +290,13 @@ class _Layer:
             while data := reader.read(_CHUNK):
                 write_all(writer, data)
 
-    def _set_metadata(self, entry: Entry, place: str) -> None:
+    def _set_metadata(self, entry: ViewEntry, place: str) -> None:
         """The metadata of a copied entry: `--chown` and `--chmod` go before its own."""
         self._copy_metadata(entry, place, self._owner or ((0, 0) if self._reset else None))
         if self._mode is not None and not entry.is_link:
             os.chmod(place, self._mode)
 
-    def _copy_metadata(self, entry: Entry, place: str, owner: tuple[int, int] | None = None) -> None:
+    def _copy_metadata(self, entry: ViewEntry, place: str, owner: tuple[int, int] | None = None) -> None:
         status = entry.status
         if self._owners:
             os.chown(place, *(owner or (status.st_uid, status.st_gid)), follow_symlinks=False)
@@ -244,7 +317,7 @@ class _Layer:
                 os.utime(place, ns=(at, at))
 
 
-def matches(view: View, pattern: str, ignore: Ignore) -> list[tuple[str, Entry]]:
+def matches(view: View, pattern: str, ignore: Ignore) -> list[tuple[str, ViewEntry]]:
     """What a source pattern names: base names, and entries with symbolic links followed.
 
     Without wildcards it must exist. Wildcards may match nothing, as in Docker.
@@ -269,7 +342,7 @@ def content_digest(view: View, pattern: str, ignore: Ignore) -> str:
     """What a cache key must know of a source: names, modes and contents, but no times and no owners."""
     digest = hashlib.sha256()
 
-    def add(entry: Entry, name: str) -> None:
+    def add(entry: ViewEntry, name: str) -> None:
         content = ""
         if entry.is_file:
             content = _file_digest(entry)
@@ -292,7 +365,7 @@ _digests: dict[tuple[int, int, int, int, int], str] = {}
 """Digests of files that were read before, by what changes when a file does."""
 
 
-def _file_digest(entry: Entry) -> str:
+def _file_digest(entry: ViewEntry) -> str:
     status = entry.status
     key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     if key not in _digests:
@@ -305,7 +378,7 @@ def _file_digest(entry: Entry) -> str:
     return _digests[key]
 
 
-def _is_hidden(entry: Entry, ignore: Ignore) -> bool:
+def _is_hidden(entry: ViewEntry, ignore: Ignore) -> bool:
     """Whether an entry is left out, with all that is in it."""
     return ignore.excludes(entry.path.lstrip("/")) and not (entry.is_dir and ignore.has_exceptions)
 

@@ -1,27 +1,116 @@
-"""The instructions that change files: RUN, COPY, ADD and WORKDIR."""
+"""The instructions that change files: RUN, COPY, ADD and WORKDIR.
+
+`RUN --mount` gives one command caches that outlive a build, private tmpfs, and parts of the context.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import csv
 import posixpath
 import re
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pier.errors import ImageError
 from pier.image import owner
 from pier.image.build import PREDEFINED, Build, find_stage
-from pier.image.copying import content_digest
-from pier.image.dockerfile import Heredoc, Instruction
-from pier.image.mounts import read_mounts
-from pier.image.stage import Stage, key_of
-from pier.image.steps import Step
+from pier.image.copying import Ignore, content_digest
+from pier.image.dockerfile import Heredoc, Instruction, expand, split
+from pier.image.stage import BuildStage, BuildStep, StepMount, key_of
 from pier.image.view import View
-from pier.image.words import expand, split
 from pier.network.policy import NONE
+
+if TYPE_CHECKING:
+    from pier.image.store import ImageStore
+
+
+_KNOWN = {
+    "bind": {"type", "target", "dst", "destination", "source", "src", "ro", "readonly"},
+    "cache": {"type", "target", "dst", "destination", "id", "sharing", "mode", "uid", "gid", "ro", "readonly"},
+    "tmpfs": {"type", "target", "dst", "destination", "size"},
+}
+
+
+@dataclass(slots=True)
+class Mounts:
+    """The mounts of one RUN. Of `caches` the names are kept, and whether one build at a time may have them."""
+
+    store: ImageStore
+
+    mounts: list[StepMount] = field(default_factory=list)
+    context: list[tuple[Path, str]] = field(default_factory=list)
+    caches: list[tuple[str, bool]] = field(default_factory=list)
+
+    async def key(self) -> list[str]:
+        """What a cache key must know: where things are mounted, and what the context's parts hold."""
+        rows = [f"{mount.target} {mount.size} {mount.read_only} {mount.source is None}" for mount in self.mounts]
+        for root, path in self.context:
+            rows.append(await asyncio.to_thread(content_digest, View([str(root)]), path, Ignore()))
+        return rows
+
+    @asynccontextmanager
+    async def prepared(self) -> AsyncIterator[tuple[StepMount, ...]]:
+        """The mounts, with what must exist before the command starts; a cache that is not shared is held meanwhile."""
+        async with AsyncExitStack() as stack:
+            for name, alone in sorted(set(self.caches)):
+                path = self.store.caches.open(name)
+                if alone:
+                    await stack.enter_async_context(self.store.only_one(f"cache {path.name}"))
+            yield tuple(self.mounts)
+
+
+def read_mounts(build: Build, stage: BuildStage, instruction: Instruction) -> Mounts:
+    """The `--mount` flags of a RUN; kinds and options that cannot be had are refused by name."""
+    made = Mounts(build.store)
+    for flag in instruction.all("mount"):
+        values: dict[str, str] = {}
+        for part in next(csv.reader([expand(flag, stage.values(), build.file.escape)]), []):
+            key, _, value = part.partition("=")
+            values[key.strip().lower()] = value
+        kind = values.get("type", "bind")
+        if kind not in _KNOWN:
+            raise _refused(f"--mount=type={kind} is not supported")
+        if unknown := sorted(set(values) - _KNOWN[kind]):
+            raise _refused(f"--mount=type={kind},{unknown[0]} is not supported")
+        target = values.get("target") or values.get("dst") or values.get("destination") or ""
+        if not target:
+            raise _refused(f"--mount={flag} has no target")
+        _add(build, made, kind, values, stage.path(target).rstrip("/"))
+    return made
+
+
+def _add(build: Build, made: Mounts, kind: str, values: dict[str, str], target: str) -> None:
+    if kind == "tmpfs":
+        size = values.get("size", "")
+        if size and not size.isdigit():
+            raise _refused(f"--mount=type=tmpfs,size={size} is not a number of bytes")
+        made.mounts.append(StepMount(target, None, False, int(size) if size else None))
+    elif kind == "cache":
+        sharing = values.get("sharing") or "shared"
+        if sharing not in ("shared", "locked", "private"):
+            raise _refused(f"--mount=type=cache,sharing={sharing} is neither shared, locked nor private")
+        name = values.get("id") or target
+        made.caches.append((name, sharing != "shared"))
+        read_only = bool({"ro", "readonly"} & set(values))
+        made.mounts.append(StepMount(target, build.store.caches.path(name), read_only))
+    else:
+        inside = (values.get("source") or values.get("src") or ".").strip("/") or "."
+        source = (build.context / inside).resolve()
+        if not source.is_relative_to(build.context):
+            raise _refused(f"--mount=type=bind,source={inside} is outside of the context")
+        if not source.exists():
+            raise _refused(f"--mount=type=bind,source={inside} is not in the context")
+        made.context.append((build.context, inside))
+        made.mounts.append(StepMount(target, source, True))
+
+
+def _refused(why: str) -> ImageError:
+    return ImageError(why, code="dockerfile", blame="task")
+
 
 _TAIL = 4096
 _HEREDOC_WORD = re.compile(r"""\d*<<-?(['"]?)([A-Za-z0-9_][A-Za-z0-9_.-]*)\1$""")
@@ -30,7 +119,7 @@ _HEREDOC_WORD = re.compile(r"""\d*<<-?(['"]?)([A-Za-z0-9_][A-Za-z0-9_.-]*)\1$"""
 Fill = Callable[[Path], Awaitable[object]]
 
 
-async def _layer(build: Build, stage: Stage, key: str, what: str, fill: Fill) -> None:
+async def _layer(build: Build, stage: BuildStage, key: str, what: str, fill: Fill) -> None:
     """Put the layer of the instruction with the key `key` on top of a stage: from the store, or made by `fill`, by one
     process at a time. An instruction that changes no file has no layer."""
     layer = _known_layer(build, key)
@@ -61,7 +150,7 @@ async def _make_layer(build: Build, what: str, fill: Fill) -> str:
         return made["digest"]
 
 
-async def workdir(build: Build, stage: Stage, instruction: Instruction) -> None:
+async def workdir(build: Build, stage: BuildStage, instruction: Instruction) -> None:
     """WORKDIR: set the directory, and make it for the current user if it is missing."""
     path = stage.path(expand(instruction.text, stage.values(), build.file.escape))
     stage.workdir = path.rstrip("/") or "/"
@@ -77,7 +166,7 @@ async def workdir(build: Build, stage: Stage, instruction: Instruction) -> None:
     await _layer(build, stage, key, str(instruction), fill)
 
 
-async def run(build: Build, stage: Stage, instruction: Instruction) -> None:
+async def run(build: Build, stage: BuildStage, instruction: Instruction) -> None:
     """RUN: a command in a sandbox; what it writes is the layer."""
     command = _run_command(stage, instruction)
     mounts = read_mounts(build, stage, instruction)
@@ -93,7 +182,7 @@ async def run(build: Build, stage: Stage, instruction: Instruction) -> None:
             raise ImageError("RUN needs a sandbox, and this build was given none", code="build")
         output = _Output(build.on_progress)
         async with mounts.prepared() as there:
-            step = Step(stage.image(), command, {**proxies, **values}, stage.user, stage.workdir, network, there)
+            step = BuildStep(stage.image(), command, {**proxies, **values}, stage.user, stage.workdir, network, there)
             code = await build.runner.run(step, layer, output.take)
         output.close()
         if code != 0:
@@ -106,7 +195,7 @@ async def run(build: Build, stage: Stage, instruction: Instruction) -> None:
     await _layer(build, stage, key, str(instruction), fill)
 
 
-def _run_command(stage: Stage, instruction: Instruction) -> tuple[str, ...]:
+def _run_command(stage: BuildStage, instruction: Instruction) -> tuple[str, ...]:
     words = instruction.exec_form
     if words is not None:
         if not words:
@@ -169,17 +258,17 @@ class _Sources:
     keys: list[str] = field(default_factory=list)
 
 
-async def copy(build: Build, stage: Stage, instruction: Instruction) -> None:
+async def copy(build: Build, stage: BuildStage, instruction: Instruction) -> None:
     """COPY from the context, from another stage or image, or from here-documents."""
     await _copy_or_add(build, stage, instruction)
 
 
-async def add(build: Build, stage: Stage, instruction: Instruction) -> None:
+async def add(build: Build, stage: BuildStage, instruction: Instruction) -> None:
     """ADD: like COPY, but archives of the context are unpacked, and a URL is fetched."""
     await _copy_or_add(build, stage, instruction)
 
 
-async def _copy_or_add(build: Build, stage: Stage, instruction: Instruction) -> None:
+async def _copy_or_add(build: Build, stage: BuildStage, instruction: Instruction) -> None:
     words, documents = _copy_words(build, stage, instruction)
     *paths, destination = words
     if len(paths) + len(documents) > 1 and not destination.endswith("/") and destination not in (".", "./"):
@@ -211,7 +300,7 @@ async def _copy_or_add(build: Build, stage: Stage, instruction: Instruction) -> 
         await _layer(build, stage, key, str(instruction), fill)
 
 
-def _copy_words(build: Build, stage: Stage, instruction: Instruction) -> tuple[list[str], list[Heredoc]]:
+def _copy_words(build: Build, stage: BuildStage, instruction: Instruction) -> tuple[list[str], list[Heredoc]]:
     """The sources and the destination, and the here-documents among the sources."""
     words = instruction.exec_form
     values = stage.values()
@@ -242,7 +331,7 @@ async def _take_source(
         sources.known.append({"layers": places, "path": path})
         sources.keys.append(key_of("from", key, path))
     elif instruction.name == "ADD" and re.match(r"https?://", path):
-        from pier.image.download import download_for_add
+        from pier.image.outbound import download_for_add
 
         directory = await stack.enter_async_context(build.store.layers.scratch())
         file, digest = await download_for_add(path, directory, build.network, instruction.flag("checksum"))
@@ -271,7 +360,7 @@ async def _other_stage(build: Build, name: str) -> tuple[list[str], str]:
 
 
 async def _take_documents(
-    build: Build, stage: Stage, documents: list[Heredoc], sources: _Sources, stack: AsyncExitStack
+    build: Build, stage: BuildStage, documents: list[Heredoc], sources: _Sources, stack: AsyncExitStack
 ) -> None:
     directory = await stack.enter_async_context(build.store.layers.scratch())
     for number, document in enumerate(documents):

@@ -22,9 +22,7 @@ from pathlib import Path
 
 from pier.files import write_json
 from pier.image import owner
-from pier.image.disk import told_by_disk
-from pier.image.records import LayerRecord, Origin
-from pier.image.users import Users
+from pier.image.disk import LayerRecord, Origin, Users, told_by_disk
 
 
 def hex_of(layer_id: str) -> str:

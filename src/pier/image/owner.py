@@ -2,7 +2,7 @@
 
 As root the store's files have the owners that the image says (0 to 65535), and operations run in a thread. As a plain
 user those owners are the user's subordinate ids, which only a process inside a user namespace may handle: operations
-then run in one (`pier.image.inside`). With a single id all files are the user's.
+then run in one (`pier.image.operations`). With a single id all files are the user's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pier.errors import ImageError
 from pier.idmap import IdMap
 from pier.image.operations import OWNING, perform
 
-_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from pier.image.inside import main; main()"
+_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from pier.image.operations import main; main()"
 """Starts without site-packages, which takes half of the time: the operations need the standard library only."""
 
 

@@ -1,4 +1,7 @@
-"""The state of one build stage, and the instructions that only change settings."""
+"""The state of one build stage, the instructions that only change settings, and the interface that RUN needs.
+
+The interface is a seam: sandboxes are built on images, so the builder cannot import them.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,15 @@ import hashlib
 import json
 import posixpath
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pier.errors import ImageError, PierError
-from pier.image.dockerfile import Dockerfile, Instruction
+from pier.image.dockerfile import Dockerfile, Instruction, expand, split
 from pier.image.model import Image, ImageConfig
-from pier.image.words import expand, split
+from pier.network.policy import PUBLIC, NetworkPolicy
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
@@ -22,7 +25,7 @@ _NANOSECONDS = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9, "m"
 
 
 @dataclass(slots=True)
-class Stage:
+class BuildStage:
     """What a stage has come to: its layers (lowest first) and the settings of its image. `host_key` names what of the
     machine's root lies below them, if it does."""
 
@@ -44,7 +47,7 @@ class Stage:
     has_cmd: bool = False
 
     @classmethod
-    def start(cls, image: Image, host_key: str) -> Stage:
+    def start(cls, image: Image, host_key: str) -> BuildStage:
         """A stage on top of an image."""
         config = image.config
         return cls(
@@ -109,45 +112,45 @@ def key_of(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-Apply = Callable[[Stage, Instruction, Dockerfile], None]
+Apply = Callable[[BuildStage, Instruction, Dockerfile], None]
 
 
-def _env(stage: Stage, instruction: Instruction, file: Dockerfile) -> None:
+def _env(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
     stage.env.update(pairs(instruction, file, stage.values()))
 
 
-def _label(stage: Stage, instruction: Instruction, file: Dockerfile) -> None:
+def _label(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
     stage.labels.update(pairs(instruction, file, stage.values()))
 
 
-def _user(stage: Stage, instruction: Instruction, file: Dockerfile) -> None:
+def _user(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
     stage.user = expand(instruction.text, stage.values(), file.escape).strip()
 
 
-def _command(stage: Stage, instruction: Instruction) -> tuple[str, ...]:
+def _command(stage: BuildStage, instruction: Instruction) -> tuple[str, ...]:
     words = instruction.exec_form
     return tuple(words) if words is not None else (*stage.shell, instruction.text)
 
 
-def _cmd(stage: Stage, instruction: Instruction, _: Dockerfile) -> None:
+def _cmd(stage: BuildStage, instruction: Instruction, _: Dockerfile) -> None:
     stage.cmd = _command(stage, instruction)
     stage.has_cmd = True
 
 
-def _entrypoint(stage: Stage, instruction: Instruction, _: Dockerfile) -> None:
+def _entrypoint(stage: BuildStage, instruction: Instruction, _: Dockerfile) -> None:
     stage.entrypoint = _command(stage, instruction)
     if not stage.has_cmd:
         stage.cmd = ()
 
 
-def _shell(stage: Stage, instruction: Instruction, file: Dockerfile) -> None:
+def _shell(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
     words = instruction.exec_form
     if not words:
         raise file.error(instruction, 'SHELL needs a JSON array such as ["/bin/bash", "-c"]')
     stage.shell = tuple(words)
 
 
-def _expose(stage: Stage, instruction: Instruction, file: Dockerfile) -> None:
+def _expose(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
     for word in split(instruction.text, file.escape):
         port = expand(word, stage.values(), file.escape)
         port = port if "/" in port else f"{port}/tcp"
@@ -157,7 +160,7 @@ def _expose(stage: Stage, instruction: Instruction, file: Dockerfile) -> None:
             stage.ports.append(port.lower())
 
 
-def _volume(stage: Stage, instruction: Instruction, file: Dockerfile) -> None:
+def _volume(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
     words = instruction.exec_form
     if words is None:
         words = split(instruction.text, file.escape)
@@ -167,15 +170,15 @@ def _volume(stage: Stage, instruction: Instruction, file: Dockerfile) -> None:
             stage.volumes.append(path)
 
 
-def _stop_signal(stage: Stage, instruction: Instruction, file: Dockerfile) -> None:
+def _stop_signal(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
     stage.stop_signal = expand(instruction.text, stage.values(), file.escape)
 
 
-def _maintainer(stage: Stage, instruction: Instruction, file: Dockerfile) -> None:
+def _maintainer(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
     """Docker keeps the name outside of the settings; nothing here reads it."""
 
 
-def _healthcheck(stage: Stage, instruction: Instruction, file: Dockerfile) -> None:
+def _healthcheck(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
     kind, _, rest = instruction.text.partition(" ")
     if kind.upper() == "NONE":
         stage.healthcheck = {"Test": ["NONE"]}
@@ -264,3 +267,38 @@ def located(error: PierError, instruction: Instruction, file: Dockerfile) -> Ima
         hint=error.hint,
         retryable=error.retryable,
     )
+
+
+OnOutput = Callable[[bytes], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMount:
+    """`RUN --mount`: a host directory (`source`) or a tmpfs that is there for one command and in no layer."""
+
+    target: str
+    source: Path | None = None
+    read_only: bool = True
+    size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BuildStep:
+    """A command to run on top of `image`, with all of its environment."""
+
+    image: Image
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    user: str = ""
+    workdir: str = "/"
+    network: NetworkPolicy = PUBLIC
+    mounts: tuple[StepMount, ...] = ()
+
+
+class StepRunner(Protocol):
+    """Runs the commands of a build."""
+
+    async def run(self, step: BuildStep, layer: Path, on_output: OnOutput) -> int:
+        """Run `step` and give its exit code. If that is 0, what the command wrote is afterwards in the directory
+        `layer` in overlay format, with owners as in the store; `layer` exists and is empty before."""
+        ...

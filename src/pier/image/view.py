@@ -17,7 +17,7 @@ _MAX_LINKS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ViewEntry:
     """Something in the merged root: its path there, and the places in the layers that make it, topmost first."""
 
     path: str
@@ -48,13 +48,13 @@ class View:
         self._places = tuple(reversed(layers))
 
     @property
-    def root(self) -> Entry:
+    def root(self) -> ViewEntry:
         if not self._places:
             raise ImageError("an image without layers has no files", code="files")
         places = _down_to_opaque(self._places)
-        return Entry("/", places, os.lstat(places[0]))
+        return ViewEntry("/", places, os.lstat(places[0]))
 
-    def child(self, directory: Entry, name: str) -> Entry | None:
+    def child(self, directory: ViewEntry, name: str) -> ViewEntry | None:
         """What a directory holds under a name, symbolic links not followed."""
         places: list[str] = []
         status: os.stat_result | None = None
@@ -75,22 +75,22 @@ class View:
                 break
         if status is None:
             return None
-        return Entry(f"{directory.path.rstrip('/')}/{name}", tuple(places), status)
+        return ViewEntry(f"{directory.path.rstrip('/')}/{name}", tuple(places), status)
 
-    def children(self, directory: Entry) -> Iterator[Entry]:
+    def children(self, directory: ViewEntry) -> Iterator[ViewEntry]:
         """All that a directory holds, by name."""
         names = {name for place in directory.places for name in os.listdir(place)}
         for name in sorted(names):
             if (entry := self.child(directory, name)) is not None:
                 yield entry
 
-    def find(self, path: str, *, follow: bool = True) -> Entry | None:
+    def find(self, path: str, *, follow: bool = True) -> ViewEntry | None:
         """What is at `path`; with `follow` also the last part may be a symbolic link."""
         return self.locate(path, follow=follow)[1]
 
-    def locate(self, path: str, *, follow: bool = True) -> tuple[str, Entry | None]:
+    def locate(self, path: str, *, follow: bool = True) -> tuple[str, ViewEntry | None]:
         """The path with its symbolic links followed, as far as it exists, and what is there."""
-        walked: list[Entry] = [self.root]
+        walked: list[ViewEntry] = [self.root]
         left = [part for part in path.split("/") if part not in ("", ".")]
         missing: list[str] = []
         links = 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from pier.errors import SandboxError
 from pier.image import owner
 from pier.image.host import host_image
-from pier.image.steps import OnOutput, Step
+from pier.image.stage import BuildStep, OnOutput
 from pier.lease import Lease
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend, Mount, SandboxSpec, Stream
@@ -23,8 +23,8 @@ class SandboxRunner:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
-    async def run(self, step: Step, layer: Path, on_output: OnOutput) -> int:
-        """See `pier.image.steps.StepRunner`."""
+    async def run(self, step: BuildStep, layer: Path, on_output: OnOutput) -> int:
+        """See `pier.image.stage.StepRunner`."""
         spec = SandboxSpec(
             image=step.image,
             network=step.network,

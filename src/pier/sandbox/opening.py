@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pier.errors import ImageError, SandboxError, UsageError
-from pier.image.credentials import find_credentials
 from pier.image.host import host_image
-from pier.image.model import HOST, Image, OnProgress
-from pier.image.reference import parse
+from pier.image.model import HOST, Image, OnProgress, parse
+from pier.image.registry import find_credentials
 from pier.lease import Lease, sweep
 from pier.network.policy import PUBLIC, NetworkMode, NetworkPolicy
 from pier.sandbox import open_backend

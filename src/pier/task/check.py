@@ -11,11 +11,9 @@ from typing import Literal
 
 from pier import files
 from pier.errors import ImageError, TaskError
-from pier.image.copying import matches
-from pier.image.dockerfile import Dockerfile, Instruction, read
-from pier.image.ignore import read_ignore
+from pier.image.copying import matches, read_ignore
+from pier.image.dockerfile import Dockerfile, Instruction, read, split
 from pier.image.view import View
-from pier.image.words import split
 from pier.task.load import load_task, read_config
 from pier.task.model import Task, TaskConfig, TaskStep, wanted_variables
 

@@ -17,7 +17,7 @@ import aiodocker
 from aiodocker.exceptions import DockerError
 
 from pier.errors import PierError, PolicyError, SandboxError, UsageError
-from pier.image.engine import engine_address
+from pier.image.fetch import engine_address
 from pier.image.model import Image, OnProgress
 from pier.lease import Held, Lease
 from pier.network.policy import Rules

@@ -11,14 +11,12 @@ import csv
 import re
 
 from pier.errors import ImageError, PolicyError
-from pier.image.credentials import find_credentials
-from pier.image.dockerfile import Dockerfile, Instruction, read
+from pier.image.dockerfile import Dockerfile, Instruction, expand, read, split
 from pier.image.host import host_refusal
-from pier.image.model import HOST, SCRATCH, Image, OnProgress
-from pier.image.reference import parse
+from pier.image.model import HOST, SCRATCH, Image, OnProgress, parse
+from pier.image.registry import find_credentials
 from pier.image.stage import arg_pairs
 from pier.image.store import ImageStore
-from pier.image.words import expand, split
 from pier.sandbox.docker.images import EngineImages
 from pier.sandbox.order import BuildOrder
 

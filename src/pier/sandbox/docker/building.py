@@ -17,7 +17,7 @@ import aiohttp
 from aiodocker.exceptions import DockerError
 
 from pier.errors import ImageError, PolicyError
-from pier.image.ignore import Ignore, read_ignore
+from pier.image.copying import Ignore, read_ignore
 from pier.image.model import Image
 from pier.sandbox.docker.bases import OWN_BUILDER, bring_bases, refuse_fetches
 from pier.sandbox.docker.buildkit import Trace

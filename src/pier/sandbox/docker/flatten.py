@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from pier.image.model import Image, ImageConfig
-from pier.image.platforms import architecture
+from pier.image.model import Image, ImageConfig, architecture
 
 _OPAQUE = ("user.overlay.opaque", "trusted.overlay.opaque")
 

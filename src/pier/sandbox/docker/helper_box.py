@@ -20,7 +20,7 @@ from aiodocker.stream import Stream
 
 from pier.errors import SandboxError
 from pier.home import pier_home
-from pier.image.locks import only_one
+from pier.image.disk import only_one
 from pier.lease import Lease
 from pier.sandbox.docker.client import Client, engine_error
 from pier.sandbox.docker.holding import holding

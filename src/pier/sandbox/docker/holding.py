@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from pathlib import Path
 
 from pier.home import pier_home
-from pier.image.locks import only_one
+from pier.image.disk import only_one
 
 _PAUSE = 0.02
 

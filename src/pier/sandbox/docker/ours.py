@@ -13,7 +13,7 @@ from typing import Any
 import aiodocker
 from aiodocker.exceptions import DockerError
 
-from pier.image.engine import engine_address
+from pier.image.fetch import engine_address
 from pier.image.model import Image, OnProgress
 from pier.sandbox.docker.client import Client, connect, engine_error
 from pier.sandbox.docker.holding import letting_go

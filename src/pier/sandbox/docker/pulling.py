@@ -11,8 +11,8 @@ import aiodocker
 from aiodocker.exceptions import DockerError
 
 from pier.errors import ImageError
-from pier.image.credentials import find_credentials
-from pier.image.reference import Reference, parse
+from pier.image.model import Reference, parse
+from pier.image.registry import find_credentials
 from pier.sandbox.docker.client import DISK_FULL, SPACE_HINT, is_disk_full
 
 _DONE = ("Pull complete", "Already exists")
