@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
-from pier.agent.options import Flag, flags
+from pier.agent.options import AgentFlag, flags
 from pier.agent.packed import PackedAgent, mcp_servers, model_of
 
 HOME = f"{AGENT_LOGS}/continue"
 ENTRY = f"{PACK_PATH}/node_modules/@continuedev/cli/dist/cn.js"
-FLAGS = (Flag("rule", "--rule"),)
+FLAGS = (AgentFlag("rule", "--rule"),)
 
 
 class Continue(PackedAgent):

@@ -21,7 +21,7 @@ from pier.sandbox.contract import Backend, Limits, SandboxSpec
 from pier.sandbox.host import host_image
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.sandbox.local import LocalBackend
-from pier.sandbox.local.box import Box
+from pier.sandbox.local.box import LocalBox
 from tests.busybox import add_program, add_python, busybox_image
 from tests.overlay import overlay
 
@@ -269,7 +269,7 @@ HARMLESS = ("got b''",)
 
 
 @asynccontextmanager
-async def unshifted(home: Path) -> AsyncIterator[LinuxSandbox[Box]]:
+async def unshifted(home: Path) -> AsyncIterator[LinuxSandbox[LocalBox]]:
     """A sandbox whose root has the machine's own id, since its image lies where no other ids can be had."""
     image = busybox_image(home)
     add_python(image.layers[0])

@@ -20,7 +20,7 @@ from pier.sandbox import SandboxSpec
 from pier.sandbox.contract import Sandbox
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.sandbox.local import LocalBackend
-from pier.sandbox.local.box import Box
+from pier.sandbox.local.box import LocalBox
 
 pytestmark = pytest.mark.plain
 
@@ -75,7 +75,7 @@ async def _call(sandbox: Sandbox, name: str, one: Any, two: Any, scratch: Path) 
 
 
 @contextmanager
-def running(image: Image) -> Iterator[tuple[asyncio.Runner, LinuxSandbox[Box]]]:
+def running(image: Image) -> Iterator[tuple[asyncio.Runner, LinuxSandbox[LocalBox]]]:
     """A sandbox, and what runs calls to it."""
     with asyncio.Runner() as runner, Lease() as lease:
         backend: LocalBackend = runner.run(_opened(lease))
@@ -132,7 +132,7 @@ KEYS = ("argv", "env", "cwd", "user", "tty", "tell", "first", "job", "number", "
         "source", "target", "owner", "exclude", "max_bytes", "clear")  # fmt: skip
 
 
-async def _send(sandbox: LinuxSandbox[Box], message: dict[str, Any], with_file: bool, alone: bool) -> None:
+async def _send(sandbox: LinuxSandbox[LocalBox], message: dict[str, Any], with_file: bool, alone: bool) -> None:
     if alone:
         await sandbox.kill_all()
     read, write = os.pipe()

@@ -18,15 +18,15 @@ pytestmark = pytest.mark.plain
 
 
 @pytest.fixture
-def made() -> Iterator[list[cgroup.Group]]:
-    groups: list[cgroup.Group] = []
+def made() -> Iterator[list[cgroup.ControlGroup]]:
+    groups: list[cgroup.ControlGroup] = []
     yield groups
     for group in groups:
         assert group.remove(60)
         assert not any(Path(path).exists() for path in group.paths)
 
 
-def make(made: list[cgroup.Group], **limits: float) -> cgroup.Group:
+def make(made: list[cgroup.ControlGroup], **limits: float) -> cgroup.ControlGroup:
     hierarchies = cgroup.find()
     if hierarchies is None:
         pytest.skip("no writable control groups here")
@@ -37,24 +37,24 @@ def make(made: list[cgroup.Group], **limits: float) -> cgroup.Group:
     return group
 
 
-def join(group: cgroup.Group, pid: int = 0) -> None:
+def join(group: cgroup.ControlGroup, pid: int = 0) -> None:
     for name in group.files:
         Path(name).write_text(str(pid))
 
 
-def run(group: cgroup.Group, code: str) -> subprocess.CompletedProcess[str]:
+def run(group: cgroup.ControlGroup, code: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-I", "-c", code]
     return subprocess.run(command, preexec_fn=lambda: join(group), capture_output=True, text=True, timeout=120)
 
 
-def test_memory_beyond_the_limit_is_killed_and_counted(made: list[cgroup.Group]) -> None:
+def test_memory_beyond_the_limit_is_killed_and_counted(made: list[cgroup.ControlGroup]) -> None:
     group = make(made, memory=64 * 1024 * 1024)
     assert group.oom_kills() == 0
     assert run(group, "x = b'x' * (256 * 1024 * 1024)").returncode == -9
     assert group.oom_kills() >= 1
 
 
-def test_processes_beyond_the_limit_are_refused(made: list[cgroup.Group]) -> None:
+def test_processes_beyond_the_limit_are_refused(made: list[cgroup.ControlGroup]) -> None:
     group = make(made, processes=5)
     code = """
 import os, time
@@ -75,13 +75,13 @@ print(len(forked))
     assert int(run(group, code).stdout) == 4
 
 
-def test_cpu_limit_is_written(made: list[cgroup.Group]) -> None:
+def test_cpu_limit_is_written(made: list[cgroup.ControlGroup]) -> None:
     group = make(made, cpus=0.5)
     texts = [Path(path, name) for path in group.paths for name in ("cpu.max", "cpu.cfs_quota_us")]
     assert any(path.exists() and path.read_text().split()[0] == "50000" for path in texts)
 
 
-def test_kill_and_remove_end_all_members(made: list[cgroup.Group]) -> None:
+def test_kill_and_remove_end_all_members(made: list[cgroup.ControlGroup]) -> None:
     group = make(made, processes=50)
     child = subprocess.Popen(["/bin/sh", "-c", "sleep 300 & setsid sleep 300 & wait"])
     join(group, child.pid)
@@ -96,8 +96,8 @@ def test_nowhere_to_make_one() -> None:
 
 
 def test_removing_what_never_was(tmp_path: Path) -> None:
-    assert cgroup.Group((f"{tmp_path}/a", f"{tmp_path}/b")).remove(0)
-    assert cgroup.Group((f"{tmp_path}/a",)).oom_kills() == 0
+    assert cgroup.ControlGroup((f"{tmp_path}/a", f"{tmp_path}/b")).remove(0)
+    assert cgroup.ControlGroup((f"{tmp_path}/a",)).oom_kills() == 0
 
 
 def test_v2_tree_is_prepared_from_the_nearest_ancestor(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_real_v2_group_holds_kills_and_goes() -> None:
         pytest.skip("no writable cgroup v2 tree here")
     path = places[0] / f"pier-test-{secrets.token_hex(4)}"
     path.mkdir()
-    group = cgroup.Group((str(path),))
+    group = cgroup.ControlGroup((str(path),))
     child = subprocess.Popen(["/bin/sh", "-c", "sleep 300 & setsid sleep 300 & wait"])
     try:
         join(group, child.pid)

@@ -8,7 +8,7 @@ import pytest
 
 from pier.errors import TaskError
 from pier.image.model import Image, ImageConfig
-from pier.sandbox.compose import Build, Compose, Health, Service, Volume
+from pier.sandbox.compose import Compose, Health, Service, ServiceBuild, Volume
 from pier.sandbox.compose.read import read_compose
 from pier.sandbox.docker.compose.process import command_of, health_of, image_health
 
@@ -68,7 +68,7 @@ volumes: {data: }
     main = compose.main
     assert main == Service(
         name="main",
-        build=Build(site, site / "Other", {"X": "1", "NAME": "value"}, "last"),
+        build=ServiceBuild(site, site / "Other", {"X": "1", "NAME": "value"}, "last"),
         command=("sh", "-c", "echo 'a b'"),
         entrypoint=(),
         env={

@@ -92,7 +92,7 @@ def test_a_command_has_its_label_before_it_runs_or_does_not_run(tmp_path: Path, 
         seen.unlink()
         target.unlink()
         target.symlink_to("/dev/full")
-        with pytest.raises(launch.Refused) as caught:
+        with pytest.raises(launch.NotStarted) as caught:
             launch.launch(request, [nothing] * 3, many_ids=True, first=lambda: label.give(proc))
         assert caught.value.code == "cannot_start" and not seen.exists()
     finally:

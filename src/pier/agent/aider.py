@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun, Launch, PackSpec
-from pier.agent.options import EFFORTS, Flag, flags
+from pier.agent.options import EFFORTS, AgentFlag, flags
 from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, model_of
 
 HOME = f"{AGENT_LOGS}/aider"
 FLAGS = (
-    Flag("reasoning_effort", "--reasoning-effort", EFFORTS),
-    Flag("thinking_tokens", "--thinking-tokens"),
-    Flag("cache_prompts", "--cache-prompts"),
-    Flag("auto_lint", "--auto-lint"),
-    Flag("auto_test", "--auto-test"),
-    Flag("test_cmd", "--test-cmd"),
-    Flag("map_tokens", "--map-tokens"),
+    AgentFlag("reasoning_effort", "--reasoning-effort", EFFORTS),
+    AgentFlag("thinking_tokens", "--thinking-tokens"),
+    AgentFlag("cache_prompts", "--cache-prompts"),
+    AgentFlag("auto_lint", "--auto-lint"),
+    AgentFlag("auto_test", "--auto-test"),
+    AgentFlag("test_cmd", "--test-cmd"),
+    AgentFlag("map_tokens", "--map-tokens"),
 )
 QUIET = (
     "--yes-always",

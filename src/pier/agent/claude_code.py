@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
-from pier.agent.options import Flag, flags, words
+from pier.agent.options import AgentFlag, flags, words
 from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, mcp_servers, model_of
 
 CONFIG = f"{AGENT_LOGS}/sessions"
 MCP = f"{AGENT_LOGS}/mcp.json"
 
 FLAGS = (
-    Flag("max_turns", "--max-turns"),
-    Flag("reasoning_effort", "--effort", ("low", "medium", "high", "xhigh", "max")),
-    Flag("thinking", "--thinking", ("enabled", "adaptive", "disabled")),
-    Flag("thinking_display", "--thinking-display", ("summarized", "omitted")),
-    Flag("max_budget_usd", "--max-budget-usd"),
-    Flag("fallback_model", "--fallback-model"),
-    Flag("append_system_prompt", "--append-system-prompt"),
+    AgentFlag("max_turns", "--max-turns"),
+    AgentFlag("reasoning_effort", "--effort", ("low", "medium", "high", "xhigh", "max")),
+    AgentFlag("thinking", "--thinking", ("enabled", "adaptive", "disabled")),
+    AgentFlag("thinking_display", "--thinking-display", ("summarized", "omitted")),
+    AgentFlag("max_budget_usd", "--max-budget-usd"),
+    AgentFlag("fallback_model", "--fallback-model"),
+    AgentFlag("append_system_prompt", "--append-system-prompt"),
 )
 
 QUIET = {

@@ -6,15 +6,15 @@ import json
 from typing import Any
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
-from pier.agent.options import Flag, flags
+from pier.agent.options import AgentFlag, flags
 from pier.agent.packed import PackedAgent, mcp_servers, model_of, shared_skills
 
 HOME = f"{AGENT_LOGS}/cline"
 PROVIDER = "openai-compatible"
 FLAGS = (
-    Flag("thinking", "--thinking", ("none", "low", "medium", "high", "xhigh")),
-    Flag("reasoning_effort", "--thinking", ("none", "low", "medium", "high", "xhigh")),
-    Flag("max_consecutive_mistakes", "--retries"),
+    AgentFlag("thinking", "--thinking", ("none", "low", "medium", "high", "xhigh")),
+    AgentFlag("reasoning_effort", "--thinking", ("none", "low", "medium", "high", "xhigh")),
+    AgentFlag("max_consecutive_mistakes", "--retries"),
 )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
-from pier.agent.options import Flag, choice, flags
+from pier.agent.options import AgentFlag, choice, flags
 from pier.agent.packed import PackedAgent, mcp_servers, model_of
 
 HOME = f"{AGENT_LOGS}/copilot"
-FLAGS = (Flag("reasoning_effort", "--effort", ("low", "medium", "high", "xhigh", "max")),)
+FLAGS = (AgentFlag("reasoning_effort", "--effort", ("low", "medium", "high", "xhigh", "max")),)
 
 
 class Copilot(PackedAgent):

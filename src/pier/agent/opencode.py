@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from pier.agent.contract import PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
-from pier.agent.options import Flag, choice, flags, mapping, merged
+from pier.agent.options import AgentFlag, choice, flags, mapping, merged
 from pier.agent.packed import PackedAgent, headers_of, mcp_servers, model_of
 
 PROVIDER = "pier"
@@ -34,7 +34,7 @@ class OpenCode(PackedAgent):
         model = f"{PROVIDER}/{model_of(run)}" if run.endpoint else model_of(run)
         argv = [f"{PACK_PATH}/bin/opencode", "run", "--format", "json", "--thinking"]
         argv += ["--model", model] if model else []
-        argv += flags(self.name, run.options, (Flag("variant", "--variant"),))
+        argv += flags(self.name, run.options, (AgentFlag("variant", "--variant"),))
         env = {
             "OPENCODE_DISABLE_MODELS_FETCH": "1",
             "OPENCODE_DISABLE_AUTOUPDATE": "1",

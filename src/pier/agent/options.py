@@ -20,7 +20,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class AgentFlag:
     """An option that becomes a flag of the agent's own command line."""
 
     option: str
@@ -28,7 +28,7 @@ class Flag:
     choices: tuple[str, ...] = ()
 
 
-def flags(agent: str, options: Mapping[str, Any], table: Sequence[Flag]) -> list[str]:
+def flags(agent: str, options: Mapping[str, Any], table: Sequence[AgentFlag]) -> list[str]:
     """The command line of those options of the table that are set. True is a bare flag; None and False are none."""
     found: list[str] = []
     for row in table:

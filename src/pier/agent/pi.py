@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
-from pier.agent.options import Flag, choice, flags
+from pier.agent.options import AgentFlag, choice, flags
 from pier.agent.packed import PackedAgent, model_of
 
 HOME = f"{AGENT_LOGS}/pi"
@@ -19,7 +19,7 @@ APIS = {
     "gemini": ("google-generative-ai", "/v1beta"),
 }
 LEVELS = ("off", "minimal", "low", "medium", "high", "xhigh", "max")
-FLAGS = (Flag("thinking", "--thinking", LEVELS), Flag("reasoning_effort", "--thinking", LEVELS))
+FLAGS = (AgentFlag("thinking", "--thinking", LEVELS), AgentFlag("reasoning_effort", "--thinking", LEVELS))
 
 
 class Pi(PackedAgent):

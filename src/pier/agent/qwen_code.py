@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
-from pier.agent.options import Flag, flags, mapping, merged, words
+from pier.agent.options import AgentFlag, flags, mapping, merged, words
 from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, headers_of, mcp_servers, model_of
 
 HOME = f"{AGENT_LOGS}/qwen"
@@ -26,7 +26,7 @@ class QwenCode(PackedAgent):
     def launch(self, run: AgentRun) -> Launch:
         model = model_of(run)
         argv = [f"{PACK_PATH}/bin/node", ENTRY, "--yolo", "--output-format", "stream-json"]
-        argv += flags(self.name, run.options, (Flag("max_turns", "--max-session-turns"),))
+        argv += flags(self.name, run.options, (AgentFlag("max_turns", "--max-session-turns"),))
         env = {"QWEN_HOME": HOME, "QWEN_CODE_NO_RELAUNCH": "true"}
         if run.endpoint:
             env |= {"OPENAI_API_KEY": run.endpoint.key, "OPENAI_BASE_URL": f"{run.endpoint.url}/v1"}

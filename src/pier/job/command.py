@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from pier.job.config import JobConfig
-from pier.job.directory import Job, open_existing, open_for, open_regrade, read_config, result_of
+from pier.job.directory import OpenJob, open_existing, open_for, open_regrade, read_config, result_of
 from pier.job.ledger import Ledger
 from pier.job.load import to_disk
 from pier.job.outcome import size_of
@@ -102,7 +102,7 @@ def regrade_and_report(
         return _run(job, env, show)
 
 
-def _run(job: Job, env: Mapping[str, str], show: Show) -> int:
+def _run(job: OpenJob, env: Mapping[str, str], show: Show) -> int:
     progress = _progress(job, show)
     if show is Show.FULL and job.continued:
         done, total = progress.done, len(job.ledger.plan.trials)
@@ -136,7 +136,7 @@ async def run_quietly(config: JobConfig, env: Mapping[str, str], *, yes: bool = 
         return job.directory
 
 
-def _run_owed(job: Job, env: Mapping[str, str], progress: Progress) -> bool:
+def _run_owed(job: OpenJob, env: Mapping[str, str], progress: Progress) -> bool:
     """Run what is owed, if anything is; a finished job is opened without loading what runs trials."""
     if progress.done == progress.total and job.ledger.finished_at and size_of(job.directory):
         return False
@@ -148,7 +148,7 @@ def _run_owed(job: Job, env: Mapping[str, str], progress: Progress) -> bool:
         return asyncio.run(run_job(job, env, progress, interrupts))
 
 
-def _progress(job: Job, show: Show) -> Progress:
+def _progress(job: OpenJob, show: Show) -> Progress:
     total = len(job.ledger.plan.trials)
     finished = [job.ledger.outcomes[id] for id in job.ledger.plan.by_id if id in job.ledger.outcomes]
     if show is not Show.FULL:

@@ -41,7 +41,7 @@ from pier.job.load import parse, read_file, to_disk
 from pier.job.outcome import read_outcome, size_of
 from pier.job.plan import KEY, NOT_ASKED, MakePlan, Plan, PlannedTask, PlannedTrial, Warn, make_key, plan_job, read_key
 from pier.job.results import Summary, calls_of, describe
-from pier.job.view import CONFIG, LOCK, RESULT, Group, JobView
+from pier.job.view import CONFIG, LOCK, RESULT, JobView, ResultGroup
 from pier.trial.result import lock_row
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -156,7 +156,7 @@ def result_of(view: JobView, metrics: Sequence[str] = (), running: int = 0) -> d
     }
 
 
-def _eval_stats(group: Group, metrics: Sequence[str]) -> dict[str, Any]:
+def _eval_stats(group: ResultGroup, metrics: Sequence[str]) -> dict[str, Any]:
     rewards: dict[str, dict[float, list[str]]] = defaultdict(lambda: defaultdict(list))
     faults: dict[str, list[str]] = defaultdict(list)
     for row in group.trials:
@@ -187,7 +187,7 @@ def _metric(summary: Summary, name: str) -> dict[str, float]:
 
 
 @dataclass(slots=True)
-class Job:
+class OpenJob:
     """An open job. `disk` is the configuration as it stands on disk; `continued` says that it was there before."""
 
     directory: Path
@@ -226,7 +226,7 @@ def open_for(
     yes: bool = False,
     check: Callable[[], None] = lambda: None,
     warn: Warn = lambda _: None,
-) -> Iterator[Job]:
+) -> Iterator[OpenJob]:
     """The job that `config` asks for: continued if it is there already, else made, after `check`. `warn` is called with
     warnings about its tasks."""
     with _open(config, *plan_job(config, env, yes=yes, warn=warn), check) as job:
@@ -234,7 +234,7 @@ def open_for(
 
 
 @contextmanager
-def open_regrade(source: Path, config: JobConfig, env: Mapping[str, str]) -> Iterator[Job]:
+def open_regrade(source: Path, config: JobConfig, env: Mapping[str, str]) -> Iterator[OpenJob]:
     """The job that grades again what the job in `source` has kept."""
     from pier.job.specs import plan_regrade
 
@@ -245,7 +245,7 @@ def open_regrade(source: Path, config: JobConfig, env: Mapping[str, str]) -> Ite
 
 
 @contextmanager
-def _open(config: JobConfig, make_plan: MakePlan, disk: dict[str, Any], check: Callable[[], None]) -> Iterator[Job]:
+def _open(config: JobConfig, make_plan: MakePlan, disk: dict[str, Any], check: Callable[[], None]) -> Iterator[OpenJob]:
     asked = _asked(disk)
     directory = _find_directory(config, asked, make_plan)
     if directory is None:
@@ -263,10 +263,10 @@ def _open(config: JobConfig, make_plan: MakePlan, disk: dict[str, Any], check: C
                 write_json(directory / CONFIG, disk)
                 write_lock(directory, disk, plan)
                 ledger.adopt_plan(plan)
-        yield from _opened(Job(directory, config, disk, ledger, continued))
+        yield from _opened(OpenJob(directory, config, disk, ledger, continued))
 
 
-def _opened(job: Job) -> Iterator[Job]:
+def _opened(job: OpenJob) -> Iterator[OpenJob]:
     try:
         with explained(job.directory):
             repair(job)
@@ -276,13 +276,13 @@ def _opened(job: Job) -> Iterator[Job]:
 
 
 @contextmanager
-def open_existing(directory: Path) -> Iterator[Job]:
+def open_existing(directory: Path) -> Iterator[OpenJob]:
     """The job in `directory`, with the plan that it has."""
     if not (directory / JOURNAL).is_file():
         raise not_a_job(directory)
     config, disk = read_config(directory)
     with owning(directory):
-        yield from _opened(Job(directory, config, disk, Ledger.read(directory), True))
+        yield from _opened(OpenJob(directory, config, disk, Ledger.read(directory), True))
 
 
 def read_config(directory: Path) -> tuple[JobConfig, dict[str, Any]]:
@@ -291,7 +291,7 @@ def read_config(directory: Path) -> tuple[JobConfig, dict[str, Any]]:
     return parse(disk, str(directory / CONFIG)), disk
 
 
-def repair(job: Job) -> None:
+def repair(job: OpenJob) -> None:
     """Bring the ledger and the trial directories together again after a runner that died, or a file that was lost.
 
     A try whose result was sealed counts though its end was never written down; one without a result is set aside and

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.errors import JobError, PierError
-from pier.job.results import Cost, Tokens
+from pier.job.results import Cost, TokenTotals
 from pier.redact import Redactor
 from pier.trial.result import AgentResult, ExceptionInfo, TrialResult, failure_cause, read_result, storage_fault
 
@@ -124,7 +124,7 @@ def _usage(
     result: TrialResult, used: Sequence[AgentResult]
 ) -> tuple[tuple[int | None, int | None, int | None], float | None]:
     """The tokens and the cost of a trial over its steps. One whose agent never began cost nothing."""
-    tokens, cost = Tokens(), Cost()
+    tokens, cost = TokenTotals(), Cost()
     for each in used:
         tokens.add(each.n_input_tokens, each.n_cache_tokens, each.n_output_tokens)
         cost.add(each.cost_usd)

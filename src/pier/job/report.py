@@ -22,7 +22,7 @@ from pier.job.ledger import current_owner
 from pier.job.plan import NOT_ASKED
 from pier.job.progress import describe_outcome, first_line
 from pier.job.results import Comparison, Interval, Summary, calls_of, compare, describe, describe_calls
-from pier.job.view import LOG, RESULT, TRIAL_LOG, Group, JobView, TrialRow, has_finished, rewards_by_task
+from pier.job.view import LOG, RESULT, TRIAL_LOG, JobView, ResultGroup, TrialRow, has_finished, rewards_by_task
 from pier.sizes import size_text
 from pier.tree import Tree, TreeError
 from pier.trial.record import printable
@@ -316,27 +316,27 @@ def print_comparison(views: Sequence[JobView], *, as_json: bool) -> None:
         )
 
 
-def _sides(views: Sequence[JobView]) -> list[Group]:
+def _sides(views: Sequence[JobView]) -> list[ResultGroup]:
     """Each agent with its model, of each job, over all datasets; jobs with one agent go by their own names."""
-    sides: list[Group] = []
+    sides: list[ResultGroup] = []
     for view in views:
         agents = dict.fromkeys((group.agent, group.model) for group in view.groups)
         for agent, model in agents:
             own = f"{agent} {model}" if model else agent
             label = view.name if len(agents) == 1 else own if len(views) == 1 else f"{view.name}: {own}"
             rows = tuple(row for row in view.trials if (row.agent, row.model) == (agent, model))
-            sides.append(Group(label, agent, model, "", rows))
+            sides.append(ResultGroup(label, agent, model, "", rows))
     if len(sides) < 2:
         raise UsageError("nothing to compare: give two jobs, or one job with several agents", hint="pier job list")
     return sides
 
 
-def _side_cells(side: Group) -> tuple[str, ...]:
+def _side_cells(side: ResultGroup) -> tuple[str, ...]:
     verdicts = f"{side.summary.n_verdicts}/{side.summary.n_trials}"
     return (side.key, verdicts, _means(side.summary), str(side.totals.cost) if side.totals.done else "-")
 
 
-def _verdict(first: Group, side: Group, result: Comparison) -> str:
+def _verdict(first: ResultGroup, side: ResultGroup, result: Comparison) -> str:
     ties = result.n_paired - result.wins - result.losses
     text = f"{side.key} against {first.key}: {result.n_paired} tasks with verdicts in both, "
     text += f"{result.wins} better, {result.losses} worse, {ties} equal"
@@ -353,7 +353,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _side_data(side: Group) -> dict[str, Any]:
+def _side_data(side: ResultGroup) -> dict[str, Any]:
     cost = {"known_usd": side.totals.cost.known, "trials_unknown": side.totals.cost.unknown}
     return {"name": side.key, "agent": side.agent, "model": side.model, **describe(side.summary), "cost": cost}
 

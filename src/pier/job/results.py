@@ -118,7 +118,7 @@ class Cost:
 
 
 @dataclass(slots=True)
-class Tokens:
+class TokenTotals:
     """Tokens of trials, as they come: the sums of what is known, None where nothing is."""
 
     input: int | None = None
@@ -144,7 +144,7 @@ class Totals:
     errors: Counter[str] = field(default_factory=Counter[str])
     mean: Mean = field(default_factory=Mean)
     cost: Cost = field(default_factory=Cost)
-    tokens: Tokens = field(default_factory=Tokens)
+    tokens: TokenTotals = field(default_factory=TokenTotals)
     steps: tuple[int, int] | None = None
     """Of tasks with steps: how many steps were graded, and how many there are."""
 

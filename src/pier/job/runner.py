@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from pier.errors import PierError, UsageError
 from pier.job.config import AgentConfig, BudgetConfig, JobConfig
-from pier.job.directory import Job, explained, is_full, write_result
+from pier.job.directory import OpenJob, explained, is_full, write_result
 from pier.job.ledger import Ledger, Used, now
 from pier.job.load import fill
 from pier.job.outcome import Outcome, outcome_of, outcome_of_error
@@ -137,7 +137,7 @@ class _Watchers:
             watcher.retrying(trial, outcome, wait)
 
 
-async def run_job(job: Job, env: Mapping[str, str], progress: Progress, interrupts: Interrupts) -> bool:
+async def run_job(job: OpenJob, env: Mapping[str, str], progress: Progress, interrupts: Interrupts) -> bool:
     """Run all that is owed; whether the user interrupted it. Whatever ends it, the files are up to date."""
     specs = Specs(job.config, job.ledger.plan, job.ledger.id, env)
     log = JobLog(job.directory / LOG, specs.redactor)
@@ -159,7 +159,7 @@ async def run_job(job: Job, env: Mapping[str, str], progress: Progress, interrup
 
 
 async def _run_owed(
-    job: Job,
+    job: OpenJob,
     owed: list[PlannedTrial],
     specs: Specs,
     log: JobLog,
@@ -221,7 +221,7 @@ async def _run_owed(
 
 
 @asynccontextmanager
-async def _services(job: Job, env: Mapping[str, str], budget: JobBudget) -> AsyncIterator[TrialServices]:
+async def _services(job: OpenJob, env: Mapping[str, str], budget: JobBudget) -> AsyncIterator[TrialServices]:
     """What all trials share: opened before the first, closed after the last."""
     async with AsyncExitStack() as stack:
         environment = job.config.environment
@@ -272,7 +272,7 @@ async def _beside(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
             await task
 
 
-async def _keep_up(job: Job, schedule: Schedule, budget: JobBudget, numbers: JobNumbers) -> None:
+async def _keep_up(job: OpenJob, schedule: Schedule, budget: JobBudget, numbers: JobNumbers) -> None:
     """Keep `result.json` fresh and the journal on disk, seldom enough that it costs next to nothing."""
     pause = 1.0
     while True:
@@ -324,7 +324,7 @@ class Wanted:
         return True
 
 
-def void(job: Job, wanted: Wanted) -> int:
+def void(job: OpenJob, wanted: Wanted) -> int:
     """Set the wanted trials aside so that they are owed again; how many there were."""
     unknown = wanted.names - {trial.name for trial in job.ledger.plan.trials}
     if unknown:

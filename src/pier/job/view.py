@@ -58,7 +58,7 @@ class TrialRow:
 
 
 @dataclass(frozen=True)
-class Group:
+class ResultGroup:
     """The trials of one agent with one model on one dataset, which are reported together."""
 
     key: str
@@ -153,12 +153,14 @@ class JobView:
         return tuple(_planned_rows(self._ledger, running=self.owner is not None))
 
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[ResultGroup, ...]:
         rows: dict[str, list[TrialRow]] = defaultdict(list)
         for row in self.trials:
             rows[row.group].append(row)
         first = {key: each[0] for key, each in rows.items()}
-        return tuple(Group(key, row.agent, row.model, row.dataset, tuple(rows[key])) for key, row in first.items())
+        return tuple(
+            ResultGroup(key, row.agent, row.model, row.dataset, tuple(rows[key])) for key, row in first.items()
+        )
 
     @cached_property
     def totals(self) -> Totals:

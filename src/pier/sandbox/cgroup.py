@@ -40,14 +40,14 @@ class Hierarchies:
         """The directories of the group `id`, whether or not they exist."""
         return tuple(sorted({f"{parent}/{id}" for parent in self.parents.values()}))
 
-    def make(self, id: str, limits: Limits, *, own_processes: int = 1) -> Group:
+    def make(self, id: str, limits: Limits, *, own_processes: int = 1) -> ControlGroup:
         """Make a group with these limits. `own_processes` are pier's own inside, which the limit does not count."""
         wanted = {
             controller: f"{parent}/{id}"
             for controller, parent in self.parents.items()
             if getattr(limits, _LIMITED[controller]) is not None
         }
-        group = Group(tuple(sorted(set(wanted.values()))))
+        group = ControlGroup(tuple(sorted(set(wanted.values()))))
         try:
             for path in group.paths:
                 with contextlib.suppress(FileExistsError):
@@ -61,7 +61,7 @@ class Hierarchies:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ControlGroup:
     """The directories of one group. They can be written down and made into a `Group` again by a sweeper."""
 
     paths: tuple[str, ...]

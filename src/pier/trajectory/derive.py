@@ -251,7 +251,7 @@ class About:
 
 
 @dataclass(slots=True)
-class Totals:
+class StepTotals:
     """What some calls used. `cost_usd` is None as soon as one of them has no known cost."""
 
     calls: int = 0
@@ -271,7 +271,7 @@ class Totals:
         known = _sum(self.cost_usd, priced.cost_usd)
         self.cost_usd = None if self.unpriced else known
 
-    def merge(self, other: Totals) -> None:
+    def merge(self, other: StepTotals) -> None:
         self.calls += other.calls
         self.prompt_tokens = _sum(self.prompt_tokens, other.prompt_tokens)
         self.completion_tokens = _sum(self.completion_tokens, other.completion_tokens)
@@ -368,12 +368,12 @@ class _Builder:
         main = self._threads[0]
         session = self._about.session_id
         trajectory = self._trajectory(main, session, session, self._subs_of(main, top=True))
-        breakdown: dict[str, Totals] = {}
+        breakdown: dict[str, StepTotals] = {}
         for thread in self._threads:
             for node in thread.nodes:
                 if node.turn is not None:
                     kind = "main" if node.kind == "compaction" else node.kind
-                    breakdown.setdefault(kind, Totals()).add(node.turn, self._read[node.number].priced)
+                    breakdown.setdefault(kind, StepTotals()).add(node.turn, self._read[node.number].priced)
         trajectory.final_metrics = self._final(trajectory, main, breakdown)
         return trajectory, self._media
 
@@ -410,7 +410,7 @@ class _Builder:
     ) -> atif.Trajectory:
         label = f"{name or 'trajectory'}-sub-{number}"
         inner = self._trajectory(sub, session, label, self._subs_of(sub, top=False))
-        totals = Totals()
+        totals = StepTotals()
         for node in sub.nodes:
             if node.turn is not None and node.kind != "retry":
                 totals.add(node.turn, self._read[node.number].priced)
@@ -419,8 +419,10 @@ class _Builder:
             steps.refer(sub.root.spawned_by[1], label)
         return inner
 
-    def _final(self, trajectory: atif.Trajectory, thread: Thread, breakdown: dict[str, Totals]) -> atif.FinalMetrics:
-        total = Totals()
+    def _final(
+        self, trajectory: atif.Trajectory, thread: Thread, breakdown: dict[str, StepTotals]
+    ) -> atif.FinalMetrics:
+        total = StepTotals()
         for part in breakdown.values():
             total.merge(part)
         nodes = [node for node in thread.nodes if node.kind != "retry"]
@@ -449,7 +451,7 @@ class _Builder:
         return ", ".join(sorted(sources))
 
 
-def _plain(totals: Totals) -> dict[str, Any]:
+def _plain(totals: StepTotals) -> dict[str, Any]:
     return {key: value for key, value in asdict(totals).items() if value is not None and key != "unpriced"}
 
 

@@ -17,7 +17,7 @@ Restart = Literal["no", "on-failure", "always"]
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
+class ServiceBuild:
     """How a service's image is built."""
 
     context: Path
@@ -55,7 +55,7 @@ class Service:
 
     name: str
     image: str | None = None
-    build: Build | None = None
+    build: ServiceBuild | None = None
     command: tuple[str, ...] | None = None
     entrypoint: tuple[str, ...] | None = None
     env: Mapping[str, str] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pier.errors import TaskError
-from pier.sandbox.compose.model import MAIN, Build, Compose, Condition, Health, Restart, Service
+from pier.sandbox.compose.model import MAIN, Compose, Condition, Health, Restart, Service, ServiceBuild
 from pier.sandbox.compose.resources import read_limits
 from pier.sandbox.compose.storage import read_tmpfs, read_volumes
 from pier.sandbox.compose.variables import Variables, read_env_file
@@ -170,7 +170,7 @@ class _Reader:
             **read_limits(keys, deploy, place),
         )
 
-    def _build(self, value: Any, place: Place) -> Build:
+    def _build(self, value: Any, place: Place) -> ServiceBuild:
         keys = place.mapping({"context": value} if isinstance(value, str) else value, _BUILD)
         context = place.at("context").inside(str(keys.get("context") or "."), self.root)
         dockerfile = None
@@ -178,7 +178,7 @@ class _Reader:
             dockerfile = place.at("dockerfile").inside(str(context / keys["dockerfile"]), self.root)
         pairs = place.at("args").pairs(keys.get("args"))
         args = {name: self.variables.known.get(name, "") if each is None else each for name, each in pairs.items()}
-        return Build(context, dockerfile, args, place.at("target").text(keys.get("target")))
+        return ServiceBuild(context, dockerfile, args, place.at("target").text(keys.get("target")))
 
     def _hosts(self, value: Any, place: Place) -> dict[str, str]:
         found: dict[str, str] = {}

@@ -23,7 +23,7 @@ _RESET = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 """What this interpreter ignores, and whatever whoever started pier did, is no command's concern."""
 
 
-class Refused(Exception):
+class NotStarted(Exception):
     """The command cannot be started. `code` is a stable word for machines."""
 
     def __init__(self, message: str, code: str) -> None:
@@ -66,14 +66,16 @@ def launch(
     try:
         user = users.find(request["user"])
     except users.NoSuchUser as error:
-        raise Refused(str(error), "no_such_user") from None
+        raise NotStarted(str(error), "no_such_user") from None
     if not many_ids and (user.uid or user.gid):
-        raise Refused(f"there is only one id here, so nothing can run as {request['user']}", "single_id")
+        raise NotStarted(f"there is only one id here, so nothing can run as {request['user']}", "single_id")
     env = {"PATH": PATH, "HOME": user.home} | request["env"]
     _enter(request["cwd"])
     argv = request["argv"]
     if not argv or any("\0" in part for part in argv) or any("\0" in part for pair in env.items() for part in pair):
-        raise Refused("a command needs a program, and no part of it or its environment may have a NUL", "bad_command")
+        raise NotStarted(
+            "a command needs a program, and no part of it or its environment may have a NUL", "bad_command"
+        )
     program = Program(argv, env, user, first, extra)
     if request.get("tty"):
         return _launch_terminal(program, request["tty"])
@@ -86,7 +88,7 @@ def _enter(path: str) -> None:
     try:
         os.chdir(path)
     except OSError as error:
-        raise Refused(f"cannot work in {path}: {os.strerror(error.errno or 0)}", "no_such_directory") from None
+        raise NotStarted(f"cannot work in {path}: {os.strerror(error.errno or 0)}", "no_such_directory") from None
 
 
 def _candidates(program: str, path: str) -> list[str]:
@@ -171,11 +173,13 @@ def _fork(program: Program, fds: list[int], *, terminal: bool) -> int:
         return pid
     os.waitpid(pid, 0)
     if report.startswith(b"a"):
-        raise Refused("the command or its environment holds something that cannot be passed on", "bad_argument")
+        raise NotStarted("the command or its environment holds something that cannot be passed on", "bad_argument")
     if report.startswith(b"f"):
-        raise Refused(f"the command's process cannot be prepared: {os.strerror(int(report[1:]))}", "cannot_start")
+        raise NotStarted(f"the command's process cannot be prepared: {os.strerror(int(report[1:]))}", "cannot_start")
     if report.startswith(b"u"):
-        raise Refused(f"cannot become user {program.user.name}: {os.strerror(int(report[1:]))}", "cannot_become_user")
+        raise NotStarted(
+            f"cannot become user {program.user.name}: {os.strerror(int(report[1:]))}", "cannot_become_user"
+        )
     raise _cannot_run(program.argv[0], OSError(int(report), ""))
 
 

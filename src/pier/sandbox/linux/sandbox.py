@@ -37,7 +37,7 @@ from pier.sandbox.linux.network import Network
 from pier.sandbox.linux.process import LinuxProcess
 
 
-class Box(Protocol):
+class SandboxProcess(Protocol):
     """What runs a sandbox: its namespaces, and the process that serves them."""
 
     id: str
@@ -60,7 +60,7 @@ class Box(Protocol):
     def disk_kills(self) -> int: ...
 
 
-BoxT = TypeVar("BoxT", bound=Box)
+BoxT = TypeVar("BoxT", bound=SandboxProcess)
 
 
 class Home(Protocol[BoxT]):
@@ -442,7 +442,7 @@ class _PrivateChannel:
 class _PrivateBox:
     """A sandbox's box with that channel."""
 
-    def __init__(self, box: Box) -> None:
+    def __init__(self, box: SandboxProcess) -> None:
         self._box = box
 
     def __getattr__(self, name: str) -> Any:

@@ -150,7 +150,7 @@ class Worker:
                 with contextlib.suppress(OSError):
                     os.write(fds[2], f"{error}\n".encode())
             self._answer({"exit": error.exit_code, "message": str(error)})
-        except launch.Refused as error:
+        except launch.NotStarted as error:
             self._answer({"error": str(error), "code": error.code})
         except OSError as error:
             self._answer({"error": f"the command cannot be started: {error.strerror}", "code": "cannot_start"})

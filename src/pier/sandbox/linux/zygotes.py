@@ -30,7 +30,7 @@ def id_rows(ids: IdMap, ranges: tuple[IdRange, ...]) -> str:
     return "".join(f"{part.inside} {part.outside if shifted else part.inside} {part.count}\n" for part in ranges)
 
 
-class Zygote:
+class ZygoteConnection:
     """One zygote process and the connection to it."""
 
     def __init__(self, ids: IdMap) -> None:
@@ -113,10 +113,10 @@ class Zygotes:
     def __init__(self, ids: IdMap) -> None:
         self.ids = ids
         self._most = min(4, len(os.sched_getaffinity(0)))
-        self._all: list[Zygote] = []
+        self._all: list[ZygoteConnection] = []
         self._lock = asyncio.Lock()
 
-    async def pick(self) -> Zygote:
+    async def pick(self) -> ZygoteConnection:
         """The zygote with the least to do, alive."""
         self._bury()
         if not self._all or (len(self._all) < self._most and min(one.pending for one in self._all) > 1):
@@ -126,8 +126,8 @@ class Zygotes:
                     self._all.append(await self._make())
         return min(self._all, key=lambda one: one.pending)
 
-    async def _make(self) -> Zygote:
-        zygote = Zygote(self.ids)
+    async def _make(self) -> ZygoteConnection:
+        zygote = ZygoteConnection(self.ids)
         try:
             await zygote.prepare()
         except BaseException:

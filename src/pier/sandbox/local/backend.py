@@ -25,7 +25,7 @@ from pier.sandbox.linux.root import APT_OF_ONE_ID, NO_OVERLAY
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.sandbox.linux.zygotes import Zygotes
 from pier.sandbox.local import sweeping
-from pier.sandbox.local.box import KIND, Box, make_private
+from pier.sandbox.local.box import KIND, LocalBox, make_private
 from pier.sandbox.local.doctor import HOMES, examine
 from pier.sandbox.local.plan import layers_of, limits_of, machine_memory, make_plan
 from pier.sandbox.local.snapshots import KIND as SNAPSHOT
@@ -57,7 +57,7 @@ class LocalBackend(Backend):
         )
         self._zygotes = Zygotes(self._ids)
         self._snapshots = Snapshots(lease, self._zygotes, pier_home() / "snapshots")
-        self._sandboxes: set[LinuxSandbox[Box]] = set()
+        self._sandboxes: set[LinuxSandbox[LocalBox]] = set()
         self._host: HostRoot | None = None
         self._host_lock = asyncio.Lock()
 
@@ -81,16 +81,16 @@ class LocalBackend(Backend):
         """Half of the memory, and half of the disk that is free."""
         return replace(await super().share(), memory=machine_memory() // 2, disk=free_bytes(self._base) // 2 or None)
 
-    async def start(self, spec: SandboxSpec) -> LinuxSandbox[Box]:
+    async def start(self, spec: SandboxSpec) -> LinuxSandbox[LocalBox]:
         _refuse_what_lacks(spec, self._capabilities)
         box = await self._start_box(spec, ())
-        sandbox = LinuxSandbox[Box](spec, box, self)
+        sandbox = LinuxSandbox[LocalBox](spec, box, self)
         self._snapshots.hold(sandbox.id, spec.image.layers)
         self._sandboxes.add(sandbox)
         await sandbox.begin()
         return sandbox
 
-    async def _start_box(self, spec: SandboxSpec, frozen: tuple[Path, ...]) -> Box:
+    async def _start_box(self, spec: SandboxSpec, frozen: tuple[Path, ...]) -> LocalBox:
         """Start what runs a sandbox; once more, when the zygote that was asked or the init that it gave was killed."""
         host = await self._prepare_host() if spec.image.is_host else None
         limits = spec.limits
@@ -99,7 +99,7 @@ class LocalBackend(Backend):
         layers = [*layers_of(spec, host), *map(str, frozen)]
         for last in range(2):
             plan = make_plan(spec, host, enforced_by=self._capabilities.limits)
-            box = Box(self._lease, self._zygotes, self._base)
+            box = LocalBox(self._lease, self._zygotes, self._base)
             try:
                 await box.start(plan, layers, cage)
             except BaseException as error:
@@ -135,7 +135,7 @@ class LocalBackend(Backend):
                     raise self._no_place(error) from error
             return self._host
 
-    async def snapshot(self, sandbox: LinuxSandbox[Box]) -> Image:
+    async def snapshot(self, sandbox: LinuxSandbox[LocalBox]) -> Image:
         """Freeze what a sandbox wrote and let it go on, above that, with new processes."""
         before = sandbox.box
         if before.channel.closed:
@@ -156,7 +156,7 @@ class LocalBackend(Backend):
     async def remove_snapshot(self, image: Image) -> None:
         await self._snapshots.release(image.digest)
 
-    async def changes(self, sandbox: LinuxSandbox[Box]) -> list[Change]:
+    async def changes(self, sandbox: LinuxSandbox[LocalBox]) -> list[Change]:
         """What a sandbox wrote since it began, in all its layers."""
         host = self._host if sandbox.spec.image.is_host else None
         layers, trees = layers_of(sandbox.spec, host), list(host.trees) if host else []
@@ -170,7 +170,7 @@ class LocalBackend(Backend):
         own.update(mount.target for mount in sandbox.spec.mounts)
         return [Change(*row) for row in merge(looks) if row[0] not in own]
 
-    async def end(self, sandbox: LinuxSandbox[Box]) -> None:
+    async def end(self, sandbox: LinuxSandbox[LocalBox]) -> None:
         """Remove every trace of a sandbox."""
         await sandbox.box.stop()
         await self._snapshots.release(sandbox.id)

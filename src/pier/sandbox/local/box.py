@@ -14,7 +14,7 @@ from typing import Any
 from pier.beneath import remove_some
 from pier.errors import SandboxError
 from pier.lease import Lease
-from pier.sandbox.cgroup import Group, Hierarchies
+from pier.sandbox.cgroup import ControlGroup, Hierarchies
 from pier.sandbox.contract import Limits
 from pier.sandbox.linux.channel import Answer, Channel, close_all
 from pier.sandbox.linux.disk import DiskWatch, free_bytes
@@ -32,7 +32,7 @@ _OWN_PROCESSES = 3
 """The threads of init and a worker, which the limit on processes does not count."""
 
 
-class Box:
+class LocalBox:
     """A process tree in its namespaces. `start` it once, `stop` it at any moment."""
 
     def __init__(self, lease: Lease, zygotes: Zygotes, base: Path, id: str | None = None) -> None:
@@ -43,7 +43,7 @@ class Box:
         self._zygotes = zygotes
         self._asked: asyncio.Future[Answer] | None = None
         self._pidfd = -1
-        self._group: Group | None = None
+        self._group: ControlGroup | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._oom_kills = 0
         self._disk: DiskWatch | None = None

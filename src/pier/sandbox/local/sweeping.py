@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from pier.lease import Held
-from pier.sandbox.cgroup import Group
+from pier.sandbox.cgroup import ControlGroup
 from pier.sandbox.linux.zygotes import Zygotes
 from pier.sandbox.local.box import wait_for_end
 
@@ -16,6 +16,6 @@ async def destroy(held: Held, zygotes: Zygotes) -> None:
     directory = Path(held.data["directory"])
     await wait_for_end(directory)
     if groups := held.data.get("groups"):
-        await asyncio.to_thread(Group(tuple(groups)).remove)
+        await asyncio.to_thread(ControlGroup(tuple(groups)).remove)
     if directory.exists():
         await zygotes.remove(directory)

@@ -11,7 +11,7 @@ from pier.sandbox.contract import Change, Sandbox
 from pier.sandbox.docker.sandbox import DockerSandbox
 
 
-class Group(Protocol):
+class RunningServices(Protocol):
     """All services of a trial."""
 
     @property
@@ -28,7 +28,7 @@ class MainSandbox(DockerSandbox):
     """The service `main`; a policy holds for all services, and stopping it ends all of them. When the container of a
     sidecar is lost, what a trial does at its turning points fails as if its own were."""
 
-    group: Group | None = None
+    group: RunningServices | None = None
     """None until the container has started."""
 
     def service(self, name: str) -> Sandbox | None:
