@@ -64,4 +64,4 @@ def test_a_wrong_directory_is_told_with_the_right_command(job: Path, tmp_path: P
         (("trial", "show", "jobs/mixed"), "jobs/mixed is a job, not a trial", "pier job show jobs/mixed --trials"),
     ):
         told = pier(*args, cwd=tmp_path, code=2).stderr
-        assert words in told and f"try: {hint}" in told
+        assert words in told and f"hint: {hint}" in told

@@ -98,7 +98,7 @@ def test_doctor_has_tried_how_containers_are_entered(
         ("unix:///nonexistent/docker.sock", "does not answer", "start the engine"),
         ("tcp://127.0.0.1:1", "does not answer", "docker version"),
         ("ssh://nobody@127.0.0.1:1", "Connection refused", "docker version"),
-        ("carrier-pigeon://there", "no address of a Docker engine", "ssh://user@host"),
+        ("carrier-pigeon://there", "invalid Docker engine address", "ssh://user@host"),
     ],
 )
 def test_doctor_says_what_docker_lacks(address: str, said: str, fix: str, tmp_path: Path) -> None:

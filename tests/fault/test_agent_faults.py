@@ -43,7 +43,7 @@ class Mine(Gateway):
     model: Policy
 
     def session(self, model: str | None = None, **terms: Any) -> Session:
-        return super().session("scripted", upstream=self.model, **terms)
+        return super().session("scripted", **{**terms, "upstream": self.model})
 
 
 async def trial(name: str, model: Policy, root: Path, *, seconds: float = 240, **choice: Any) -> TrialResult:
@@ -202,7 +202,7 @@ class Served(Gateway):
     provider: Provider
 
     def session(self, model: str | None = None, **terms: Any) -> Session:
-        return super().session("m", upstream=self.provider, **terms)
+        return super().session("m", **{**terms, "upstream": self.provider})
 
 
 @pytest.mark.parametrize("fault", FAILING)

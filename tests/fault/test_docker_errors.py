@@ -54,7 +54,7 @@ def test_a_run_without_its_engine_begins_no_trial(
 ) -> None:
     write_tasks(tmp_path)
     done = pier(*RUN, cwd=tmp_path, code=code, **{"DOCKER_HOST": "", "DOCKER_CONFIG": str(tmp_path), **env})
-    assert (said in done.stderr and f"try: {fix}" in done.stderr.replace("try: check", "try:")) or fix in done.stderr
+    assert (said in done.stderr and f"hint: {fix}" in done.stderr.replace("hint: check", "hint:")) or fix in done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr) < 500
     assert trials_of(tmp_path / "jobs" / "j") == []
 

@@ -17,7 +17,7 @@ from pier.gateway import Gateway
 from pier.gateway.budget import Retry
 from pier.gateway.session import Session
 from pier.record import reader
-from pier.trial.agent import judge
+from pier.trial.agent import find_fault
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import classify
 from tests.fault.test_gateway_upstreams import HTML, events
@@ -90,7 +90,7 @@ class Run:
         return await post(self.url, path, self.session.key, body)
 
     async def judge(self, failed: AgentError | None = None) -> PierError | None:
-        return await judge(NopAgent(), failed, self.session)
+        return await find_fault(NopAgent(), failed, self.session)
 
 
 @asynccontextmanager

@@ -64,7 +64,7 @@ class Served(Gateway):
     provider: Provider
 
     def session(self, model: str | None = None, **terms: Any) -> Session:
-        return super().session("m", upstream=self.provider, **terms)
+        return super().session("m", **{**terms, "upstream": self.provider})
 
 
 @asynccontextmanager

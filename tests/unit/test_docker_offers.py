@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pier.image.model import Image
-from pier.sandbox.contract import Limits, SandboxSpec
+from pier.sandbox.contract import SandboxSpec
 from pier.sandbox.docker.config import Placing, container_config
 
 pytestmark = pytest.mark.plain
@@ -24,9 +24,3 @@ def test_gpus_are_asked_for_as_engines_want_it() -> None:
     ]
     assert host_side(SandboxSpec(image, gpus=-1))["DeviceRequests"][0]["Count"] == -1
     assert "DeviceRequests" not in host_side(SandboxSpec(image))
-
-
-def test_the_disk_is_limited_by_the_storage_driver() -> None:
-    image = Image("x", "x")
-    assert host_side(SandboxSpec(image, limits=Limits(disk=1 << 30)))["StorageOpt"] == {"size": "1073741824"}
-    assert "StorageOpt" not in host_side(SandboxSpec(image))

@@ -23,7 +23,7 @@ def test_a_wrong_name_tells_the_known_and_the_nearest() -> None:
     with pytest.raises(UsageError, match="known: path, join") as caught:
         find("thing", "paht", BUILT_IN)
     assert caught.value.hint == "use 'path'"
-    assert caught.value.explain().endswith("try: use 'path'")
+    assert caught.value.explain().endswith("hint: use 'path'")
 
 
 @pytest.mark.parametrize("reference", ["json", "json:", ":loads", "json:nothing", "no_such_module:x"])

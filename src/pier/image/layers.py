@@ -22,7 +22,8 @@ from pathlib import Path
 
 from pier.files import write_json
 from pier.image import owner
-from pier.image.disk import LayerRecord, Origin, Users, told_by_disk
+from pier.image.disk import told_by_disk
+from pier.image.records import LayerRecord, Origin, Users
 
 
 def hex_of(layer_id: str) -> str:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from pier.errors import ImageError, SandboxError, UsageError
 from pier.image.host import host_image
 from pier.image.model import HOST, Image, OnProgress, parse
-from pier.image.registry import find_credentials
 from pier.lease import Lease, sweep
 from pier.network.policy import PUBLIC, NetworkMode, NetworkPolicy
 from pier.sandbox import open_backend
@@ -139,6 +138,8 @@ async def resolve_image(
     found = await backend.find_image(reference) or store.find(reference)
     if found is not None:
         return found
+    from pier.image.registry import find_credentials  # loads the HTTP client
+
     refused: ImageError | None = None
     if not for_task or await find_credentials(parse(reference).registry) is not None:
         try:
