@@ -5,8 +5,7 @@ symlinks in a name's parents are followed inside the target only, `..` is refuse
 its own `/dev`, and a device node in a store would open the machine's). Of the extended attributes only file
 capabilities and plain `user.` ones come in, so that an archive cannot steer overlayfs.
 
-The compression is recognised by an archive's first bytes. zstd is read by the `zstd` program, since Python reads it
-only from version 3.14 on.
+The compression is recognised by an archive's first bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import lzma
 import os
 import shutil
 import stat
-import subprocess
+import sys
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -295,34 +294,15 @@ def decompressed(path: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _zstd(file: BinaryIO, path: str) -> Iterator[BinaryIO]:
-    if shutil.which("zstd") is None:
-        raise ImageError(
-            f"{path} is compressed with zstd, and the program zstd is missing", hint="apt-get install zstd"
-        )
-    os.lseek(file.fileno(), 0, os.SEEK_SET)
-    process = subprocess.Popen(["zstd", "-dcq"], stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        yield cast(BinaryIO, _ProcessStream(process, path))
-    finally:
-        process.kill()
-        process.communicate()
-
-
-class _ProcessStream:
-    """What a decompressor writes; that it failed is told at the end of its output."""
-
-    def __init__(self, process: subprocess.Popen[bytes], path: str) -> None:
-        self._process = process
-        self._path = path
-
-    def read(self, size: int = -1) -> bytes:
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        data = self._process.stdout.read(size)
-        if not data and size != 0 and self._process.wait() != 0:
-            problem = self._process.stderr.read().decode(errors="replace").strip()
-            raise ImageError(f"the zstd data of {self._path} is broken: {problem}", code="broken_archive")
-        return data
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        from backports import zstd
+    with zstd.ZstdFile(file) as stream:
+        try:
+            yield cast(BinaryIO, stream)
+        except zstd.ZstdError as error:
+            raise ImageError(f"the zstd data of {path} is broken: {error}", code="broken_archive") from None
 
 
 class HashingReader:
