@@ -18,8 +18,6 @@ from pier.trajectory.model import Step, read
 from pier.wire.dialects import DIALECTS
 from pier.wire.turn import Media, Message, Request, Text, Tool, ToolResult, Turn
 
-pytestmark = pytest.mark.plain
-
 PEER = Path(__file__).parents[2] / ".cache/peers/harbor"
 HARBOR = PEER / "bin/python"
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}

@@ -31,7 +31,6 @@ from tests.gateway_fakes import (
     says,
 )
 
-pytestmark = pytest.mark.plain
 NAMES = ["chat", "responses", "anthropic", "gemini"]
 FAILS = replies(400, b'{"error":{"message":"no"}}')
 

@@ -12,8 +12,6 @@ from pier.gateway import Gateway
 from pier.record import reader
 from tests.gateway_fakes import PATHS, STREAM_PATHS, fake_provider, post, request_body
 
-pytestmark = pytest.mark.plain
-
 SCHEMA = {"type": "object", "properties": {}}
 ASKED: dict[str, dict[str, Any]] = {
     "chat": {

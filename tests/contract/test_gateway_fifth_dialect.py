@@ -22,8 +22,6 @@ from pier.wire.turn import Delta, Message, Part, Request, Text, Turn, TurnEnd, T
 from tests.contract.test_gateway_translation import read_answer
 from tests.gateway_fakes import HELLO, PATHS, fake_provider, post, request_body
 
-pytestmark = pytest.mark.plain
-
 
 class PlainParser(EventParser):
     dialect = "plain"

@@ -21,7 +21,6 @@ from pier.wire.dialects import DIALECTS
 from pier.wire.turn import Request, Turn
 from tests.gateway_fakes import HELLO, PATHS, fake_provider, request_body, streams
 
-pytestmark = pytest.mark.plain
 LIMIT = 60
 
 

@@ -19,8 +19,6 @@ from pier.gateway.metrics import GatewayMetrics, combine, fetch, metrics_served,
 from pier.wire.turn import Text, Turn, Usage
 from tests.gateway_fakes import PATHS, STREAM_PATHS, fake_provider, post, replies, request_body, says, streams
 
-pytestmark = pytest.mark.plain
-
 LINE = re.compile(r'^[a-z_]+(\{[a-z]+="([^"\\]|\\.)*"(,[a-z]+="([^"\\]|\\.)*")*\})? ([0-9.e+-]+|\+Inf)$')
 
 

@@ -21,7 +21,6 @@ from tests.gateway_fakes import (
     says,
 )
 
-pytestmark = pytest.mark.plain
 DIALECTS = ["chat", "responses", "anthropic", "gemini"]
 
 

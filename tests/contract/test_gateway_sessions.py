@@ -19,7 +19,6 @@ from pier.wire.dialects import DIALECTS
 from pier.wire.turn import Request, Text, Turn, TurnBuilder, Usage
 from tests.gateway_fakes import HELLO, PATHS, STREAM_PATHS, fake_provider, post, replies, request_body, says, thinks
 
-pytestmark = pytest.mark.plain
 NAMES = ["chat", "responses", "anthropic", "gemini"]
 
 

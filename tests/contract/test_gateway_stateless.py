@@ -13,8 +13,6 @@ from pier.record import reader
 from pier.trajectory.derive import write_trajectory
 from tests.gateway_fakes import PATHS, STREAM_PATHS, fake_provider, post, replies, request_body
 
-pytestmark = pytest.mark.plain
-
 UNRECORDABLE: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"n": 2}, "n"),
     ("gemini", {"generationConfig": {"candidateCount": 3}}, "candidateCount"),

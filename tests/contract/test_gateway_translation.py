@@ -15,7 +15,6 @@ from pier.wire.dialects import DIALECTS
 from pier.wire.turn import Delta, Request, Turn, TurnBuilder, stream_turn
 from tests.gateway_fakes import HELLO, PATHS, STREAM_PATHS, TOOL, fake_provider, post, request_body, says
 
-pytestmark = pytest.mark.plain
 NAMES = ["chat", "responses", "anthropic", "gemini"]
 
 

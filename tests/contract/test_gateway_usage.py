@@ -12,7 +12,6 @@ from pier.gateway import Directory, Gateway
 from pier.record import reader
 from tests.gateway_fakes import HELLO, PATHS, TOOL, fake_provider, post, says
 
-pytestmark = pytest.mark.plain
 ASKED = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "hi"}]}
 
 

@@ -14,7 +14,6 @@ from tests.fault.test_gateway_bursts import *  # noqa: F403
 from tests.fault.test_gateway_leaving import *  # noqa: F403
 
 uvloop: Any = pytest.importorskip("uvloop", reason="uvloop is not installed")
-pytestmark = pytest.mark.plain
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,6 @@ from pier.wire.turn import Text, Tokens, ToolCall, Turn
 from tests.contract.test_derivation_wire import Agent
 from tests.gateway_fakes import Behaviour, fake_provider
 
-pytestmark = pytest.mark.plain
-
 ROLES = {"system": 256, "user": 257, "assistant": 258, "tool": 259}
 END = 260
 ARGUMENTS = ['{"command":   "ls"}', '{ "command": "cat é.txt" }']

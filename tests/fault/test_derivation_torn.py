@@ -15,8 +15,6 @@ from pier.gateway.script import Script
 from pier.trajectory.derive import About, Derivation, write_trajectory
 from pier.trajectory.rules import validate_file
 
-pytestmark = pytest.mark.plain
-
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"properties": {"command": {"type": "string"}}}}}
 TURNS = [
     {"text": "a \ud83d", "shell": "ls"},

@@ -35,7 +35,6 @@ from pier.wire.turn import (
 )
 from tests.gateway_fakes import PATHS, STREAM_PATHS, Behaviour, fake_provider, replies, streams
 
-pytestmark = pytest.mark.plain
 NAMES = ["chat", "responses", "anthropic", "gemini"]
 
 ODD: list[Any] = [

@@ -19,8 +19,6 @@ from pier.gateway import Gateway, Provider
 from pier.record import reader
 from tests.fault.test_gateway_wire import DONE, KEY, SERVE, STREAM, chunked
 
-pytestmark = pytest.mark.plain
-
 
 def event(text: str, finish: str | None = None) -> bytes:
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}

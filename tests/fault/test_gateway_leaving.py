@@ -23,7 +23,6 @@ from pier.wire.turn import Delta, Request, Turn, stream_turn
 from tests.fault.test_gateway_upstreams import events
 from tests.gateway_fakes import HELLO, PATHS, STREAM_PATHS, request_body
 
-pytestmark = pytest.mark.plain
 SOON = 1.0
 TRIES = 3
 WAYS = ["closes", "resets", "closes its half"]

@@ -31,7 +31,6 @@ from tests.gateway_fakes import (
     streams,
 )
 
-pytestmark = pytest.mark.plain
 NAMES = ["chat", "responses", "anthropic", "gemini"]
 QUICK = Retry(first=0.01, longest=0.02)
 HTML = b"<html><body><h1>502 Bad Gateway</h1></body></html>"

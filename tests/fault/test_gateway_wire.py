@@ -24,7 +24,6 @@ from pier.record import reader
 from tests.gateway_fakes import HELLO as TURN
 from tests.gateway_fakes import PATHS, fake_provider, post, request_body, says, streams
 
-pytestmark = pytest.mark.plain
 QUICK = Retry(first=0.01, longest=0.02)
 KEY = "sk-canary-of-the-provider"
 ANSWER = json.dumps({"choices": [{"index": 0, "message": {"role": "assistant", "content": "hello"}}]}).encode()

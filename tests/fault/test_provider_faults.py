@@ -36,7 +36,6 @@ from tests.gateway_fakes import (
     streams,
 )
 
-pytestmark = pytest.mark.plain
 NAMES = ["chat", "responses", "anthropic", "gemini"]
 QUICK = Retry(attempts=2, patience=1.0, first=0.001, longest=0.002)
 

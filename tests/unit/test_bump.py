@@ -12,7 +12,6 @@ import pytest
 from pier.agent.registry import AGENTS, find_agent
 from pier.errors import UsageError
 
-pytestmark = pytest.mark.plain
 SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "bump"
 
 

@@ -35,8 +35,6 @@ from pier.wire.turn import (
     stream_turn,
 )
 
-pytestmark = pytest.mark.plain
-
 NAMES = tuple(DIALECTS)
 STREAMS = {"gemini": Route("gemini", "generate", "m", True)}
 many = settings(max_examples=50, deadline=None)

@@ -17,7 +17,6 @@ from pier.wire.faults import retry_after
 from pier.wire.relayed import Extras, ask
 from pier.wire.turn import Usage, cost_of, is_priced
 
-pytestmark = pytest.mark.plain
 ENV = {"ANTHROPIC_API_KEY": "ka", "OPENAI_API_KEY": "ko", "GOOGLE_API_KEY": "kg", "OPENROUTER_API_KEY": "kr"}
 
 

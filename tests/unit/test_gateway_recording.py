@@ -18,8 +18,6 @@ from pier.wire.body import parse
 from pier.wire.contract import BadRequest
 from pier.wire.turn import Usage
 
-pytestmark = pytest.mark.plain
-
 FACTS = {"kind": "generate", "dialect": "chat", "method": "POST", "path": "/v1/chat/completions", "headers": {}}
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(max_size=20),

@@ -12,7 +12,6 @@ from pier.wire.relayed import AnswerWatch
 from pier.wire.sse import Framer, MalformedAnswer, data_of, events_of
 from pier.wire.turn import Usage
 
-pytestmark = pytest.mark.plain
 PIECES = [
     b'data: {"choices": [{"delta": {"content": "\xc3\xa9\\n\\n"}, "finish_reason": null}]}\n\n',
     b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}], "usage": {"prompt_tokens": 1}}\n\n',

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from pier.gateway.budget import Reservation
 from pier.job.config import BudgetConfig, RetryConfig
 from pier.job.ledger import Ledger, Used
@@ -15,8 +13,6 @@ from pier.job.runner import JobBudget
 from pier.job.schedule import Schedule
 from pier.trial.result import AgentInfo, ExceptionInfo, TrialResult
 from pier.wire.turn import Usage
-
-pytestmark = pytest.mark.plain
 
 
 class Nobody:

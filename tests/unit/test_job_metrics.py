@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from pier.job.results import GradedTrial, compare, confidence, pass_at_k, summarise
 
-pytestmark = pytest.mark.plain
-
 
 def _trials(**tasks: list[float | None]) -> list[GradedTrial]:
     return [

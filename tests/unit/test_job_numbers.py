@@ -13,7 +13,6 @@ from pier.gateway.budget import Retry
 from pier.job.results import NUMBERS, JobNumbers, calls_of, describe_calls
 from tests.gateway_fakes import PATHS, fake_provider, post, replies, request_body
 
-pytestmark = pytest.mark.plain
 BUSY = replies(503, b"{}")
 
 

@@ -11,8 +11,6 @@ from pier.errors import UsageError
 from pier.job.config import JobConfig
 from pier.job.plan import Identity, Plan, PlannedTask, make_plan
 
-pytestmark = pytest.mark.plain
-
 TASK = PlannedTask("org/hello", "sha256:" + "a" * 64, "/one/hello")
 AGENT = {"name": "oracle", "kwargs": {"url": "http://127.0.0.1:4001/v1"}}
 

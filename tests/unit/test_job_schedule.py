@@ -14,8 +14,6 @@ from pier.job.plan import PlannedTask, PlannedTrial, make_plan
 from pier.job.progress import Progress
 from pier.job.schedule import Backoff, RunTry, Schedule
 
-pytestmark = pytest.mark.plain
-
 GOOD = Outcome(rewards={"reward": 1.0})
 BROKEN = Outcome(fault=Fault("SandboxError", "sandbox", "infra", True, "it broke"))
 WRONG = Outcome(fault=Fault("TaskError", "task", "task", False, "it is wrong"))

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from pier.trajectory.lineage import Lineage, Node
 from pier.wire.turn import Message, Request, Sampling, Text, Tool, ToolCall, ToolResult, Turn
 
-pytestmark = pytest.mark.plain
-
 TOOLS = (Tool("bash", schema={"type": "object"}),)
 
 

@@ -9,13 +9,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from pier.trajectory.model import Trajectory
 from pier.trajectory.native.convert import convert, find_sessions, trajectory_of
 from pier.trajectory.rules import validate, validate_file
-
-pytestmark = pytest.mark.plain
 
 PIXEL = base64.b64encode(b"\x89PNG\r\n\x1a\nnot really a picture").decode()
 

@@ -32,8 +32,6 @@ from tests.unit.test_native_agents import (
 )
 from tests.unit.test_native_logs import PIXEL, claude, claude_answer, claude_result, codex
 
-pytestmark = pytest.mark.plain
-
 AT = {"extra": {"timestamp": 1767225600}}
 URL = f"data:image/png;base64,{PIXEL}"
 

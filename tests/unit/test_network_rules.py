@@ -12,7 +12,6 @@ from pier.errors import UsageError
 from pier.network.outside import Outside, Refused, Targets
 from pier.network.policy import CAPACITY, NetworkPolicy, Rules, Synthetic, normal_name, objection, parse
 
-pytestmark = pytest.mark.plain
 four = ipaddress.IPv4Address
 
 

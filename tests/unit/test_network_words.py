@@ -16,8 +16,6 @@ from pier.network.policy import LIMIT, Decision, DecisionLog
 from pier.network.sniff import Disagreement, Sniffer, server_name
 from pier.network.udp import read_attempt
 
-pytestmark = pytest.mark.plain
-
 
 def hello(name: str | None) -> bytes:
     context = ssl.create_default_context()

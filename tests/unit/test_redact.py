@@ -21,8 +21,6 @@ from pier.secret import is_secret, looks_secret, secrets_in_text
 from pier.wire.turn import Text, Tokens, Turn
 from tests.gateway_fakes import PATHS, fake_provider, post, request_body, streams
 
-pytestmark = pytest.mark.plain
-
 SECRET = "sk-canary-4f1d9c0b7e22"
 
 

@@ -11,8 +11,6 @@ from pier.gateway import Gateway
 from pier.gateway.replay import differences
 from tests.gateway_fakes import PATHS, fake_provider, post, request_body
 
-pytestmark = pytest.mark.plain
-
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),

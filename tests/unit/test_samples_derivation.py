@@ -17,8 +17,6 @@ from pier.rollout.samples import KINDS, Sample, SampleOrigin, broken_promises, f
 from pier.trajectory.lineage import Lineage, Node
 from pier.wire.turn import Message, Request, Sampling, Text, Tokens, Tool, ToolCall, ToolResult, Turn
 
-pytestmark = pytest.mark.plain
-
 TOOLS = (Tool("bash", schema={"type": "object"}),)
 ORIGIN = SampleOrigin(Path("recording.jsonl"), "trial", "task::agent", task="task", rewards={"reward": 0.5})
 

@@ -24,8 +24,6 @@ from pier.wire.turn import (
     Turn,
 )
 
-pytestmark = pytest.mark.plain
-
 
 def tool(name: str, required: tuple[str, ...] = (), **properties: Any) -> Tool:
     typed = {key: value if isinstance(value, dict) else {"type": value} for key, value in properties.items()}

@@ -22,8 +22,6 @@ from pier.task.model import (
 )
 from tests.trial_runs import TOML, write_task
 
-pytestmark = pytest.mark.plain
-
 FULL = """
 schema_version = "1.4"
 source = "somewhere"

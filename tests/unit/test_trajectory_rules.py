@@ -15,8 +15,6 @@ from pier.trajectory.model import Trajectory, dump, read, write
 from pier.trajectory.rules import validate, validate_file
 from pier.trajectory.show import stats
 
-pytestmark = pytest.mark.plain
-
 
 def good() -> dict[str, Any]:
     return {

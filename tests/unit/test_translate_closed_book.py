@@ -8,8 +8,6 @@ import pytest
 
 from pier.wire.checks import REMOVED, close_book, is_closed
 
-pytestmark = pytest.mark.plain
-
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
 FLAT = {"type": "function", "name": "f", "parameters": {}}
 

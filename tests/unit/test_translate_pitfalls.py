@@ -30,8 +30,6 @@ from pier.wire.turn import (
     stream_turn,
 )
 
-pytestmark = pytest.mark.plain
-
 CHAT, RESPONSES, ANTHROPIC, GEMINI = (DIALECTS[name] for name in ("chat", "responses", "anthropic", "gemini"))
 USER = Message("user", (Text("hi"),))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}

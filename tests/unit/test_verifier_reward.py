@@ -14,8 +14,6 @@ from pier.sandbox.contract import Change
 from pier.verifier.changes import NOTE_LIMIT, Note, judge, limited
 from pier.verifier.reward import RewardFiles, read_verdict
 
-pytestmark = pytest.mark.plain
-
 
 def code(**files: bytes) -> str:
     with pytest.raises(VerifierError) as caught:
