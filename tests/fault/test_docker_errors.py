@@ -129,8 +129,8 @@ async def test_an_image_that_nobody_has_is_the_users_fault_and_not_asked_for_aga
 ) -> None:
     async with running_registry(tmp_path / "registry") as address:
         reference = f"{address}/none:v1"
-        write_tasks(tmp_path, TOML + f'docker_image = "{reference}"\n')
-        done = pier(*RUN, cwd=tmp_path, code=1, DOCKER_HOST=guarded.engine.url)
+        write_tasks(tmp_path, TOML)
+        done = pier(*RUN, "--image", reference, cwd=tmp_path, code=1, DOCKER_HOST=guarded.engine.url)
         told = pier("image", "pull", "--env", "docker", reference, cwd=tmp_path, code=2, DOCKER_HOST=guarded.engine.url)
     assert "again in" not in done.stderr
     for fault in faults(tmp_path):
@@ -149,9 +149,9 @@ async def test_a_disk_that_fills_up_is_told_wherever_it_does(tmp_path: Path) -> 
         async with running_registry(tmp_path / "registry") as address:
             await push(address, "big", "v1", Pieces(layer))
             pulled = f"{address}/big:v1"
-            write_tasks(tmp_path / "pulled", TOML + f'docker_image = "{pulled}"\n')
+            write_tasks(tmp_path / "pulled", TOML)
             told = pier("image", "pull", "--env", "docker", pulled, cwd=tmp_path, code=1, DOCKER_HOST=running.url)
-            pier(*RUN, cwd=tmp_path / "pulled", code=1, DOCKER_HOST=running.url)
+            pier(*RUN, "--image", pulled, cwd=tmp_path / "pulled", code=1, DOCKER_HOST=running.url)
         assert "no space left on device" in told.stderr and "pier image gc --env docker" in told.stderr
         toml = TOML + '[metadata.pier]\nbuild_network = "none"\n'
         large = f"FROM {IMAGE}\nRUN dd if=/dev/urandom of=/data bs=1M count={SPACE >> 20}\n"
