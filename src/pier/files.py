@@ -106,6 +106,11 @@ def is_whole(line: bytes) -> bool:
         return False
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether `name` is the name of an entry of a directory: not empty, without a slash, not `.` or `..`."""
+    return bool(name) and "/" not in name and "\0" not in name and name not in (".", "..")
+
+
 def read_journal(path: Path) -> Iterator[Any]:
     """The values of a journal in order; lines that were torn are passed over. A missing file has none."""
     try:
@@ -118,7 +123,7 @@ def read_journal(path: Path) -> Iterator[Any]:
                 return
             try:
                 yield json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
 
 

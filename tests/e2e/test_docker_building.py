@@ -70,6 +70,7 @@ FETCHES = {
     "#!/bin/x\n# syntax = evil.test/x\nFROM test/bash\n": "a program that reads it",
     "FROM ${TARGETOS:+evil.test/}bash\n": "line 1: an image that depends on TARGETOS",
     "FROM scratch\nARG B=test/bash\nFROM ${B:-evil.test/x}\n": "line 3: an image that depends on B",
+    "FROM --platform=linux/s390x test/bash\n": "line 1: an image of another platform",
     "FROM test/bash\nCOPY --from=$B /x /x\n": "line 2: an image that depends on a variable",
     "FROM test/bash\nRUN <<EOF\nFROM evil.test/x\nEOF\n": "line 2: what some builders read",
 }

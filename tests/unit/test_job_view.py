@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pier.errors import JobError, UsageError
+from pier.job.directory import remove_job
 from pier.job.ledger import JOURNAL, Ledger, owning
 from pier.job.outcome import Fault, Outcome
 from pier.job.plan import PlannedTask, make_plan
@@ -181,7 +182,7 @@ def test_no_link_is_followed_out_of_a_job(tmp_path: Path) -> None:
     assert JobView.open(job).state == "broken"
 
 
-@pytest.mark.parametrize("name", ["../outside", "linked"])
+@pytest.mark.parametrize("name", ["../outside", "..", "linked"])
 def test_a_journal_cannot_name_a_trial_elsewhere(tmp_path: Path, name: str) -> None:
     ledger = write_job(tmp_path / "j", [GOOD])
     (tmp_path / "outside").mkdir()
@@ -189,9 +190,43 @@ def test_a_journal_cannot_name_a_trial_elsewhere(tmp_path: Path, name: str) -> N
     (tmp_path / "j" / "linked").symlink_to(tmp_path / "outside")
     journal = tmp_path / "j" / JOURNAL
     journal.write_text(journal.read_text().replace(ledger.plan.trials[0].name, name))
-    with pytest.raises(JobError) as caught:
-        JobView.open(tmp_path / "j").trial(name)
-    assert caught.value.code == "no_trial"
+    view = JobView.open(tmp_path / "j")
+    assert bool(view.problems) == (name != "linked")  # the line of the plan is not taken
+    with pytest.raises(JobError if name == "linked" else UsageError):
+        view.trial(name)
+
+
+def test_only_certain_jobs_are_removed(tmp_path: Path) -> None:
+    for number, content in enumerate((b"// settings\n{}", b'{"tasks": []}', b"[" * 200_000, None)):
+        other = tmp_path / f"other{number}"
+        (other / "src").mkdir(parents=True)
+        if content is not None:
+            (other / "config.json").write_bytes(content)
+        with pytest.raises(JobError) as caught:
+            remove_job(other)
+        assert caught.value.code == "not-a-job" and (other / "src").is_dir()
+    write_job(tmp_path / "ours", [GOOD])
+    write_foreign(tmp_path / "harbors", result("a"))
+    write_job(tmp_path / "torn", [GOOD])
+    (tmp_path / "torn" / JOURNAL).write_bytes(b"[" * 200_000 + b"\n")
+    (tmp_path / "torn" / ".owner").write_text("{}")
+    assert [view.name for view in list_jobs(tmp_path) if view.name == "torn" and view.state == "broken"] == ["torn"]
+    for name in ("ours", "harbors", "torn"):
+        remove_job(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["other0", "other1", "other2", "other3"]
+
+
+def test_a_hostile_owner_file_is_neither_written_nor_waited_for(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    for number, make in enumerate((lambda p: p.symlink_to(victim), lambda p: p.hardlink_to(victim), os.mkfifo)):
+        job = tmp_path / f"j{number}"
+        write_job(job, [GOOD])
+        make(job / ".owner")
+        assert JobView.open(job).owner is None
+        with pytest.raises(JobError):
+            remove_job(job)
+    assert victim.read_text() == "mine" and (tmp_path / "j0" / JOURNAL).is_file()
 
 
 @pytest.mark.parametrize(

@@ -401,9 +401,14 @@ def _refuse_foreign(directory: Path, ledger: Ledger, plan: Plan) -> None:
 
 
 def remove_job(directory: Path) -> None:
-    """Remove the directory of a job. `JobError` if it is another directory, or the job runs."""
-    JobView.open(directory)
-    path = directory.resolve()
+    """Remove the directory of a job. `JobError` if it is not certainly one, or the job runs."""
+    path, view = directory.resolve(), JobView.open(directory)
+    if not view.is_ours and not view.n_planned and not all((path / name).is_file() for name in (JOURNAL, OWNER)):
+        raise JobError(
+            f"{directory} has no journal, result or lock of a job, so it is not removed",
+            code="not-a-job",
+            hint=f"rm -r {directory}, if you are sure",
+        )
     doomed = path.with_name(f".{path.name}.{os.urandom(4).hex()}{_REMOVED}")
     with explained(directory):
         with owning(directory):

@@ -19,11 +19,13 @@ kernel names the process.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import signal
 import socket
+import stat
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -205,7 +207,7 @@ def _lines(path: Path) -> Iterable[Any]:
         return ()
     try:
         return json.loads(b"[" + data[:-1].replace(b"\n", b",") + b"]") if data.endswith(b"\n") else read_journal(path)
-    except ValueError:
+    except (ValueError, RecursionError):
         return read_journal(path)
 
 
@@ -231,7 +233,7 @@ def owning(directory: Path) -> Iterator[None]:
     path = directory.resolve() / OWNER
     if path in _held:
         raise taken(directory, Owner(os.getpid()))
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = _open_owner(path, os.O_RDWR | os.O_CREAT)
     try:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -271,13 +273,23 @@ def current_owner(directory: Path) -> Owner | None:
     if path in _held:
         return Owner(os.getpid())
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = _open_owner(path, os.O_RDONLY)
     except OSError:
         return None
     try:
         return _holder(fd)
     finally:
         os.close(fd)
+
+
+def _open_owner(path: Path, flags: int) -> int:
+    """Open the file of the owner, without following a link or waiting at a fifo; `OSError` if it is not a file."""
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file with one name", str(path))
+    return fd
 
 
 def _holder(fd: int) -> Owner | None:

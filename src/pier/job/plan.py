@@ -28,7 +28,7 @@ from typing import Any
 import click
 
 from pier.errors import UsageError
-from pier.files import write
+from pier.files import is_plain_name, write
 from pier.job.config import DatasetConfig, JobConfig, JobTask
 from pier.job.load import fill, job_secrets, to_disk
 from pier.redact import Redactor
@@ -91,11 +91,11 @@ class Plan:
 
     @classmethod
     def from_line(cls, line: dict[str, Any]) -> Plan:
-        return cls(
-            tuple(PlannedTask(**task) for task in line["tasks"]),
-            tuple(line["agents"]),
-            tuple(PlannedTrial(*trial) for trial in line["trials"]),
-        )
+        """A plan as a journal has it. `ValueError` if the name of a trial would lead out of the job's directory."""
+        trials = tuple(PlannedTrial(*trial) for trial in line["trials"])
+        if wrong := next((trial.name for trial in trials if not is_plain_name(trial.name)), None):
+            raise ValueError(f"invalid name of a trial: {wrong!r}")
+        return cls(tuple(PlannedTask(**task) for task in line["tasks"]), tuple(line["agents"]), trials)
 
 
 def check_tasks(tasks: Sequence[PlannedTask]) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pier.errors import JobError, UsageError
+from pier.files import is_plain_name
 from pier.job.ledger import JOURNAL, OWNER, Ledger, Owner, current_owner, not_a_job
 from pier.job.outcome import Outcome, outcome_of
 from pier.job.plan import KEY
@@ -135,6 +136,11 @@ class JobView:
         return self._ledger is not None
 
     @property
+    def n_planned(self) -> int:
+        """How many trials the journal, or another program's result or lock, says are planned."""
+        return self._planned
+
+    @property
     def n_trials(self) -> int:
         """How many trials are planned. Other programs do not name those that never began."""
         return max(self._planned, len(self.trials))
@@ -172,8 +178,8 @@ class JobView:
         if row is None:
             raise UsageError(f"{self.directory} has no trial {name}", hint=f"pier job show {self.directory} --trials")
         with Tree(self.directory.resolve()) as tree:
-            entry = tree.find(name)
-        if Path(name).name != name or (entry is not None and entry.kind != "directory"):
+            entry = tree.find(name) if is_plain_name(name) else None
+        if not is_plain_name(name) or (entry is not None and entry.kind != "directory"):
             raise JobError(f"{self.directory / name} is not a directory of this job", code="no_trial")
         return TrialView.open(self.directory / name, row)
 
@@ -490,6 +496,6 @@ def _json(tree: Tree, name: str) -> dict[str, Any] | None:
     """A JSON object in a file; None if the file is missing, is not a regular one, or holds something else."""
     try:
         value = json.loads(tree.read(name, _LIMIT))
-    except (OSError, TreeError, ValueError):
+    except (OSError, TreeError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -81,26 +81,28 @@ def _without_ignored_of(root: Path, files: list[Path]) -> list[Path]:
     ]
 
 
-def kept_files(directory: Path, rules: tuple[tuple[Path, PathSpec[Pattern]], ...] = ()) -> Iterator[Path]:
+def kept_files(root: Path) -> Iterator[Path]:
     """The files below a directory of tests or a solution that no `.harborignore` in it excludes. A file's rules count
     for its own directory and all below; the innermost rule that matches decides, and excluded directories are final."""
-    own = directory / IGNORE_FILE
-    if own.is_file():
-        rules = (*rules, (directory, read_patterns(own.read_text(errors="replace").splitlines())))
-    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        is_directory = path.is_dir() and not path.is_symlink()
-        suffix = "/" if is_directory else ""
-        said = [
-            found
-            for base, each in rules
-            if (found := each.check_file(f"{path.relative_to(base)}{suffix}").include) is not None
-        ]
-        if path.name == IGNORE_FILE or (said and said[-1]):
-            continue
-        if is_directory:
-            yield from kept_files(path, rules)
-        elif path.is_file() or path.is_symlink():
-            yield path
+    rules: dict[Path, tuple[tuple[Path, PathSpec[Pattern]], ...]] = {root.parent: ()}
+    waiting = [root] if root.is_dir() else []
+    while waiting:
+        directory = waiting.pop()
+        mine, own = rules[directory.parent], directory / IGNORE_FILE
+        if own.is_file():
+            mine = (*mine, (directory, read_patterns(own.read_text(errors="replace").splitlines())))
+        rules[directory] = mine
+        for path in sorted(directory.iterdir()):
+            is_directory = path.is_dir() and not path.is_symlink()
+            suffix = "/" if is_directory else ""
+            checked = (each.check_file(f"{path.relative_to(base)}{suffix}").include for base, each in mine)
+            said = [found for found in checked if found is not None]
+            if path.name == IGNORE_FILE or (said and said[-1]):
+                continue
+            if is_directory:
+                waiting.append(path)
+            elif path.is_file() or path.is_symlink():
+                yield path
 
 
 def is_kept(directory: Path, name: str) -> bool:

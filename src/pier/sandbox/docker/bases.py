@@ -49,6 +49,8 @@ def refuse_fetches(order: BuildOrder) -> None:
         mounts = (mount for mount in instruction.all("mount") if "from" in mount.lower())
         if any("$" in each for each in (*instruction.all("from"), *mounts)):
             raise _refusal(order, f"line {instruction.line}: an image that depends on a variable")
+        if instruction.name == "FROM" and instruction.all("platform"):
+            raise _refusal(order, f"line {instruction.line}: an image of another platform")
         names = _VARIABLE.findall(instruction.text) if instruction.name == "FROM" else []
         if unknown := [name for name in names if _PLATFORM.fullmatch(name) or name not in _arguments(order, file)]:
             raise _refusal(order, f"line {instruction.line}: an image that depends on {unknown[0]}")
