@@ -7,7 +7,7 @@ help:
 	@echo "make test    lint and run every test, as root and as a plain user"
 	@echo "make lint    ruff, pyright, import-linter, plain words"
 	@echo "make bench   run the benchmarks"
-	@echo "make soak    run the property tests with ever new examples, for MINUTES=10"
+	@echo "make soak    run the property tests with new examples each time, for MINUTES=10"
 	@echo "make bump    raise the agents' pinned versions to the newest ones that pass their tests"
 	@echo "make errors  write docs/reference/errors.md from the source"
 	@echo "make docs    check that the documentation's links and commands exist"
@@ -28,7 +28,7 @@ system:
 	@.ci/bootstrap system
 
 demo: venv
-	@.venv/bin/pier run -p examples/tasks -a oracle -n 4 --image host --job-name "demo-$$(date +%Y%m%d-%H%M%S)"
+	@.venv/bin/pier run examples/tasks -a oracle -n 4 --image host --job-name "demo-$$(date +%Y%m%d-%H%M%S)"
 
 clients: dev
 	@.ci/clients || echo "the official model clients could not be installed, so their tests are skipped" >&2

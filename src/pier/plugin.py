@@ -41,7 +41,7 @@ def find(kind: str, name: str, built_in: Mapping[str, str]) -> Any:
     known = names(kind, built_in)
     near = difflib.get_close_matches(name, known, n=1)
     raise UsageError(
-        f"there is no {kind} {name!r}; known: {', '.join(known)}",
+        f"unknown {kind} {name!r}; known: {', '.join(known)}",
         hint=f"use {near[0]!r}" if near else f"give your own {kind} as module:Class",
     )
 

@@ -106,5 +106,5 @@ async def test_a_tool_of_a_server_over_http_answers(name: str) -> None:
 async def test_what_an_agent_has_no_notion_of_is_told() -> None:
     model, warnings = Caller(), []
     await drive("pi", model, McpServer("words", "stdio", command="python3", args=(AT,)), warnings)
-    assert warnings == ["pi knows no MCP, so these servers are not offered to it: words"]
+    assert warnings == ["pi does not support MCP, so these servers are not offered to it: words"]
     assert "sorting-letters" in model.told

@@ -139,7 +139,7 @@ def test_errors_are_no_zeros_and_can_be_retried(tmp_path: Path, tasks: Path) -> 
     ("args", "words"),
     [
         (["-p", "nowhere"], "nowhere"),
-        ([], "there is no task"),
+        ([], "no task"),
         (["-p", "tasks", "-a", "orakel"], "oracle"),
         (["-p", "tasks", "-a", "codex"], "-m MODEL"),
         (["-p", "tasks", "--ak", "nothing=1"], "nothing"),

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,3 +123,13 @@ async def test_a_cancelled_job_can_be_run_again(tmp_path: Path) -> None:
 def test_a_task_is_loaded() -> None:
     task: pier.Task = pier.load_task(ROOT / "examples/tasks/hello")
     assert task.name == "pier/hello"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("limits", 3), ("mounts", ["x"]), ("network", "foo")], ids=["limits", "mounts", "network"]
+)
+async def test_a_wrong_argument_is_named(name: str, value: object) -> None:
+    wrong: dict[str, Any] = {name: value}
+    with pytest.raises(pier.ArgumentError, match=f"for {name}|in {name}"):
+        async with pier.sandbox("host", **wrong):
+            raise AssertionError("it was started")

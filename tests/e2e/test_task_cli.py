@@ -118,9 +118,7 @@ def test_check_reads_compose_files(tmp_path: Path) -> None:
     said = pier("task", "check", tmp_path / "good")
     assert "errors: 0" in said and "services.main.ports: not published" in said
     write_task(tmp_path / "hook", toml=toml + asked.replace("side", "nobody"), **named)
-    assert "task.toml: verifier.collect: there is no service 'nobody'" in pier(
-        "task", "check", tmp_path / "hook", code=1
-    )
+    assert "task.toml: verifier.collect: unknown service 'nobody'" in pier("task", "check", tmp_path / "hook", code=1)
     named["environment__docker-compose.yaml"] = SERVICES + "  far: {image: x, privileged: true, cap_add: [ALL]}\n"
     write_task(tmp_path / "bad", toml=toml, **named)
     rows = json.loads(pier("task", "check", "--json", tmp_path / "bad", code=1))["problems"]

@@ -100,7 +100,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         ("other", "certificates do not agree: unable to get local issuer", "DOCKER_CERT_PATH"),
         ("unknown", "certificate", "DOCKER_CERT_PATH"),
         ("without", "certificates do not agree", "DOCKER_CERT_PATH"),
-        ("", "wants TLS", "DOCKER_TLS_VERIFY=1"),
+        ("", "requires TLS", "DOCKER_TLS_VERIFY=1"),
     ],
 )
 def test_wrong_certificates_are_told_as_such(

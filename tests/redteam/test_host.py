@@ -360,15 +360,15 @@ def test_trajectories_and_recordings_that_are_links(tmp_path: Path) -> None:
     (trial / "agent").mkdir(parents=True)
     for name in ("trajectory.json", "recording.jsonl"):
         (trial / "agent" / name).symlink_to(tmp_path / "key")
-    with pytest.raises(UsageError, match="there is no trajectory"):
+    with pytest.raises(UsageError, match="no trajectory"):
         find(trial)
     with pytest.raises(UsageError, match="not a regular file"):
         read(trial / "agent" / "trajectory.json")
     (finding,) = validate_file(trial / "agent" / "trajectory.json")
     assert "not a regular file" in finding.message and CANARY not in finding.message
-    with pytest.raises(UsageError, match="there is no recording"):
+    with pytest.raises(UsageError, match="no recording"):
         find_recording(trial)
-    with pytest.raises(UsageError, match="there is no recording"):
+    with pytest.raises(UsageError, match="no recording"):
         list(origins(tmp_path))
 
 

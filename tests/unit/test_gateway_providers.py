@@ -28,7 +28,7 @@ def test_a_model_may_have_another_address_key_and_format(tmp_path: Path) -> None
     assert (own.provider.key, own.provider.dialects) == ("km", ("responses",))
     custom = known.connected("org/model", {}, base_url="http://h", model_api_format="anthropic_messages")
     assert (custom.model, custom.provider.key, custom.provider.dialects) == ("org/model", None, ("anthropic",))
-    with pytest.raises(UsageError, match="no key"):
+    with pytest.raises(UsageError, match="missing API key"):
         known.connected("gpt-5", {}, model_api_key_name="MINE").provider.check()
     with pytest.raises(UsageError):
         known.connected("org/model", {}, model_api_key_name="MINE")
@@ -58,10 +58,10 @@ def test_unknown_names_and_missing_keys_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no known provider") as unknown:
         directory.target("mystery")
     assert unknown.value.hint
-    with pytest.raises(UsageError, match="no provider 'anthropc'") as misspelt:
+    with pytest.raises(UsageError, match="unknown provider 'anthropc'") as misspelt:
         directory.target("anthropc/x")
     assert misspelt.value.hint == "write anthropic/MODEL"
-    with pytest.raises(UsageError, match="no key") as keyless:
+    with pytest.raises(UsageError, match="missing API key") as keyless:
         directory.target("openai/gpt-5").provider.check()
     assert keyless.value.hint == "export OPENAI_API_KEY=..."
 

@@ -174,7 +174,7 @@ def test_the_command_line_imports_lists_inspects_and_removes(tmp_path: Path) -> 
         [sys.executable, "-m", "pier", "image", "rm", "nothing"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2
-    assert "there is no image 'nothing'" in done.stderr
+    assert "unknown image 'nothing'" in done.stderr
 
 
 def test_a_budget_removes_what_was_not_used_for_longest(tmp_path: Path) -> None:

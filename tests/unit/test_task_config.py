@@ -217,7 +217,7 @@ def test_templates_are_whole_values() -> None:
     filled = resolve_env(env, where="here", environ={"X": "secret"})
     assert filled == {"A": "secret", "B": "two words", "C": "x${X}", "D": "secret", "E": "plain"}
     assert wanted_variables(env) == {"X": "", "Y": "two words"}
-    with pytest.raises(TaskError, match="here: A wants the variable X"):
+    with pytest.raises(TaskError, match="here: A needs the variable X"):
         resolve_env({"A": "${X}"}, where="here", environ={})
 
 

@@ -199,7 +199,7 @@ async def test_what_a_backend_cannot_run_is_refused(tmp_path: Path) -> None:
 def test_options_are_refused_by_name() -> None:
     with pytest.raises(UsageError, match="takes no option 'comand'"):
         make_agent(AgentChoice("command", options={"comand": "x"}))
-    with pytest.raises(UsageError, match="there is no agent 'orcale'"):
+    with pytest.raises(UsageError, match="unknown agent 'orcale'"):
         make_agent(AgentChoice("orcale"))
     with pytest.raises(UsageError, match="subclass"):
         make_agent(AgentChoice("pathlib:Path"))

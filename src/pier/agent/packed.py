@@ -69,10 +69,10 @@ class PackedAgent(Agent):
         if run.skills_dir and target:
             await sandbox.put_tar(sandbox.get_tar(run.skills_dir), target)
         elif run.skills_dir:
-            run.warn(f"{self.name} knows no skills, so those in {run.skills_dir} are not offered to it")
+            run.warn(f"{self.name} does not support skills, so those in {run.skills_dir} are not offered to it")
         if run.mcp_servers and not self.takes_mcp:
             names = ", ".join(server.name for server in run.mcp_servers)
-            run.warn(f"{self.name} knows no MCP, so these servers are not offered to it: {names}")
+            run.warn(f"{self.name} does not support MCP, so these servers are not offered to it: {names}")
 
     async def _keep_logs(self, sandbox: Sandbox, run: AgentRun) -> None:
         """Copy the session logs to where logs are collected; an agent that died early has none. A copy that fails

@@ -117,7 +117,7 @@ def rm(names: tuple[str, ...], as_json: bool) -> None:
 @agent.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:
-    """Say whether packs can be built here, and whether the built ones are whole."""
+    """Check whether packs can be built here, and whether the built ones are intact."""
     from pier.agent.pack.store import check_packs
 
     findings = check_packs()

@@ -72,8 +72,8 @@ def _codex(endpoint: Endpoint) -> str:
 
 def _opencode(endpoint: Endpoint) -> str:
     whole = _file("opencode", endpoint)
-    told = {key: whole[key] for key in ("provider", "model") if key in whole}
-    return f": ~/.config/opencode/opencode.json: {json.dumps(told)}"
+    settings = {key: whole[key] for key in ("provider", "model") if key in whole}
+    return f": ~/.config/opencode/opencode.json: {json.dumps(settings)}"
 
 
 def _pi(endpoint: Endpoint) -> str:

@@ -158,9 +158,7 @@ def show(path: Path, number: int | None, as_json: bool, every: bool) -> None:
     if number is not None:
         call = next((call for call in found.calls if call.number == number), None)
         if call is None:
-            raise UsageError(
-                f"there is no call {number}, the last is {len(found.calls)}", hint=f"pier gateway show {path}"
-            )
+            raise UsageError(f"unknown call {number}: the last is {len(found.calls)}", hint=f"pier gateway show {path}")
         click.echo(json.dumps(_whole(call), indent=2, ensure_ascii=False))
         return
     calls = found.calls if every else found.generations()

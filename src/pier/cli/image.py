@@ -24,7 +24,7 @@ _env = click.option(
     "--env",
     type=click.Choice(["local", "docker"]),
     default="local",
-    help="Whose images: pier's own store, or those that pier brought to the Docker engine.",
+    help="Where the images are: pier's own store, or a Docker engine.",
 )
 
 
@@ -270,8 +270,8 @@ def _collect_engine(limit: int | None, dry_run: bool, as_json: bool) -> None:
     volumes = asyncio.run(collect_our_volumes(dry_run=dry_run)) if limit is None else []
     freed = sum(one.size for one in removed)
     if as_json:
-        told = {"images": [one.reference for one in removed], "volumes": volumes, "freed": freed}
-        click.echo(json.dumps(told, indent=2))
+        summary = {"images": [one.reference for one in removed], "volumes": volumes, "freed": freed}
+        click.echo(json.dumps(summary, indent=2))
         return
     more = f" and {len(volumes)} volumes" if volumes else ""
     click.echo(f"{'would remove' if dry_run else 'removed'} {len(removed)} images{more}, {size_text(freed)}")

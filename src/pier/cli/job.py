@@ -82,7 +82,7 @@ def logs(directory: Path, trial: str | None, follow: bool, as_json: bool) -> Non
 @DIRECTORIES
 @JSON
 def stop(directories: tuple[Path, ...], as_json: bool) -> None:
-    """Stop jobs that run, in good order: no new trial starts, those that run are ended and cleaned up.
+    """Stop running jobs: no new trial starts, running ones are ended and cleaned up.
 
     Waits until they have stopped. Stopping a job that is stopping already limits its clean-up to five seconds.
     """
@@ -157,7 +157,7 @@ def resume(directory: Path | None, job_path: Path | None, error_types: tuple[str
 def retry(
     directory: Path | None, job_path: Path | None, only: str | None, names: tuple[str, ...], **flags: Any
 ) -> None:
-    """Run trials again whose result is not wanted. Their directories are kept in `.retries`."""
+    """Run finished trials again. Their earlier directories are kept in `.retries`."""
     from pier.job.command import again_and_report
     from pier.job.runner import Wanted
 

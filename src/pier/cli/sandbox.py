@@ -49,7 +49,9 @@ def _exec_options(function: Any) -> Any:
     for option in (
         click.option("-w", "--workdir", metavar="DIR", help="Where the command starts."),
         click.option("-u", "--user", metavar="USER", help="Name or uid[:gid] that the command runs as."),
-        click.option("--env", multiple=True, metavar="NAME=VALUE", help="Set a variable; NAME alone takes ours."),
+        click.option(
+            "--env", multiple=True, metavar="NAME=VALUE", help="Set a variable; NAME alone passes on this shell's."
+        ),
         click.option("--tty", is_flag=True, help="Give the command a terminal."),
         click.option("--interactive", is_flag=True, help="Pass stdin on."),
     ):
@@ -286,8 +288,8 @@ async def _take_output(reader: asyncio.StreamReader) -> int:
         elif kind == remote.EXIT:
             return json.loads(payload)["exit_code"]
         elif kind == remote.ERROR:
-            told = json.loads(payload)
-            raise SandboxError(told["message"], code=told["code"], blame=told.get("blame"))
+            error = json.loads(payload)
+            raise SandboxError(error["message"], code=error["code"], blame=error.get("blame"))
     raise SandboxError("the sandbox is gone", code="sandbox_gone")
 
 

@@ -47,7 +47,7 @@ def validate(ctx: click.Context, places: tuple[Path, ...], as_json: bool, strict
 @trajectory.command()
 @click.argument("place", type=click.Path(exists=True, path_type=Path))
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A file, or a directory for many.")
-@click.option("-a", "--agent", help="Whose logs they are; found out if not given.")
+@click.option("-a", "--agent", help="Agent that wrote the logs; detected by default.")
 @AS_JSON
 @click.pass_context
 def convert(ctx: click.Context, place: Path, output: Path, agent: str | None, as_json: bool) -> None:

@@ -63,7 +63,7 @@ def _lines(view: TrialView) -> list[str]:
 
 
 def _result_lines(result: TrialResult, directory: Path) -> list[str]:
-    lines = [f"reward   {_rewards(result.rewards) if result.has_verdict else 'none: there is no verdict'}"]
+    lines = [f"reward   {_rewards(result.rewards) if result.has_verdict else 'none: no verdict'}"]
     if result.pier is not None and result.pier.n_steps is not None:
         lines.append(f"steps    {result.pier.graded_steps or 0} of {result.pier.n_steps} graded")
     for step in result.step_results or ():

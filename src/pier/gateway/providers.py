@@ -66,14 +66,14 @@ class Provider:
     @property
     def secrets(self) -> tuple[str, ...]:
         """What proves who asks, wherever it is set; a header's scheme (`Bearer`) is none of it."""
-        told = (value.rpartition(" ")[2] for name, value in self.headers.items() if is_secret_name(name))
-        return (*((self.key,) if self.key else ()), *told)
+        tokens = (value.rpartition(" ")[2] for name, value in self.headers.items() if is_secret_name(name))
+        return (*((self.key,) if self.key else ()), *tokens)
 
     def check(self) -> None:
         """`UsageError` if the key that this provider needs is missing."""
         if self.key_name and not self.key:
             raise UsageError(
-                f"there is no key for {self.name}", hint=f"export {self.key_name}=...", code="provider-key-missing"
+                f"missing API key for {self.name}", hint=f"export {self.key_name}=...", code="provider-key-missing"
             )
 
 
@@ -157,8 +157,10 @@ class Directory:
             return self._providers[name]
         near = difflib.get_close_matches(name, self._providers, n=1)
         raise UsageError(
-            f"there is no provider {name!r}; known: {', '.join(self._providers)}",
-            hint=f"write {near[0]}/MODEL" if near else "add it to providers.toml, or give its address with --upstream",
+            f"unknown provider {name!r}; known: {', '.join(self._providers)}",
+            hint=f"write {near[0]}/MODEL"
+            if near
+            else "add it to providers.toml, or give its address: pier run --base-url, pier gateway serve --upstream",
             code="provider-unknown",
         )
 
@@ -207,7 +209,7 @@ class Directory:
             self.get(maker)
         raise UsageError(
             f"no known provider serves the model {model!r}",
-            hint=f"name the provider too, e.g. openrouter/{model}, or give an address with --upstream",
+            hint=f"name the provider too, e.g. openrouter/{model}, or give an address: pier run --base-url, pier gateway serve --upstream",
             code="model-unknown",
         )
 

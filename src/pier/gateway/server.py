@@ -233,7 +233,7 @@ class Gateway:
         session = self._find(caller.key, bound)
         if session is None:
             if caller.route.kind == "unknown":
-                message = f"there is no {request.method} {request.path} here"
+                message = f"unknown route {request.method} {request.path}"
                 return await caller.reply(404, caller.error_bytes(404, message, "not_found"), close=True)
             message = "this key is not known here, or its session is over"
             return await caller.reply(401, caller.error_bytes(401, message, "authentication"), close=True)

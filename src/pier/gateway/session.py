@@ -256,7 +256,7 @@ class Session:
         elif kind == "model":
             value = caller.dialect.model_body(caller.route.model or self.model)
         else:
-            words = f"there is no {caller.request.method} {caller.request.path} here"
+            words = f"unknown route {caller.request.method} {caller.request.path}"
             return await self._turn_down(caller, raw, 404, words, "not_found")
         record = self.recorder.call(caller.facts(), raw)
         record.end("ok", 200)

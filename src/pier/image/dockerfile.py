@@ -271,7 +271,7 @@ def read(path: Path) -> Dockerfile:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (FileNotFoundError, IsADirectoryError):
-        raise ImageError(f"there is no Dockerfile at {path}", code="dockerfile", blame="task") from None
+        raise ImageError(f"no Dockerfile found at {path}", code="dockerfile", blame="task") from None
     except UnicodeDecodeError as error:
         raise ImageError(f"{path} is not UTF-8 text: {error}", code="dockerfile", blame="task") from None
     return parse(text, str(path))

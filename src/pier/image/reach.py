@@ -86,7 +86,7 @@ def _address_of(context: str) -> str:
         url = endpoint["Host"]
     except FileNotFoundError:
         raise UsageError(
-            f"there is no Docker context {context!r} in {path.parents[2]}", hint="docker context ls", code="no_context"
+            f"unknown Docker context {context!r}: not in {path.parents[2]}", hint="docker context ls", code="no_context"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(

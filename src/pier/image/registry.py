@@ -301,12 +301,12 @@ class Registry:
             kind, _, rest = challenge.partition(" ")
             if kind.lower() == "basic":
                 if credentials is None:
-                    raise self._refused("it wants a user name and a password")
+                    raise self._refused("it requires a user name and a password")
                 self._authorization = aiohttp.encode_basic_auth(credentials.username, credentials.password)
             elif kind.lower() == "bearer":
                 self._authorization = f"Bearer {await self._token(dict(_CHALLENGE.findall(rest)), credentials)}"
             else:
-                raise self._refused(f"it wants {kind or 'an unknown kind of'} authentication")
+                raise self._refused(f"it requires {kind or 'an unknown kind of'} authentication")
 
     async def _token(self, asked: dict[str, str], credentials: Credentials | None) -> str:
         realm = asked.get("realm", "")

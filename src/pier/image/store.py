@@ -210,7 +210,7 @@ class ImageStore:
             return ImageRecord.model_validate_json(self._record_path(canonical(reference)).read_text())
         except FileNotFoundError:
             raise ImageError(
-                f"there is no image {reference!r} in the store", code="not_found", blame="user", hint="pier image list"
+                f"unknown image {reference!r}: not in the store", code="not_found", blame="user", hint="pier image list"
             ) from None
 
     def last_used(self, reference: str) -> float:

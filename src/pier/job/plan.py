@@ -101,7 +101,7 @@ class Plan:
 def check_tasks(tasks: Sequence[PlannedTask]) -> None:
     """`UsageError` if there is nothing to plan."""
     if not tasks:
-        raise UsageError("there is no task to run", hint="pier run DIRECTORY")
+        raise UsageError("no task to run", hint="pier run DIRECTORY")
 
 
 def make_plan(
@@ -186,7 +186,7 @@ class Consent:
                     self.values.setdefault(str(task.path), {})[name] = self._env[name]
                 elif default is None:
                     raise UsageError(
-                        f"the task {task.name} wants the variable {name}, which is not set",
+                        f"the task {task.name} needs the variable {name}, which is not set",
                         hint=f"export {name}=... or use --env-file",
                         code="missing_variable",
                     )

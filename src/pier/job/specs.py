@@ -290,7 +290,7 @@ def _mounts(environment: EnvironmentConfig) -> tuple[Mount, ...]:
         where = f"environment.mounts[{index}]"
         unknown = row.keys() - {"type", "source", "target", "read_only"}
         if unknown or row.get("type", "bind") not in ("bind", "tmpfs") or not isinstance(row.get("target"), str):
-            raise UsageError(f"{where}: wants type bind or tmpfs, source, target and read_only, not {sorted(row)}")
+            raise UsageError(f"{where}: expected type bind or tmpfs, source, target and read_only, got {sorted(row)}")
         if row.get("type", "bind") == "tmpfs":
             found.append(Mount(row["target"], read_only=False))
             continue

@@ -312,7 +312,7 @@ def find(path: Path) -> Path:
         return deeper[0]
     if deeper:
         raise UsageError(f"there are {len(deeper)} recordings below {path}", hint=f"choose one, e.g. {deeper[0]}")
-    raise UsageError(f"there is no recording at {path}", hint="give a recording, or a trial directory that has one")
+    raise UsageError(f"no recording found at {path}", hint="give a recording, or a trial directory that has one")
 
 
 def read(path: Path) -> Recording:

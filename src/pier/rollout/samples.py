@@ -377,7 +377,7 @@ def origins(place: Path) -> Iterator[SampleOrigin]:
     found = sorted(path for name in FILE_NAMES for path in find_files(place, name))
     counting = [path for path in found if ".retries" not in path.relative_to(place).parts and _is_piers(path)]
     if not counting:
-        raise UsageError(f"there is no recording below {place}", hint="give a job's or a trial's directory")
+        raise UsageError(f"no recording found below {place}", hint="give a job's or a trial's directory")
     for path in counting:
         yield _origin(path, _trial_of(path))
 

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pier.errors import ImageError, SandboxError, UsageError
+from pier.errors import ArgumentError, ImageError, SandboxError, UsageError
 from pier.image.host import host_image
 from pier.image.model import HOST, Image, OnProgress, parse
 from pier.lease import Lease, sweep
@@ -51,6 +51,10 @@ async def open_sandbox(
     now and then while an image is pulled or built.
     """
     policy = _policy(network, allow)
+    if not isinstance(limits, Limits | None):
+        raise ArgumentError(f"invalid value {limits!r} for limits: expected pier.Limits")
+    if wrong := [mount for mount in mounts if not isinstance(mount, Mount)]:
+        raise ArgumentError(f"invalid value {wrong[0]!r} in mounts: expected pier.Mount")
     refuse_hidden(mounts)
     with Lease(label="sandbox") as lease:
         async with open_backend(backend, lease, options) as opened:
@@ -76,6 +80,8 @@ async def open_sandbox(
 
 
 def _policy(network: NetworkMode | NetworkPolicy, allow: Sequence[str]) -> NetworkPolicy:
+    if not isinstance(network, NetworkPolicy) and network not in ("none", "public", "allowlist"):
+        raise ArgumentError(f"invalid value {network!r} for network: expected none, public or a NetworkPolicy")
     if not allow:
         return network if isinstance(network, NetworkPolicy) else NetworkPolicy(network)
     if network not in ("none", "allowlist"):

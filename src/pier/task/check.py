@@ -249,7 +249,7 @@ echo "$reward" > /logs/verifier/reward.txt
 def create_task(directory: Path, org: str = "local") -> list[Path]:
     """Write a new task into `directory`, which must be new or empty; the files that were written."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise TaskError(f"{directory}: is there already and not empty", code="task_exists", blame="user")
+        raise TaskError(f"{directory}: already exists and is not empty", code="task_exists", blame="user")
     name = re.sub(r"[^a-zA-Z0-9._-]+", "-", directory.resolve().name).strip("-._") or "task"
     content = {
         "task.toml": _TASK.format(org=org, name=name),

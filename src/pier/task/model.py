@@ -504,7 +504,7 @@ def _fill(key: str, value: str, where: str, environ: Mapping[str, str], code: st
     if default is not None:
         return default
     raise TaskError(
-        f"{where}: {key} wants the variable {name}, which is not set",
+        f"{where}: {key} needs the variable {name}, which is not set",
         hint=f"export {name}=...",
         code=code,
         blame="user",

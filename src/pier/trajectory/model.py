@@ -211,6 +211,4 @@ def find(path: Path) -> Path:
             for name in ("agent/trajectory.json", "trajectory.json"):
                 if (found := tree.find(name)) is not None and found.kind == "file":
                     return path / name
-    raise UsageError(
-        f"there is no trajectory at {path}", hint="give a trajectory.json, or a trial directory that has one"
-    )
+    raise UsageError(f"no trajectory found at {path}", hint="give a trajectory.json, or a trial directory that has one")

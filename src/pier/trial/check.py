@@ -163,7 +163,7 @@ def _lint_names(task: Task, compose: Compose | None) -> Iterator[Problem]:
         for key, rows in asked.items():
             for name in sorted({row.service for row in rows if row.service} - known):
                 where = f"{task.path / 'task.toml'}: {key}"
-                yield Problem("error", "unknown-service", where, f"there is no service {name!r}")
+                yield Problem("error", "unknown-service", where, f"unknown service {name!r}")
 
 
 _FOUND = "history.tsv"

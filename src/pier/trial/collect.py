@@ -94,7 +94,7 @@ async def collect(
     for hook in sorted(step.collect, key=lambda hook: hook.service != MAIN):
         place = sandbox.service(hook.service)
         if place is None:
-            record.warn(f"collect hook {hook.command!r}: there is no service {hook.service!r}")
+            record.warn(f"collect hook {hook.command!r}: unknown service {hook.service!r}")
             continue
         argv = [*SHELL, hook.command]
         await _run_hook(environment, place, argv, hook.command, user_text(hook.user), hook.timeout_sec)
@@ -137,7 +137,7 @@ async def collect_artifacts(
     for artifact in (Artifact(source=ARTIFACTS), *artifacts):
         place = sandbox.service(artifact.service or MAIN)
         if place is None:
-            record.warn(f"artifact {artifact.source}: there is no service {artifact.service!r}")
+            record.warn(f"artifact {artifact.source}: unknown service {artifact.service!r}")
             where = artifact.destination or artifact.source.lstrip("/")
             found.append(Collected(artifact.source, where, "skipped", service=str(artifact.service)))
             continue

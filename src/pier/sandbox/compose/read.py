@@ -58,7 +58,7 @@ def _read(path: Path, variables: Mapping[str, str]) -> Compose:
     tables = place.at("services").mapping(top.get("services"))
     reader = _Reader(path, known, set(tables))
     if MAIN not in tables:
-        raise place.at("services").error(f"there is no service {MAIN!r}", "the agent works in the service main")
+        raise place.at("services").error(f"missing service {MAIN!r}", "the agent works in the service main")
     for name in tables:
         if not _NAME.fullmatch(name):
             raise place.at("services").error(f"invalid name {name!r}: expected letters, digits, '.', '_' and '-'")
@@ -100,15 +100,15 @@ def _check(
 ) -> None:
     for other, condition in service.depends_on.items():
         if other not in services:
-            raise place.at("depends_on").error(f"there is no service {other!r}")
+            raise place.at("depends_on").error(f"unknown service {other!r}")
         if other == MAIN and condition == "service_completed_successfully":
             raise place.at(f"depends_on.{other}").error("the agent works in it, so it does not end before the services")
     for name in service.networks:
         if name not in networks:
-            raise place.at("networks").error(f"there is no network {name!r}", "declare it under networks")
+            raise place.at("networks").error(f"unknown network {name!r}", "declare it under networks")
     for volume in service.volumes:
         if volume.name and not volume.name.startswith("/") and volume.name not in volumes:
-            raise place.at("volumes").error(f"there is no volume {volume.name!r}", "declare it under volumes")
+            raise place.at("volumes").error(f"unknown volume {volume.name!r}", "declare it under volumes")
     if service.name != MAIN and not service.image and not service.build:
         raise place.error("neither image nor build says what it runs")
 

@@ -82,7 +82,7 @@ async def written_as_user(bench: Bench) -> None:
         assert (await sandbox.stat("/srv/own/a/b/file")).mode == 0o644
 
 
-@check("file calls act as the user that the sandbox names for them, unless told otherwise", needs="users")
+@check("file calls act as the user that the sandbox names for them, unless a call names another", needs="users")
 async def files_as(bench: Bench) -> None:
     async with bench.sandbox(files_as=USER) as sandbox:
         await refuses(sandbox.write_file("/srv/file", "x"), PermissionError)

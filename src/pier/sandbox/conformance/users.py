@@ -6,7 +6,7 @@ from pier.errors import SandboxError
 from pier.sandbox.conformance.bench import Bench, check, refuses, run
 
 
-@check("commands run as root inside unless told otherwise")
+@check("commands run as root inside by default")
 async def root_by_default(bench: Bench) -> None:
     async with bench.sandbox() as sandbox:
         assert (await run(sandbox, "id -u; id -g")).text == "0\n0\n"

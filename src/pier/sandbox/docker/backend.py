@@ -56,7 +56,7 @@ class DockerBackend(Backend):
 
     def __init__(self, lease: Lease, *, host: str = "", context: str = "", builder: str = "") -> None:
         if builder not in _BUILDERS:
-            raise UsageError(f"--ek builder={builder}: who builds Dockerfiles is pier or engine")
+            raise UsageError(f"invalid value {builder!r} for --ek builder: expected pier or engine")
         self.builder = _BUILDERS[builder]
         self._lease = lease
         self._where = (str(host), str(context))

@@ -129,7 +129,7 @@ def _doubt(address: str, error: BaseException, reason: BaseException) -> tuple[s
     if is_encrypted(address) and getattr(reason, "errno", None) == errno.ECONNRESET:
         return "closed the connection, as it does for a certificate that it does not know", "check DOCKER_CERT_PATH"
     if "HTTPS server" in str(error):
-        return "wants TLS", "set DOCKER_TLS_VERIFY=1 and DOCKER_CERT_PATH"
+        return "requires TLS", "set DOCKER_TLS_VERIFY=1 and DOCKER_CERT_PATH"
     return None
 
 

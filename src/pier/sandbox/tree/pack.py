@@ -145,7 +145,7 @@ class _Packer:
             self._write(entry)
             return True
         if self._whole:
-            raise TreeError("too_deep", f"directories lie too deep in each other: {entry.name[:200]}...")
+            raise TreeError("too_deep", f"directories are nested too deeply: {entry.name[:200]}...")
         self._skip(entry.name)
         return False
 
