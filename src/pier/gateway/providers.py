@@ -209,7 +209,7 @@ class Directory:
             self.get(maker)
         raise UsageError(
             f"no known provider serves the model {model!r}",
-            hint=f"name the provider too, e.g. openrouter/{model}, or its address: --base-url, or gateway serve --upstream",
+            hint=f"name a provider: openrouter/{model}, or its address: --base-url, or gateway serve --upstream",
             code="model-unknown",
         )
 
