@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pier.cli.main import main
 from pier.errors import JobError, UsageError
 from pier.job.directory import remove_job
 from pier.job.ledger import JOURNAL, Ledger, owning
@@ -280,3 +281,38 @@ def test_jobs_are_compared_task_by_task(tmp_path: Path, capsys: pytest.CaptureFi
     assert "1 better, 0 worse, 1 equal" in text and "+0.500" in text and "two" in text
     with pytest.raises(UsageError, match="nothing to compare"):
         print_comparison(views[:1], as_json=False)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> str:
+    """What `pier ARGS` prints."""
+    with pytest.raises(SystemExit) as stopped:
+        main(args)
+    out, err = capsys.readouterr()
+    assert stopped.value.code == code, err
+    return out + err
+
+
+def test_a_job_goes_by_its_name_in_the_jobs_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for jobs in ("jobs", "other"):
+        ledger = write_job(tmp_path / jobs / "one", [GOOD])
+        trial = tmp_path / jobs / "one" / ledger.plan.trials[0].name
+        trial.mkdir()
+        (trial / "result.json").write_text(json.dumps(result(trial.name)))
+        (tmp_path / jobs / "one" / "job.log").write_text(f"log of {jobs}\n")
+    assert "files: jobs/one" in shown(capsys, "job", "show", "one")
+    assert "files: other/one" in shown(capsys, "job", "show", "one", "--jobs-dir", "other")
+    assert "log of other" in shown(capsys, "job", "logs", "-o", "other", "one")
+    assert "jobs/one: not running" in shown(capsys, "job", "stop", "one")
+    assert "nothing to compare" in shown(capsys, "job", "compare", "one", code=2)
+    assert "reward   1.0" in shown(capsys, "trial", "show", f"one/{trial.name}")
+    for command in (("resume",), ("retry", "--only", "infra"), ("regrade",)):
+        assert "jobs/one/config.json" in shown(capsys, "job", *command, "one", code=2)
+    (tmp_path / "one").mkdir()
+    assert "state: empty" in shown(capsys, "job", "show", "one"), "a path comes first"
+    (tmp_path / "one").rmdir()
+    assert "removed jobs/one" in shown(capsys, "job", "rm", "one") and not (tmp_path / "jobs" / "one").exists()
+    assert "one: no such directory" in shown(capsys, "job", "rm", "one", code=2)
+    assert (tmp_path / "other" / "one").is_dir()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pier.cli.options import JOBS_DIR, JobPath
+
 if TYPE_CHECKING:
     from pier.job.view import TrialView
     from pier.trial.result import Integrity, TrialResult
@@ -20,10 +22,14 @@ def trial() -> None:
 
 
 @trial.command()
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="TRIAL", type=JobPath())
+@JOBS_DIR
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def show(directory: Path, as_json: bool) -> None:
-    """Show how a trial ended: its rewards, what went wrong, how far the verdict can be trusted, where files are."""
+    """Show how a trial ended: its rewards, what went wrong, how far the verdict can be trusted, where files are.
+
+    TRIAL is a directory, or JOB/NAME in --jobs-dir.
+    """
     from pier.job.view import TrialView
 
     view = TrialView.open(directory)
