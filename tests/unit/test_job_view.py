@@ -316,3 +316,48 @@ def test_a_job_goes_by_its_name_in_the_jobs_directory(
     assert "removed jobs/one" in shown(capsys, "job", "rm", "one") and not (tmp_path / "jobs" / "one").exists()
     assert "one: no such directory" in shown(capsys, "job", "rm", "one", code=2)
     assert (tmp_path / "other" / "one").is_dir()
+
+
+@pytest.mark.parametrize("outcome", [GOOD, BROKEN])
+def test_a_trial_whose_result_is_torn_is_shown_as_the_journal_has_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], outcome: Outcome
+) -> None:
+    ledger = write_job(tmp_path / "j", [outcome], attempts=1)
+    trial = tmp_path / "j" / ledger.plan.trials[0].name
+    trial.mkdir()
+    (trial / "result.json").write_text('{"task_name": "one", "tri')
+    view = TrialView.open(trial)
+    assert (view.state, view.outcome, view.task, view.agent) == ("done", outcome, "one", "codex")
+    assert JobView.open(tmp_path / "j").trial(trial.name) == view
+    text = shown(capsys, "trial", "show", str(trial))
+    verdict = "reward   1.0" if outcome is GOOD else "error    SandboxError (blame: infra): it broke"
+    assert verdict in text and "state  " not in text
+    assert f"note     from the job's journal, since the result cannot be read: {trial}/result.json" in text
+    data = json.loads(shown(capsys, "trial", "show", str(trial), "--json"))
+    assert data["state"] == "done" and data["problem"]
+    assert data.get("verifier_result") == ({"rewards": {"reward": 1.0}} if outcome is GOOD else None)
+
+
+@pytest.mark.parametrize(
+    ("phase", "exception", "log"),
+    [
+        ("setup", "AgentError", "agent/install.txt"),
+        ("agent", "AgentError", "agent/codex.txt"),
+        (None, "AgentTimeoutError", "agent/codex.txt"),
+        ("verify", "VerifierError", "verifier/test-stdout.txt"),
+        ("collect", "SandboxError", "trial.log"),
+        (None, None, "verifier/test-stdout.txt"),
+    ],
+)
+def test_a_failed_trial_names_the_log_of_what_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], phase: str | None, exception: str | None, log: str
+) -> None:
+    trial = tmp_path / "t__1"
+    for name in ("agent/codex.txt", "agent/install.txt", "agent/other.txt", "verifier/test-stdout.txt", "trial.log"):
+        (trial / name).parent.mkdir(parents=True, exist_ok=True)
+        (trial / name).write_text("text\n")
+    error = {"exception_message": "m", "exception_traceback": "t", "occurred_at": "2026-01-01T00:00:00Z"}
+    info = {"exception_type": exception, **error, "phase": phase} if exception else None
+    failed = result("t__1", verifier_result={"rewards": {"reward": 0.0}}, exception_info=info)
+    (trial / "result.json").write_text(json.dumps(failed))
+    assert f"  try    less {trial / log}\n" in shown(capsys, "trial", "show", str(trial))
