@@ -361,3 +361,11 @@ def test_a_failed_trial_names_the_log_of_what_failed(
     failed = result("t__1", verifier_result={"rewards": {"reward": 0.0}}, exception_info=info)
     (trial / "result.json").write_text(json.dumps(failed))
     assert f"  try    less {trial / log}\n" in shown(capsys, "trial", "show", str(trial))
+
+
+def test_a_file_is_neither_a_job_nor_a_trial(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(JobError, match="file is a file, not a job"):
+        JobView.open(tmp_path / "file")
+    with pytest.raises(JobError, match="file is a file, not a trial"):
+        TrialView.open(tmp_path / "file")
