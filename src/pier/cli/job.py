@@ -75,9 +75,13 @@ def compare(directories: tuple[Path, ...], as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print each line as a JSON object.")
 def logs(directory: Path, trial: str | None, follow: bool, as_json: bool) -> None:
     """Print the log of a job, or of one of its trials."""
+    from pier.errors import UsageError
     from pier.job.report import print_log
-    from pier.job.view import JobView
+    from pier.job.view import TRIAL_LOG, JobView
 
+    if (directory / TRIAL_LOG).is_file():
+        hint = f"pier job logs {directory.parent} {directory.name}"
+        raise UsageError(f"{directory} is a trial, not a job", hint=hint)
     print_log(JobView.open(directory), trial, follow=follow, as_json=as_json)
 
 
