@@ -116,6 +116,28 @@ def test_completion_knows_commands_flags_and_values(words: str, found: set[str])
     assert {row.partition(",")[2] for row in done.stdout.split()} == found
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("completion tcsh", "invalid value 'tcsh' for SHELL: expected one of bash, zsh, fish"),
+        ("gateway serve --port x", "invalid value 'x' for --port: expected an integer >= 0 and <= 65535"),
+        ("gateway serve --port 70000", "invalid value '70000' for --port: expected an integer >= 0 and <= 65535"),
+        ("gateway serve --max-seconds 0", "invalid value '0.0' for --max-seconds: expected a number > 0"),
+        ("sandbox run --memory 3x true", "invalid value '3x' for --memory: expected a size such as 500M or 20G"),
+        ("sandbox run --cpus x true", "invalid value 'x' for --cpus: expected a number"),
+        ("sandbox run --open-files x true", "invalid value 'x' for --open-files: expected an integer"),
+        ("job resume one -n x", "invalid value 'x' for --n-concurrent: expected an integer >= 1"),
+        ("job retry one --only it's", 'invalid value "it\'s" for --only: expected one of infra, errored, failed'),
+    ],
+)
+def test_an_invalid_value_is_named_with_what_is_expected(
+    args: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(args.split(" "))
+    assert stopped.value.code == 2 and capsys.readouterr().err.splitlines()[0] == f"pier: {message}"
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

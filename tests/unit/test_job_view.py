@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pier.cli.main import main
 from pier.errors import JobError, UsageError
 from pier.job.directory import remove_job
 from pier.job.ledger import JOURNAL, Ledger, owning
@@ -280,3 +281,115 @@ def test_jobs_are_compared_task_by_task(tmp_path: Path, capsys: pytest.CaptureFi
     assert "1 better, 0 worse, 1 equal" in text and "+0.500" in text and "two" in text
     with pytest.raises(UsageError, match="nothing to compare"):
         print_comparison(views[:1], as_json=False)
+    (tmp_path / "before" / JOURNAL).write_bytes(b"x")
+    text = output_of(capsys, "job", "compare", str(tmp_path / "after"), str(tmp_path / "before"), code=2)
+    assert f"cannot compare {tmp_path}/before: {tmp_path}/before/{JOURNAL} cannot be read" in text
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> str:
+    """What `pier ARGS` prints."""
+    with pytest.raises(SystemExit) as stopped:
+        main(args)
+    out, err = capsys.readouterr()
+    assert stopped.value.code == code, err
+    return out + err
+
+
+def test_a_job_goes_by_its_name_in_the_jobs_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for jobs in ("jobs", "other"):
+        ledger = write_job(tmp_path / jobs / "one", [GOOD])
+        trial = tmp_path / jobs / "one" / ledger.plan.trials[0].name
+        trial.mkdir()
+        (trial / "result.json").write_text(json.dumps(result(trial.name)))
+        (tmp_path / jobs / "one" / "job.log").write_text(f"log of {jobs}\n")
+    assert "files: jobs/one" in output_of(capsys, "job", "show", "one")
+    assert "files: other/one" in output_of(capsys, "job", "show", "one", "--jobs-dir", "other")
+    assert "log of other" in output_of(capsys, "job", "logs", "-o", "other", "one")
+    assert "jobs/one: not running" in output_of(capsys, "job", "stop", "one")
+    assert "nothing to compare" in output_of(capsys, "job", "compare", "one", code=2)
+    assert "reward   1.0" in output_of(capsys, "trial", "show", f"one/{trial.name}")
+    for command in (("resume",), ("retry", "--only", "infra"), ("regrade",)):
+        assert "jobs/one/config.json" in output_of(capsys, "job", *command, "one", code=2)
+    (tmp_path / "one").mkdir()
+    assert "state: empty" in output_of(capsys, "job", "show", "one"), "a path comes first"
+    (tmp_path / "one").rmdir()
+    assert "removed jobs/one" in output_of(capsys, "job", "rm", "one") and not (tmp_path / "jobs" / "one").exists()
+    assert "one: no such directory" in output_of(capsys, "job", "rm", "one", code=2)
+    assert (tmp_path / "other" / "one").is_dir()
+
+
+@pytest.mark.parametrize("outcome", [GOOD, BROKEN])
+def test_a_trial_whose_result_is_torn_is_shown_as_the_journal_has_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], outcome: Outcome
+) -> None:
+    ledger = write_job(tmp_path / "j", [outcome], attempts=1)
+    trial = tmp_path / "j" / ledger.plan.trials[0].name
+    trial.mkdir()
+    (trial / "result.json").write_text('{"task_name": "one", "tri')
+    view = TrialView.open(trial)
+    assert (view.state, view.outcome, view.task, view.agent) == ("done", outcome, "one", "codex")
+    assert JobView.open(tmp_path / "j").trial(trial.name) == view
+    text = output_of(capsys, "trial", "show", str(trial))
+    verdict = "reward   1.0" if outcome is GOOD else "error    SandboxError (blame: infra): it broke"
+    assert verdict in text and "state  " not in text
+    assert f"note     from the job's journal, since the result cannot be read: {trial}/result.json" in text
+    data = json.loads(output_of(capsys, "trial", "show", str(trial), "--json"))
+    assert data["state"] == "done" and data["problem"]
+    assert data.get("verifier_result") == ({"rewards": {"reward": 1.0}} if outcome is GOOD else None)
+
+
+@pytest.mark.parametrize(
+    ("phase", "exception", "log"),
+    [
+        ("setup", "AgentError", "agent/install.txt"),
+        ("agent", "AgentError", "agent/codex.txt"),
+        (None, "AgentTimeoutError", "agent/codex.txt"),
+        ("verify", "VerifierError", "verifier/test-stdout.txt"),
+        ("collect", "SandboxError", "trial.log"),
+        (None, None, "verifier/test-stdout.txt"),
+    ],
+)
+def test_a_failed_trial_names_the_log_of_what_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], phase: str | None, exception: str | None, log: str
+) -> None:
+    trial = tmp_path / "t__1"
+    for name in ("agent/codex.txt", "agent/install.txt", "agent/other.txt", "verifier/test-stdout.txt", "trial.log"):
+        (trial / name).parent.mkdir(parents=True, exist_ok=True)
+        (trial / name).write_text("text\n")
+    error = {"exception_message": "m", "exception_traceback": "t", "occurred_at": "2026-01-01T00:00:00Z"}
+    info = {"exception_type": exception, **error, "phase": phase} if exception else None
+    failed = result("t__1", verifier_result={"rewards": {"reward": 0.0}}, exception_info=info)
+    (trial / "result.json").write_text(json.dumps(failed))
+    assert f"  try    less {trial / log}\n" in output_of(capsys, "trial", "show", str(trial))
+
+
+def test_a_file_is_neither_a_job_nor_a_trial(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(JobError, match="file is a file, not a job"):
+        JobView.open(tmp_path / "file")
+    with pytest.raises(JobError, match="file is a file, not a trial"):
+        TrialView.open(tmp_path / "file")
+
+
+def test_a_finished_job_was_updated_when_it_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = write_job(tmp_path / "j", [GOOD, GOOD], attempts=1)
+    ledger.write({"e": "done", "at": "2026-01-01T00:00:00"})
+    ledger.close()
+    data = json.loads(output_of(capsys, "job", "show", str(tmp_path / "j"), "--json"))
+    assert data["updated_at"] == data["finished_at"] == "2026-01-01T00:00:00"
+
+
+def test_the_log_of_a_trial_directory_is_refused_with_the_right_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = write_job(tmp_path / "j", [GOOD])
+    name = ledger.plan.trials[0].name
+    (tmp_path / "j" / name).mkdir()
+    (tmp_path / "j" / name / "trial.log").write_text("phase prepare\n")
+    text = output_of(capsys, "job", "logs", str(tmp_path / "j" / name), code=2)
+    hint = f"job logs {tmp_path / 'j'} {name}"
+    assert "is a trial, not a job" in text and f"hint: pier {hint}" in text
+    assert "phase prepare" in output_of(capsys, *hint.split())

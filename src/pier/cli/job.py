@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 
-from pier.cli.options import LimitsCommand
+from pier.cli.options import JOBS_DIR, JobPath, LimitsCommand
 from pier.cli.run import run
 
-DIRECTORY = click.argument("directory", type=click.Path(path_type=Path), required=False)
-DIRECTORIES = click.argument("directories", type=click.Path(path_type=Path), nargs=-1, required=True)
-JOB_PATH = click.option("-p", "--job-path", type=click.Path(path_type=Path), hidden=True)
+DIRECTORY = click.argument("directory", metavar="JOB", type=JobPath(), required=False)
+DIRECTORIES = click.argument("directories", metavar="JOB...", type=JobPath(), nargs=-1, required=True)
+JOB_PATH = click.option("-p", "--job-path", type=JobPath(), hidden=True)
 ENV_FILE = click.option("--env-file", type=click.Path(dir_okay=False), help="A file of NAME=value lines.")
 CONCURRENT = click.option("-n", "--n-concurrent", type=click.IntRange(1), help="How many trials run at once.")
 QUIET = click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
@@ -24,7 +24,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for prog
 
 @click.group(name="job")
 def job() -> None:
-    """Look at, compare, stop, resume, retry, regrade and remove jobs. A job is a directory, usually below `jobs`."""
+    """Look at, compare, stop, resume, retry, regrade and remove jobs. JOB is a directory, or a name in --jobs-dir."""
 
 
 job.add_command(run, "start")
@@ -44,6 +44,7 @@ def list_(jobs_dir: Path, as_json: bool) -> None:
 @job.command()
 @DIRECTORY
 @JOB_PATH
+@JOBS_DIR
 @click.option("--trials", is_flag=True, help="Name every trial.")
 @JSON
 def show(directory: Path | None, job_path: Path | None, trials: bool, as_json: bool) -> None:
@@ -56,6 +57,7 @@ def show(directory: Path | None, job_path: Path | None, trials: bool, as_json: b
 
 @job.command()
 @DIRECTORIES
+@JOBS_DIR
 @JSON
 def compare(directories: tuple[Path, ...], as_json: bool) -> None:
     """Compare jobs with the first of them, or the agents of one job: over all tasks and task by task."""
@@ -66,20 +68,26 @@ def compare(directories: tuple[Path, ...], as_json: bool) -> None:
 
 
 @job.command()
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="JOB", type=JobPath())
 @click.argument("trial", required=False)
+@JOBS_DIR
 @click.option("-f", "--follow", is_flag=True, help="Wait for more until the job, or the trial, has ended.")
 @click.option("--json", "as_json", is_flag=True, help="Print each line as a JSON object.")
 def logs(directory: Path, trial: str | None, follow: bool, as_json: bool) -> None:
     """Print the log of a job, or of one of its trials."""
+    from pier.errors import UsageError
     from pier.job.report import print_log
-    from pier.job.view import JobView
+    from pier.job.view import TRIAL_LOG, JobView
 
+    if (directory / TRIAL_LOG).is_file():
+        hint = f"pier job logs {directory.parent} {directory.name}"
+        raise UsageError(f"{directory} is a trial, not a job", hint=hint)
     print_log(JobView.open(directory), trial, follow=follow, as_json=as_json)
 
 
 @job.command()
 @DIRECTORIES
+@JOBS_DIR
 @JSON
 def stop(directories: tuple[Path, ...], as_json: bool) -> None:
     """Stop running jobs: no new trial starts, running ones are ended and cleaned up.
@@ -106,6 +114,7 @@ def stop(directories: tuple[Path, ...], as_json: bool) -> None:
 
 @job.command()
 @DIRECTORIES
+@JOBS_DIR
 @click.option("--stop", "first_stop", is_flag=True, help="Stop jobs that run, instead of refusing to remove them.")
 @JSON
 def rm(directories: tuple[Path, ...], first_stop: bool, as_json: bool) -> None:
@@ -127,6 +136,7 @@ def rm(directories: tuple[Path, ...], first_stop: bool, as_json: bool) -> None:
 @job.command(cls=LimitsCommand)
 @DIRECTORY
 @JOB_PATH
+@JOBS_DIR
 @click.option("--filter-error-type", "error_types", multiple=True, help="Also run these errors again.")
 @CONCURRENT
 @ENV_FILE
@@ -144,6 +154,7 @@ def resume(directory: Path | None, job_path: Path | None, error_types: tuple[str
 @job.command(cls=LimitsCommand)
 @DIRECTORY
 @JOB_PATH
+@JOBS_DIR
 @click.option(
     "--only",
     type=click.Choice(["infra", "errored", "failed"]),
@@ -170,6 +181,7 @@ def retry(
 @job.command()
 @DIRECTORY
 @JOB_PATH
+@JOBS_DIR
 @click.option("--job-name", "name", help="The new job's directory.  [default: the old one's with -regrade]")
 @CONCURRENT
 @ENV_FILE
@@ -188,7 +200,7 @@ def regrade(directory: Path | None, job_path: Path | None, name: str | None, **f
 def _directory(argument: Path | None, option: Path | None) -> Path:
     found = argument or option
     if found is None:
-        raise click.UsageError("Missing argument 'DIRECTORY'.")
+        raise click.UsageError("Missing argument 'JOB'.")
     return found
 
 

@@ -133,9 +133,37 @@ def cli(ctx: click.Context) -> None:
         click.echo(FIRST_STEPS if fresh else ctx.get_help())
 
 
+def _expected(kind: click.ParamType[object]) -> str | None:
+    """What a number or a choice may be, as pier's own errors say it; None for other types."""
+    if isinstance(kind, click.Choice):
+        return f"one of {', '.join(map(str, kind.choices))}"
+    ranged = isinstance(kind, click.IntRange | click.FloatRange)
+    if not ranged and kind not in (click.INT, click.FLOAT):
+        return None
+    noun = "an integer" if kind is click.INT or isinstance(kind, click.IntRange) else "a number"
+    bounds: list[str] = []
+    if ranged and kind.min is not None:
+        bounds.append(f"{'>' if kind.min_open else '>='} {kind.min}")
+    if ranged and kind.max is not None:
+        bounds.append(f"{'<' if kind.max_open else '<='} {kind.max}")
+    return " ".join([noun, " and ".join(bounds)]).rstrip()
+
+
+def _invalid_value(error: click.ClickException) -> str | None:
+    """The message for an invalid number or choice. Click's own begins with the value."""
+    if not isinstance(error, click.BadParameter) or isinstance(error, click.MissingParameter) or error.param is None:
+        return None
+    value, found, _ = error.message.rpartition(" is not ")
+    if not found or (expected := _expected(error.param.type)) is None:
+        return None
+    name = error.param.opts[-1] if isinstance(error.param, click.Option) else error.param.human_readable_name
+    shown = value if value[:1] in ("'", '"') else repr(value)
+    return f"invalid value {shown} for {name}: expected {expected}"
+
+
 def _explain(error: click.ClickException) -> str:
     """A message in the style of pier's own errors."""
-    text = error.format_message()
+    text = _invalid_value(error) or error.format_message()
     context = error.ctx if isinstance(error, click.UsageError) else None
     hint = f"\nhint: {context.command_path} --help" if context else ""
     return text[:1].lower() + text[1:].rstrip(".") + hint

@@ -1,9 +1,10 @@
-"""The options of a job's settings, made from its model, and help that shows options in groups."""
+"""The options of a job's settings, made from its model, jobs given by name, and help that shows options in groups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +14,39 @@ if TYPE_CHECKING:
     from pier.job.config import Setting
 
 COMMON = "Most used"
+
+
+_JOBS_DIR = "pier.jobs_dir"
+
+
+class JobPath(click.Path):
+    """The directory of a job or trial: a path or, if there is no such path, one in `--jobs-dir` (see `JOBS_DIR`)."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(value)
+        named = (ctx.meta[_JOBS_DIR] if ctx else Path("jobs")) / path
+        return named if not path.exists() and ".." not in path.parts and named.exists() else path
+
+
+def _keep_jobs_dir(ctx: click.Context, param: click.Parameter, value: Path) -> None:
+    ctx.meta[_JOBS_DIR] = value
+
+
+JOBS_DIR = click.option(
+    "-o",
+    "--jobs-dir",
+    type=click.Path(path_type=Path),
+    default=Path("jobs"),
+    show_default=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_keep_jobs_dir,
+    help="Where a job that is given by its name is.",
+)
+"""Eager, so that `JobPath` knows it."""
 
 
 class GroupedOption(click.Option):

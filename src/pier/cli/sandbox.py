@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pier.sizes import parse_size
+
 if TYPE_CHECKING:
     from pier.sandbox.contract import Mount, Process
     from pier.sandbox.remote import Running
 
 _SHELL = "/bin/sh"
-_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class Size(click.ParamType[int]):
@@ -33,12 +34,7 @@ class Size(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        text = value.strip().lower().removesuffix("b").removesuffix("i")
-        number, unit = (text[:-1], text[-1]) if text and text[-1] in _UNITS else (text, "")
-        try:
-            return int(float(number) * _UNITS[unit])
-        except ValueError:
-            self.fail(f"{value!r} is not a size such as 512M or 2G", param, ctx)
+        return parse_size(value, param.opts[-1] if param else self.name)
 
 
 _command = click.argument("command", nargs=-1, type=click.UNPROCESSED)

@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pier.cli.options import JOBS_DIR, JobPath
+
 if TYPE_CHECKING:
     from pier.job.view import TrialView
     from pier.trial.result import Integrity, TrialResult
+
+_NO_VERDICT = "none: no verdict"
 
 
 @click.group()
@@ -20,10 +24,14 @@ def trial() -> None:
 
 
 @trial.command()
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="TRIAL", type=JobPath())
+@JOBS_DIR
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def show(directory: Path, as_json: bool) -> None:
-    """Show how a trial ended: its rewards, what went wrong, how far the verdict can be trusted, where files are."""
+    """Show how a trial ended: its rewards, what went wrong, how far the verdict can be trusted, where files are.
+
+    TRIAL is a directory, or JOB/NAME in --jobs-dir.
+    """
     from pier.job.view import TrialView
 
     view = TrialView.open(directory)
@@ -39,7 +47,12 @@ def show(directory: Path, as_json: bool) -> None:
 def _data(view: TrialView) -> dict[str, Any]:
     """The result, if there is one, and what is known without it."""
     files = {kind: [str(path) for path in paths] for kind, paths in asdict(view.files).items()}
-    result = view.result.model_dump(mode="json") if view.result else {"trial_name": view.name, "task_name": view.task}
+    if view.result is not None:
+        result = view.result.model_dump(mode="json")
+    else:
+        rewards = view.outcome.rewards if view.outcome else None
+        graded = {"verifier_result": {"rewards": rewards}} if rewards is not None else {}
+        result = {"trial_name": view.name, "task_name": view.task, **graded}
     return {**result, "state": view.state, "problem": view.problem, "files": files}
 
 
@@ -48,7 +61,7 @@ def _lines(view: TrialView) -> list[str]:
     lines = [f"trial    {view.name}", f"task     {view.task}", f"agent    {agent}"]
     if view.state != "done":
         lines.append(f"state    {view.state}")
-    lines += _result_lines(view.result, view.directory) if view.result else [f"problem  {view.problem}"]
+    lines += _result_lines(view, view.result) if view.result else _journal_lines(view)
     if view.outcome is not None and any(count is not None for count in view.outcome.tokens):
         names = zip(("input", "cached", "output"), view.outcome.tokens, strict=True)
         lines.append("tokens   " + ", ".join(f"{count} {name}" for name, count in names if count is not None))
@@ -62,8 +75,18 @@ def _lines(view: TrialView) -> list[str]:
     return [*lines, f"files    {view.directory}"]
 
 
-def _result_lines(result: TrialResult, directory: Path) -> list[str]:
-    lines = [f"reward   {_rewards(result.rewards) if result.has_verdict else 'none: no verdict'}"]
+def _journal_lines(view: TrialView) -> list[str]:
+    """What is known of a trial whose result cannot be read."""
+    if view.outcome is None:
+        return [f"problem  {view.problem}"]
+    rewards, fault = view.outcome.rewards, view.outcome.fault
+    lines = [f"reward   {_NO_VERDICT if rewards is None else _rewards(rewards)}"]
+    lines += _error_lines(f"{fault.type} (blame: {fault.blame})", fault.message) if fault else []
+    return [*lines, f"note     from the job's journal, since the result cannot be read: {view.problem}"]
+
+
+def _result_lines(view: TrialView, result: TrialResult) -> list[str]:
+    lines = [f"reward   {_rewards(result.rewards) if result.has_verdict else _NO_VERDICT}"]
     if result.pier is not None and result.pier.n_steps is not None:
         lines.append(f"steps    {result.pier.graded_steps or 0} of {result.pier.n_steps} graded")
     for step in result.step_results or ():
@@ -71,13 +94,16 @@ def _result_lines(result: TrialResult, directory: Path) -> list[str]:
         lines.append(f"  step   {step.step_name}: {_rewards(rewards) if rewards is not None else 'no verdict'}")
     if (error := result.exception_info) is not None:
         blame = f" (blame: {error.blame}, in the phase {error.phase})" if error.blame else ""
-        first, *rest = error.exception_message.strip().splitlines() or [""]
-        lines.append(f"error    {error.exception_type}{blame}: {first}")
-        lines += [f"         {line.rstrip()}" for line in rest]
-    if (advice := _advice(result, directory)) is not None:
+        lines += _error_lines(error.exception_type + blame, error.exception_message)
+    if (advice := _advice(view, result)) is not None:
         lines.append(f"  try    {advice}")
     parts = [result.integrity, *(step.integrity for step in result.step_results or ())]
     return [*lines, *(line for integrity in parts for line in _integrity_lines(integrity))]
+
+
+def _error_lines(kind: str, message: str) -> list[str]:
+    first, *rest = message.strip().splitlines() or [""]
+    return [f"error    {kind}: {first}", *(f"         {line.rstrip()}" for line in rest)]
 
 
 def _rewards(rewards: dict[str, float] | None) -> str:
@@ -85,13 +111,22 @@ def _rewards(rewards: dict[str, float] | None) -> str:
     return str(rewards["reward"]) if rewards is not None and [*rewards] == ["reward"] else json.dumps(rewards)
 
 
-def _advice(result: TrialResult, directory: Path) -> str | None:
-    """Where to look next, if the trial did not pass: at what the error says, else at what the tests printed."""
-    if result.exception_info is not None and result.exception_info.hint:
-        return result.exception_info.hint
-    passed = result.has_verdict and any((result.rewards or {}).values())
-    printed = directory / "verifier" / "test-stdout.txt"
-    return None if passed or not printed.exists() else f"less {printed}"
+def _advice(view: TrialView, result: TrialResult) -> str | None:
+    """Where to look next, if the trial did not pass: at what the error says, else at the output of what failed."""
+    error, fault = result.exception_info, view.outcome.fault if view.outcome else None
+    if error is not None and error.hint:
+        return error.hint
+    if result.has_verdict and any((result.rewards or {}).values()):
+        return None
+    phase = (error.phase if error else None) or ("agent" if fault and fault.blame == "agent" else "verify")
+    if phase in ("setup", "agent"):
+        own = "install.txt" if phase == "setup" else f"{result.agent_info.name}.txt"
+        logs = [path for path in view.files.logs if path.parent.name == "agent" and path.stat().st_size]
+        logs.sort(key=lambda path: path.name == own)
+    else:
+        name = "test-stdout.txt" if phase == "verify" else "trial.log"
+        logs = [path for path in view.files.logs if path.name == name]
+    return f"less {logs[-1]}" if logs else None
 
 
 def _integrity_lines(integrity: Integrity | None) -> list[str]:

@@ -144,7 +144,7 @@ def result_of(view: JobView, metrics: Sequence[str] = (), running: int = 0) -> d
     return {
         "id": view.id,
         "started_at": view.created_at,
-        "updated_at": now(),
+        "updated_at": view.finished_at or now(),
         "finished_at": view.finished_at,
         "n_total_trials": view.n_trials,
         "stats": stats,

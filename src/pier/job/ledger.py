@@ -213,8 +213,10 @@ def _lines(path: Path) -> Iterable[Any]:
 
 def not_a_job(directory: Path) -> JobError:
     """Say what a directory is instead of a job's, and what to type."""
-    if not directory.is_dir():
+    if not directory.exists():
         return JobError(f"{directory}: no such directory", hint="pier job list", code="not-a-job")
+    if not directory.is_dir():
+        return JobError(f"{directory} is a file, not a job", hint="pier job list", code="not-a-job")
     if (directory / "trial.log").exists():
         return JobError(f"{directory} is a trial, not a job", hint=f"pier trial show {directory}", code="not-a-job")
     return JobError(f"{directory} is not a job: it has no readable {JOURNAL}", hint="pier job list", code="not-a-job")

@@ -321,6 +321,9 @@ def _sides(views: Sequence[JobView]) -> list[ResultGroup]:
     sides: list[ResultGroup] = []
     for view in views:
         agents = dict.fromkeys((group.agent, group.model) for group in view.groups)
+        if not agents:
+            reason = "; ".join(view.problems) or "it has no trials"
+            raise UsageError(f"cannot compare {view.directory}: {reason}", hint=f"pier job show {view.directory}")
         for agent, model in agents:
             own = f"{agent} {model}" if model else agent
             label = view.name if len(agents) == 1 else own if len(views) == 1 else f"{view.name}: {own}"

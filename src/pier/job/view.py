@@ -196,7 +196,8 @@ class TrialFiles:
 
 @dataclass(frozen=True)
 class TrialView:
-    """A trial as it stood when it was opened. Unknown values are None; without a result, `problem` says why."""
+    """A trial as it stood when it was opened. Unknown values are None; without a result, `problem` says why and
+    `outcome` is the journal's, if that has one."""
 
     directory: Path
     name: str
@@ -218,7 +219,7 @@ class TrialView:
         except JobError as error:
             if row is None and (error.code == "no_trial" or not _looks_like_trial(path)):
                 raise
-            return _without_result(path, row, error)
+            return _without_result(path, row or _journal_row(path.resolve()), error)
         model = result.agent_info.model_info
         outcome = outcome_of(result, path)
         return cls(
@@ -432,7 +433,7 @@ def _foreign(path: Path) -> _Foreign | None:
 
 
 def _without_result(path: Path, row: TrialRow | None, error: JobError) -> TrialView:
-    """A trial that did not finish, or whose result is broken, from its configuration."""
+    """A trial that did not finish, or whose result is broken, from the journal and its configuration."""
     config: dict[str, Any] = {}
     if path.is_dir():
         with Tree(path.resolve()) as tree:
@@ -440,9 +441,9 @@ def _without_result(path: Path, row: TrialRow | None, error: JobError) -> TrialV
     task, agent = (config.get(key) if isinstance(config.get(key), dict) else {} for key in ("task", "agent"))
     assert isinstance(task, dict) and isinstance(agent, dict)
     state: TrialState = "broken" if error.code == "broken_result" else "unfinished"
-    if row is not None and row.state in ("pending", "running"):
+    if row is not None:
         state = row.state
-    elif row is None and state == "unfinished" and current_owner(path.resolve().parent):
+    elif state == "unfinished" and current_owner(path.resolve().parent):
         state = "running"
     return TrialView(
         directory=path,
@@ -452,8 +453,16 @@ def _without_result(path: Path, row: TrialRow | None, error: JobError) -> TrialV
         model=row.model if row else agent.get("model_name"),
         attempt=row.attempt if row else None,
         state=state,
+        outcome=row.outcome if row else None,
         problem=str(error),
     )
+
+
+def _journal_row(path: Path) -> TrialRow | None:
+    """The row of the trial in `path` in the journal of its job, if there is one."""
+    ledger, running = Ledger.find(path.parent), current_owner(path.parent) is not None
+    rows = _planned_rows(ledger, running=running) if ledger else ()
+    return next((row for row in rows if row.name == path.name), None)
 
 
 def _without_journal(path: Path, tree: Tree, owner: Owner | None) -> JobView:

@@ -382,8 +382,10 @@ def read_result(directory: Path) -> TrialResult:
 
 
 def _unreadable(directory: Path, path: Path, error: Exception) -> JobError:
-    if not directory.is_dir():
+    if not directory.exists():
         return JobError(f"{directory}: no such directory", code="no_trial")
+    if not directory.is_dir():
+        return JobError(f"{directory} is a file, not a trial", code="no_trial")
     if (directory / "journal.jsonl").exists():
         hint = f"pier job show {directory} --trials"
         return JobError(f"{directory} is a job, not a trial", code="no_trial", hint=hint)
