@@ -18,7 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from pier.agent.contract import Agent, AgentRun, Launch
 from pier.agent.registry import find_agent
-from pier.errors import JobError, TaskError, UsageError
+from pier.errors import ImageError, JobError, TaskError, UsageError
+from pier.image.model import parse
 from pier.job.config import AgentConfig, EnvironmentConfig, JobConfig
 from pier.job.ledger import Ledger
 from pier.job.load import fill, job_secrets
@@ -26,7 +27,7 @@ from pier.job.plan import Plan, PlannedTask, PlannedTrial
 from pier.plugin import find
 from pier.redact import Redactor
 from pier.sandbox import BACKENDS
-from pier.sandbox.contract import Limits, Mount, OnOutput, Result, Sandbox
+from pier.sandbox.contract import Backend, Limits, Mount, OnOutput, Result, Sandbox
 from pier.task import Task, load_task
 from pier.task.model import Artifact, McpServerTable, Origin
 from pier.task.sources import check_out
@@ -244,7 +245,8 @@ def _check_agent(choice: AgentChoice, *, job_budget: bool) -> None:
 
 def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
     environment = config.environment
-    options = getattr(find("backend", environment.backend, BACKENDS), "options", ())
+    backend = find("backend", environment.backend, BACKENDS)
+    options = getattr(backend, "options", ())
     for name in ("cpu_enforcement_policy", "memory_enforcement_policy"):
         if getattr(environment, name) not in ("auto", "limit"):
             raise UsageError(f"environment.{name}: pier knows only auto and limit, which are the same", code="not-done")
@@ -253,9 +255,11 @@ def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
         raise UsageError(
             f"environment.kwargs: the backend {environment.backend} has no option {unknown[0]!r}; {known}", code="usage"
         )
+    if environment.override_gpus and getattr(backend, "has_gpus", None) is Backend.has_gpus:
+        raise UsageError(f"the backend {environment.backend} has no GPUs", hint="leave out --override-gpus")
     return SandboxChoice(
         backend=environment.backend,
-        image=fill(config.image, env, "image"),
+        image=_image(fill(config.image, env, "image")),
         force_build=environment.force_build,
         hosts=tuple(environment.extra_allowed_hosts),
         env=environment.env,
@@ -268,6 +272,15 @@ def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
         gpus=environment.override_gpus,
         mounts=_mounts(environment),
     )
+
+
+def _image(reference: str | None) -> str | None:
+    if reference is not None:
+        try:
+            parse(reference)
+        except ImageError as error:
+            raise UsageError(error.message, code=error.code) from error
+    return reference
 
 
 def _bytes(megabytes: int | None) -> int | None:
