@@ -151,6 +151,15 @@ def test_errors_are_no_zeros_and_can_be_retried(tmp_path: Path, tasks: Path) -> 
         (["-p", "tasks", "--cpus", "guarantee"], "cpu_enforcement_policy"),
         (["-c", "gone.yaml"], "gone.yaml"),
         (["-p", "tasks", "-i", "zzz"], "zzz"),
+        (["-p", "tasks", "-a", "codex", "-m", "openai/gpt-5"], "export OPENAI_API_KEY"),
+        (["-p", "tasks", "-a", "codex", "-m", "nobody/gpt-5"], "nobody"),
+        (["-p", "tasks", "-a", "codex", "-m", "x"], "'x'"),
+        (["-p", "tasks", "--image", "nosuch:latest!"], "'latest!' is not a tag"),
+        (["-p", "tasks", "--override-gpus", "1"], "no GPUs"),
+        (["-p", "tasks", "-a", "command"], "needs a command or a script"),
+        (["-p", "tasks", "-a", "command", "--ak", "command=5"], "must be a text or a list"),
+        (["-p", "tasks", "-a", "command", "--ak", "script=gone.sh"], "gone.sh"),
+        (["-p", "tasks", "-a", "codex", "-m", "openai/gpt-5", "--ak", "config_toml=["], "not TOML"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_words(
@@ -162,15 +171,19 @@ def test_wrong_usage_ends_with_2_and_words(
     words: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        main(["run", *args])
-    said = capsys.readouterr()
-    assert stopped.value.code == 2 and words in said.err and "Traceback" not in said.err
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    for more in ([], ["--dry-run"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(["run", *args, *more])
+        said = capsys.readouterr()
+        assert stopped.value.code == 2 and words in said.err and "Traceback" not in said.err
     assert not (tmp_path / "jobs").exists()
 
 
 def test_dry_run_and_print_config_run_nothing(tmp_path: Path, tasks: Path) -> None:
-    assert "4 trials" in pier("run", "-p", "tasks", "-k", "2", "--dry-run", cwd=tmp_path).stdout
+    (tasks / "dataset.toml").write_text('[dataset]\nname = "org/old"\n[[tasks]]\nname = "gone"\ndigest = "sha256:0"\n')
+    planned = pier("run", "-p", "tasks", "-k", "2", "--dry-run", cwd=tmp_path)
+    assert "4 trials" in planned.stdout and "dataset.toml: out of date" in planned.stderr
     config = json.loads(pier("run", "-p", "tasks", "--ae", "A_KEY=hidden-value", "--print-config", cwd=tmp_path).stdout)
     assert config["agents"][0]["env"] == {"A_KEY": "****"}
     assert not (tmp_path / "jobs").exists()

@@ -52,6 +52,11 @@ def test_an_agent_is_told_its_task_model_and_endpoint(name: str) -> None:
     assert all(KEY not in part for part in found.argv)
 
 
+def test_true_and_false_are_commands() -> None:
+    assert launch("command", options={"command": True}).argv == ["/bin/sh", "-c", "true"]
+    assert launch("command", options={"command": False}).argv == ["/bin/sh", "-c", "false"]
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_without_a_gateway_nothing_points_at_one(name: str) -> None:
     found = launch(name, endpoint=None, options={"model": "own-model"})

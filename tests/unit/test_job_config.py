@@ -193,13 +193,13 @@ def test_limits_of_the_job_and_of_each_trial_are_two_things() -> None:
         (("--cpus", "some"), ["--cpus", "auto, limit"]),
         (("--base-url", "models"), ["--base-url", "http"]),
         (("--mounts", "{}"), ["--mounts", "list"]),
-        (("--job-name", "a/b"), ["'a/b'", "job_name", "one directory"]),
+        (("--job-name", "a/b"), ["invalid value 'a/b' for --job-name: ", "one directory"]),
     ],
 )
 def test_a_wrong_value_is_named_with_its_flag_and_what_is_expected(flags: tuple[str, ...], facts: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         read_job([], given_flags(*flags))
-    assert all(fact in caught.value.message for fact in ["invalid value", *facts])
+    assert caught.value.message.startswith("invalid value") and all(fact in caught.value.message for fact in facts)
 
 
 def test_values_that_may_be_secret_are_not_shown() -> None:

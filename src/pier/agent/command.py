@@ -52,6 +52,8 @@ class CommandAgent(Agent):
 
     def _argv(self, run: AgentRun, files: list[AgentFile]) -> list[str]:
         command = run.options.get("command")
+        if isinstance(command, bool):  # `true` and `false` are programs
+            command = str(command).lower()
         if isinstance(command, (list, tuple)):
             model = run.endpoint.model if run.endpoint else ""
             words = {"{instruction}": run.instruction, "{model}": model, "{workdir}": run.workdir}

@@ -22,7 +22,7 @@ from pier.job.load import to_disk
 from pier.job.outcome import size_of
 from pier.job.plan import Plan, plan_job
 from pier.job.progress import PlainProgress, Progress
-from pier.job.runner import Interrupts, Wanted, void
+from pier.job.runner import Interrupts, Wanted, check_models, void
 from pier.job.view import JobView
 
 _WARNINGS = 10
@@ -63,6 +63,7 @@ def _check(config: JobConfig, env: Mapping[str, str]) -> None:
     from pier.job.specs import Specs
 
     Specs(config, Plan(), "", env)
+    check_models(config, env)
 
 
 def again_and_report(
@@ -170,7 +171,9 @@ def print_config(config: JobConfig, env: Mapping[str, str]) -> None:
 def print_plan(config: JobConfig, env: Mapping[str, str]) -> None:
     """Print what would be run, without running it."""
     _check(config, env)
-    plan = plan_job(config, env, yes=True)[0](b"")
+    warn = _Warnings()
+    plan = plan_job(config, env, yes=True, warn=warn)[0](b"")
+    warn.show()
     for task in plan.tasks:
         click.echo(f"{task.name}  {task.digest}  {task.path}")
     click.echo(

@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -82,13 +83,15 @@ def merge(low: dict[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def parse(data: dict[str, Any], origin: str) -> JobConfig:
-    """`data` as a configuration; errors name `origin` and the key."""
+def parse(data: dict[str, Any], origin: str, flags: Mapping[str, str] = MappingProxyType({})) -> JobConfig:
+    """`data` as a configuration; errors name `origin` and the key, or the flag of a key that is in `flags`."""
     cleaned = _drop_neutral(data, "", origin)
     try:
         return JobConfig.model_validate(cleaned)
     except ValidationError as error:
-        raise UsageError(f"{origin}: " + "; ".join(_complaints(error)), code="job-config") from error
+        said = "; ".join(_complaints(error, flags))
+        by_flag = all(_key(found["loc"]) in flags for found in error.errors())
+        raise UsageError(said if by_flag else f"{origin}: {said}", code="job-config") from error
     except RecursionError as error:
         raise UsageError(f"{origin}: nested too deeply", code="job-config") from error
 
@@ -108,10 +111,15 @@ def _drop_neutral(data: dict[str, Any], prefix: str, origin: str) -> dict[str, A
     return kept
 
 
-def _complaints(error: ValidationError) -> Iterator[str]:
+def _key(place: tuple[int | str, ...]) -> str:
+    return ".".join(part for part in place if isinstance(part, str))
+
+
+def _complaints(error: ValidationError, flags: Mapping[str, str]) -> Iterator[str]:
     for found in error.errors(include_url=False, include_context=False):
         place = found["loc"]
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+        where = flags.get(_key(place), where)
         model, field = _find(place)
         if found["type"] == "extra_forbidden":
             near = difflib.get_close_matches(str(place[-1]), model.model_fields if model else (), n=1)
@@ -297,7 +305,9 @@ def read_job(files: Iterable[str], given: Iterable[tuple[Setting, Any]] = ()) ->
             del merged[key]
     if merged:
         parse(merged, ", ".join(files))
-    return parse(apply_flags(merged, given), "the command line")
+    given = list(given)
+    flags = {setting.key: setting.names[-1] for setting, _ in given}
+    return parse(apply_flags(merged, given), "the command line", flags)
 
 
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")

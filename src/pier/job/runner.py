@@ -41,7 +41,6 @@ from pier.trial.run import run_trial
 from pier.trial.spec import TrialServices
 
 if TYPE_CHECKING:
-    from pier.gateway import Gateway
     from pier.job.meter import JobMeter
 
 
@@ -223,6 +222,7 @@ async def _run_owed(
 @asynccontextmanager
 async def _services(job: OpenJob, env: Mapping[str, str], budget: JobBudget) -> AsyncIterator[TrialServices]:
     """What all trials share: opened before the first, closed after the last."""
+    check_models(job.config, env)
     async with AsyncExitStack() as stack:
         environment = job.config.environment
         lease = stack.enter_context(Lease(label=f"job {job.directory.name}"))
@@ -234,30 +234,39 @@ async def _services(job: OpenJob, env: Mapping[str, str], budget: JobBudget) -> 
         images = open_images(backend, builds=job.config.n_concurrent_builds)
         stack.push_async_callback(images.close)
         gateway = None
-        if _models(job.config) and job.config.regrade_of is None:
+        if _models(job.config):
             from pier.gateway import Directory, Gateway
             from pier.gateway.budget import Retry
 
             wanted = job.config.provider_retry
             retry = Retry(attempts=wanted.max_attempts, patience=wanted.max_wait_sec)
             gateway = await stack.enter_async_context(Gateway(providers=Directory.load(env), retry=retry))
-            if not job.config.skip_credential_checks:
-                await _check_providers(job.config, env, gateway, budget)
         yield TrialServices(backend=backend, images=images, gateway=gateway, pool=budget.pool, environ=env)
 
 
 def _models(config: JobConfig) -> list[AgentConfig]:
+    if config.regrade_of is not None:
+        return []
     return [agent for agent in config.agents if agent.model_name and not agent.direct]
 
 
-async def _check_providers(config: JobConfig, env: Mapping[str, str], gateway: Gateway, budget: JobBudget) -> None:
+def check_models(config: JobConfig, env: Mapping[str, str]) -> None:
     """`UsageError` if a model has no provider, no key, or no price for a budget in money."""
-    for agent in _models(config):
+    agents = [] if config.skip_credential_checks else _models(config)
+    if not agents:
+        return
+    from pier.gateway import Budget, Directory, Gateway
+    from pier.gateway.session import Terms
+
+    gateway = Gateway(providers=Directory.load(env))
+    shared = Budget(**config.budget.model_dump(exclude_none=True))
+    for agent in agents:
         model, upstream = fill(agent.model_name, env), None
         if agent.connection:
             target = gateway.directory.connected(model, env, **fill(agent.connection, env))
             model, upstream = target.model, target.provider
-        await gateway.session(model, upstream=upstream, pool=budget.pool).close()
+        own = Budget(**agent.budget.model_dump(exclude_none=True))
+        gateway.answerer(model, Terms(model=model, budget=own, shared=shared), upstream)
 
 
 @asynccontextmanager

@@ -7,6 +7,7 @@ usual reason; trials keep their names, so that the two jobs can be compared.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -17,8 +18,10 @@ from typing import Any, ClassVar
 from pydantic import TypeAdapter, ValidationError
 
 from pier.agent.contract import Agent, AgentRun, Launch
-from pier.agent.registry import find_agent
-from pier.errors import JobError, TaskError, UsageError
+from pier.agent.registry import AGENTS, find_agent
+from pier.endpoint import Endpoint
+from pier.errors import AgentError, ImageError, JobError, TaskError, UsageError
+from pier.image.model import parse
 from pier.job.config import AgentConfig, EnvironmentConfig, JobConfig
 from pier.job.ledger import Ledger
 from pier.job.load import fill, job_secrets
@@ -26,7 +29,7 @@ from pier.job.plan import Plan, PlannedTask, PlannedTrial
 from pier.plugin import find
 from pier.redact import Redactor
 from pier.sandbox import BACKENDS
-from pier.sandbox.contract import Limits, Mount, OnOutput, Result, Sandbox
+from pier.sandbox.contract import Backend, Limits, Mount, OnOutput, Result, Sandbox
 from pier.task import Task, load_task
 from pier.task.model import Artifact, McpServerTable, Origin
 from pier.task.sources import check_out
@@ -114,7 +117,9 @@ class Specs:
         self._tasks: OrderedDict[int, Task] = OrderedDict()
         self._agents = [_agent(agent, env) for agent in config.agents]
         for choice in self._agents:
-            _check_agent(choice, job_budget=bool(config.budget.model_dump(exclude_none=True)))
+            agent = _check_agent(choice, job_budget=bool(config.budget.model_dump(exclude_none=True)))
+            if config.regrade_of is None and choice.name.partition("@")[0] in AGENTS:
+                _check_options(agent, choice)
         self._sandbox = replace(_sandbox(config, env), hidden=_hidden(config, plan))
         self._verifier = VerifierChoice(
             enabled=not config.verifier.disable,
@@ -221,9 +226,17 @@ def _agent(agent: AgentConfig, env: Mapping[str, str]) -> AgentChoice:
     )
 
 
-def _check_agent(choice: AgentChoice, *, job_budget: bool) -> None:
-    """Refuse an agent that does not exist, options that it does not take, a missing model, and limits that cannot be
-    held, before anything runs."""
+def _check_options(agent: Agent, choice: AgentChoice) -> None:
+    """Refuse values of options that pier's own agents cannot be started with: making the command shows them."""
+    endpoint = Endpoint("http://127.0.0.1", "", choice.model) if choice.model and not choice.direct else None
+    agent.mounts(choice.options)
+    with contextlib.suppress(AgentError, TaskError):  # some need more than options
+        agent.launch(AgentRun("", "/", endpoint, options=choice.options))
+
+
+def _check_agent(choice: AgentChoice, *, job_budget: bool) -> Agent:
+    """The agent. Refuses one that does not exist, options that it does not take, a missing model, and limits that
+    cannot be held, before anything runs."""
     agent = make_agent(choice)
     check_choice(agent, choice)
     if agent.dialect is not None and choice.model is None and not choice.direct:
@@ -240,11 +253,13 @@ def _check_agent(choice: AgentChoice, *, job_budget: bool) -> None:
             hint="leave out --direct, or the limits",
             code="direct-budget",
         )
+    return agent
 
 
 def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
     environment = config.environment
-    options = getattr(find("backend", environment.backend, BACKENDS), "options", ())
+    backend = find("backend", environment.backend, BACKENDS)
+    options = getattr(backend, "options", ())
     for name in ("cpu_enforcement_policy", "memory_enforcement_policy"):
         if getattr(environment, name) not in ("auto", "limit"):
             raise UsageError(f"environment.{name}: pier knows only auto and limit, which are the same", code="not-done")
@@ -253,9 +268,11 @@ def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
         raise UsageError(
             f"environment.kwargs: the backend {environment.backend} has no option {unknown[0]!r}; {known}", code="usage"
         )
+    if environment.override_gpus and getattr(backend, "has_gpus", None) is Backend.has_gpus:
+        raise UsageError(f"the backend {environment.backend} has no GPUs", hint="leave out --override-gpus")
     return SandboxChoice(
         backend=environment.backend,
-        image=fill(config.image, env, "image"),
+        image=_image(fill(config.image, env, "image")),
         force_build=environment.force_build,
         hosts=tuple(environment.extra_allowed_hosts),
         env=environment.env,
@@ -268,6 +285,15 @@ def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
         gpus=environment.override_gpus,
         mounts=_mounts(environment),
     )
+
+
+def _image(reference: str | None) -> str | None:
+    if reference is not None:
+        try:
+            parse(reference)
+        except ImageError as error:
+            raise UsageError(error.message, code=error.code) from error
+    return reference
 
 
 def _bytes(megabytes: int | None) -> int | None:
