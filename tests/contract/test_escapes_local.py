@@ -373,7 +373,7 @@ async def test_memory_abuse_is_contained(shared_backend: Backend) -> None:
 async def test_disk_abuse_is_contained(shared_backend: Backend) -> None:
     async with await shared_backend.start(SandboxSpec(host_image(), limits=Limits(disk=64 << 20))) as sandbox:
         result = await sandbox.exec(
-            "cd /tmp; for i in $(seq 40); do head -c 10M /dev/zero >$i || exit 3; done", timeout=120
+            "cd /tmp; for i in $(seq 40); do head -c 10M /dev/zero >$i || exit 3; done; sleep 60", timeout=120
         )
         assert not result.ok and not result.timed_out
         assert result.out_of_disk

@@ -44,7 +44,7 @@ def test_wrong_usage_is_told() -> None:
     for options, told in (
         (["-v", "nowhere", "--", "true"], "SRC:DST"),
         (["-v", "/does/not/exist:/x", "--", "true"], "does not exist"),
-        (["--memory", "much", "--", "true"], "not a size"),
+        (["--memory", "much", "--", "true"], "expected a size"),
         (["--allow", "example.org", "--network", "public", "--", "true"], "--allow"),
         (["--image", "no/such:image-at-all", "--", "true"], "no/such"),
     ):

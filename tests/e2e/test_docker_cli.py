@@ -115,7 +115,7 @@ def test_doctor_says_what_docker_lacks(address: str, said: str, fix: str, tmp_pa
 def test_doctor_names_a_context_that_is_not_there(tmp_path: Path) -> None:
     env = {"DOCKER_HOST": "", "DOCKER_CONTEXT": "nowhere", "DOCKER_CONFIG": str(tmp_path)}
     (reached,) = json.loads(pier("doctor", "--json", cwd=tmp_path, code=None, **env).stdout)["docker"]
-    assert "no Docker context 'nowhere'" in reached["detail"]
+    assert "unknown Docker context 'nowhere'" in reached["detail"]
     assert reached["fix"] == "docker context ls"
 
 
