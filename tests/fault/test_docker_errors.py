@@ -44,7 +44,7 @@ def faults(place: Path) -> list[dict[str, Any]]:
     [
         ({"DOCKER_HOST": "unix:///nonexistent/docker.sock"}, "No such file or directory", "start the engine", 1),
         ({"DOCKER_HOST": "tcp://127.0.0.1:1"}, "does not answer: Connection refused", "docker version", 1),
-        ({"DOCKER_CONTEXT": "nowhere"}, "no Docker context 'nowhere'", "docker context ls", 2),
+        ({"DOCKER_CONTEXT": "nowhere"}, "unknown Docker context 'nowhere'", "docker context ls", 2),
         ({"DOCKER_HOST": "tcp://127.0.0.1:1", "DOCKER_TLS_VERIFY": "1", "DOCKER_CERT_PATH": "/nonexistent"},
          "certificates /nonexistent is not there", "DOCKER_CERT_PATH", 2),
     ],
