@@ -32,7 +32,7 @@ def test_make_demo_is_what_the_readme_says(tmp_path: Path) -> None:
         pytest.skip("make, or the tree's own .venv, is not there")
     said = subprocess.run(["make", "-n", "-o", "venv", "-o", ".venv/.ready", "demo"], cwd=ROOT, capture_output=True,
                           text=True, timeout=PATIENCE)  # fmt: skip
-    assert "pier run -p examples/tasks -a oracle" in said.stdout, said.stderr
+    assert "pier run examples/tasks -a oracle" in said.stdout, said.stderr
     command = next(line for line in said.stdout.splitlines() if "pier run" in line)
     place = {**os.environ, "PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"}
     moved = command.replace("pier run", f"pier run -o {tmp_path / 'jobs'}", 1)
