@@ -144,7 +144,6 @@ def _run_owed(job: OpenJob, env: Mapping[str, str], progress: Progress) -> bool:
     from pier.job.runner import run_job
 
     gc.freeze()  # what is loaded now stays, and is looked at by no collection of what trials leave
-    gc.set_threshold(10_000)  # a trial makes thousands of objects, most of which are not garbage at once
     with Interrupts() as interrupts:
         return asyncio.run(run_job(job, env, progress, interrupts))
 

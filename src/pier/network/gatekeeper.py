@@ -107,7 +107,7 @@ class Gatekeeper:
         self._sockets: list[socket.socket] = []
         self._watches: list[socket.socket] = []
         self._servers: list[asyncio.Server] = []
-        self._datagrams = Datagrams(self._datagram_target, self._told, self.ledger.note)
+        self._datagrams = Datagrams(self._datagram_target, self._name_at, self.ledger.note)
         self._tasks: set[asyncio.Task[None]] = set()
         self.set_policy(policy)
 
@@ -121,7 +121,7 @@ class Gatekeeper:
         taps = [sock for sock in sockets if sock.family == socket.AF_PACKET]
         served = [sock for sock in sockets if sock not in taps]
         self._watches = taps[:1]
-        self._datagrams = Datagrams(self._datagram_target, self._told, self.ledger.note)
+        self._datagrams = Datagrams(self._datagram_target, self._name_at, self.ledger.note)
         takers = [(sock, self._take_queries) for sock in served[1::2]]
         takers += [(sock, self._take_attempts) for sock in taps[:1]]
         takers += [(sock, self._datagrams.take) for sock in taps[1:]]
@@ -249,7 +249,7 @@ class Gatekeeper:
         name = reason = ""
         try:
             address, port = _destination(writer)
-            name = self._told(address)
+            name = self._name_at(address)
             if address in _GATEWAYS and port == 53:
                 await self._serve_names(client)
                 return
@@ -300,7 +300,7 @@ class Gatekeeper:
             return None
         return Sniffer(name, nameless_tls=all(self._targets.allows_address(target, port) for target in targets))
 
-    def _told(self, address: Address) -> str:
+    def _name_at(self, address: Address) -> str:
         return self._synthetic.name(address) or str(address)
 
     async def _datagram_target(self, address: Address, port: int) -> Address:

@@ -18,7 +18,7 @@ from pier.network.netlink import NETFILTER, Netlink, attribute, commit, message,
 
 _GROUP = 7
 _HEAD = 600
-"""How much of a packet is told: enough for a lookup's whole question."""
+"""How many bytes of a packet are logged: enough for a lookup's whole question."""
 _LAST = 0xFFFFFFFF
 """The metric of a route that is taken when there is no other."""
 _LACKING = (
@@ -85,7 +85,7 @@ def _route_here() -> None:
 
 
 def receive(sock: socket.socket) -> bytes | None:
-    """What was told next, empty if something was lost; None if there is no more."""
+    """The next logged packets, empty if some were lost; None if there are no more."""
     try:
         return sock.recv(1 << 16, socket.MSG_DONTWAIT)
     except OSError as error:

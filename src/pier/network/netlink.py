@@ -200,9 +200,9 @@ def divert(port: int, *, datagrams: bool) -> None:
 
 def refusing(group: int, resolver: str) -> tuple[bytes, int]:
     """Rules for a sandbox's own network namespace, to be made once and put in by `commit`: what goes to another machine
-    by the loopback device is refused as it is sent, and told to whoever listens to `group`. Lookups at `resolver` seem
-    to be sent, and are for the listener to answer. What is put on the device as it is, byte for byte, is told and
-    dropped where it arrives."""
+    by the loopback device is refused as it is sent, and logged to the listeners of `group`. Lookups at `resolver` seem
+    to be sent, and the listener answers them. Raw packets that a program puts on the device are logged and dropped
+    where they arrive."""
     is_lookup = [
         _meta(16), _compare(_EQUAL, bytes([socket.IPPROTO_UDP])), _transport(2, 2), _compare(_EQUAL, b"\0\x35"),
         _meta(15), _compare(_EQUAL, bytes([socket.AF_INET])),
@@ -223,7 +223,7 @@ def refusing(group: int, resolver: str) -> tuple[bytes, int]:
 
 def _batch(*bodies: tuple[int, int, bytes]) -> tuple[bytes, int]:
     """The requests that make the table with all that `bodies` say, or nothing, and the number of the last of them. It
-    is acknowledged for all; what goes wrong is told of each."""
+    is acknowledged for all; errors are reported one by one."""
     last = len(bodies) + 1
     data = message(_BEGIN, 0, 0, struct.pack(">BBH", 0, 0, 10))
     for sequence, (kind, flags, body) in enumerate([(_NEW_TABLE, _CREATE, attribute(1, _TABLE)), *bodies], 1):

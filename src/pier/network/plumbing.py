@@ -130,7 +130,7 @@ def _has_six(gateway: Netlink, sandbox: Netlink, here: int, there: int) -> bool:
 
 
 def _serve_prefixes(gateway: Netlink, index: int, prefixes: Sequence[tuple[str, int]], six: bool) -> None:
-    """Make addresses the gateway's own. The link's own network is told apart first, or answers would come back here."""
+    """Make addresses the gateway's own. The link's own network goes first, or answers would come back here."""
     gateway.add_route("192.0.0.0", LENGTH, index=index, table=LOCAL_TABLE)
     wanted = [(SYNTHETIC, SYNTHETIC_LENGTH), *prefixes]
     if six:
@@ -277,7 +277,7 @@ def _try_name(name: str, seconds: float) -> str:
 LAN_LENGTH = 24
 FIRST, LAST = 2, 254
 MOST = 200
-"""So many networks a trial can have."""
+"""The limit on the networks of one trial."""
 
 _LAN_MTU = 65000
 
@@ -326,7 +326,7 @@ def join(hub: int, places: Sequence[tuple[int, int]]) -> None:
 
 
 def asker(address: str) -> tuple[int, int]:
-    """The network and the number there of whoever asks from `address`."""
+    """The network of the service at `address`, and its number there."""
     _, _, network, host = struct.unpack("4B", socket.inet_aton(address))
     return network, host
 

@@ -297,7 +297,7 @@ class Decision:
 
 OnDecision = Callable[[Decision], None]
 LIMIT = 100_000
-"""How many decisions are passed on for one sandbox; whoever tries more only fills the log."""
+"""The limit on the decisions that are logged for one sandbox."""
 
 
 class DecisionLog:

@@ -20,13 +20,13 @@ _MOST_HELD = 4096
 _PAUSE = 0.25
 """Seconds without reading after a flood, so that a sandbox costs pier little more than what it may write down."""
 _MOST_LOOKUPS = 64
-"""Lookups that are answered at once; of more only the attempt is noted, and whoever asks will ask again."""
+"""Lookups that are answered at once; of more only the attempt is noted, and the client asks again."""
 REASON = "no network"
 _MARK = udp.bare(253, "127.0.0.1", GATEWAY)
 """A packet of pier's own, refused like any other: its number tells how many were lost before it."""
 
 Told = tuple[int, int, bytes]
-"""A packet's number among those told, its protocol, and its beginning."""
+"""A logged packet's number, its protocol, and its beginning."""
 
 
 class Refusals:
@@ -58,7 +58,7 @@ class Refusals:
         self._pause = self._loop.call_later(_PAUSE, self._resume)
 
     def take_all(self) -> None:
-        """Note everything that was told so far; lookups may still be answered."""
+        """Note every packet logged so far; lookups may still be answered."""
         self._take_held()
         if self._overrun:
             with contextlib.suppress(OSError):
@@ -66,13 +66,13 @@ class Refusals:
             self._take_held()
 
     def _take_held(self) -> None:
-        """What the socket holds, and not for ever more of somebody who adds to it without a pause."""
+        """Take the packets that the socket holds, up to a limit: a sandbox may add to them without a pause."""
         for _ in range(_MOST_HELD):
             if not self._take():
                 return
 
     async def settle(self) -> None:
-        """Note everything that was told so far."""
+        """Note every packet logged so far."""
         self.take_all()
         if self._lookups:
             await asyncio.wait(self._lookups)
@@ -111,7 +111,7 @@ class Refusals:
                 self._answers.sendto(udp.answer(sent, reply), (str(sent.source), 0))
 
     def close(self) -> None:
-        """Close the sockets; the kernel then has nobody to tell. Idempotent."""
+        """Close the sockets; the kernel then logs nothing. Idempotent."""
         if self._pause is not None:
             self._pause.cancel()
         if self._telling.fileno() >= 0:
@@ -123,7 +123,7 @@ class Refusals:
 
 
 def _is_ours(packet: bytes, attempt: ConnectAttempt) -> bool:
-    """Whether a packet comes of what pier does: a mark, or the kernel's word that nobody waits for an answer."""
+    """Whether a packet comes of what pier does: a mark, or the kernel's mark that no process waits for an answer."""
     if str(attempt.address) != GATEWAY:
         return False
     return packet[9] == _MARK[9] or (attempt.kind == "icmp" and packet[4 * (packet[0] & 0x0F) :][:1] == b"\x03")

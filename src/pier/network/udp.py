@@ -85,7 +85,7 @@ def echo_head(six: bool) -> bytes:
 
 
 def refusal(to: Datagram, *, prohibited: bool) -> bytes:
-    """The packet that tells that `to` may not pass, or that nobody listens there."""
+    """The ICMP packet that refuses `to`: prohibited, or no listener at its port."""
     if to.address.version == 4:
         body = struct.pack(">BBHI", 3, 13 if prohibited else 3, 0, 0) + to.head
         return _packet(to, _ICMP, body, checksum_at=2)
