@@ -13,8 +13,10 @@ from pier.errors import JobError
 from pier.job.command import run_quietly
 from pier.job.config import AgentConfig, DatasetConfig, EnvironmentConfig, JobConfig
 from pier.job.ledger import Ledger
+from pier.job.results import main_reward
 from pier.record.reader import Recording
 from pier.record.reader import read as read_recording
+from pier.tree import Tree
 from pier.trial.result import TrialResult, read_result
 
 
@@ -45,16 +47,15 @@ class Trial:
     @property
     def reward(self) -> float | None:
         """The reward of that name, else the only one; None if there is none, which is not zero."""
-        rewards = self.rewards or {}
-        if len(rewards) == 1:
-            return next(iter(rewards.values()))
-        return rewards.get("reward")
+        return main_reward(self.rewards)
 
     @property
     def trajectory(self) -> dict[str, Any] | None:
-        """The agent's steps (ATIF), for agents that have them."""
-        path = self.directory / "agent" / "trajectory.json"
-        return json.loads(path.read_text()) if path.is_file() else None
+        """The agent's steps (ATIF); None if it has none, or left something else than a file there."""
+        name = "agent/trajectory.json"
+        with Tree(self.directory.resolve()) as tree:
+            found = tree.find(name)
+            return json.loads(tree.read(name, found.size)) if found and found.kind == "file" else None
 
     @property
     def recording(self) -> Recording:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from pier import Trial
 from pier.agent.contract import AgentRun
 from pier.agent.harbor import SandboxEnvironment
 from pier.errors import SandboxError, UsageError
@@ -360,6 +361,7 @@ def test_trajectories_and_recordings_that_are_links(tmp_path: Path) -> None:
     (trial / "agent").mkdir(parents=True)
     for name in ("trajectory.json", "recording.jsonl"):
         (trial / "agent" / name).symlink_to(tmp_path / "key")
+    assert Trial(trial).trajectory is None
     with pytest.raises(UsageError, match="no trajectory"):
         find(trial)
     with pytest.raises(UsageError, match="not a regular file"):

@@ -25,7 +25,8 @@ from typing import Any, Literal
 from pier.errors import UsageError
 from pier.record.reader import FILE_NAMES, Recording, read
 from pier.trajectory.lineage import Kind, Lineage, Node, Thread, read_call
-from pier.tree import find_files
+from pier.trajectory.model import file_content
+from pier.tree import TreeError, find_files
 from pier.wire.dialects import DIALECTS
 from pier.wire.turn import Message, Request, Turn
 
@@ -442,7 +443,7 @@ def _termination(outcome: Mapping[str, Any], error: Mapping[str, Any]) -> str:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        value = json.loads(file_content(path))
+    except (OSError, TreeError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
