@@ -245,6 +245,11 @@ def _with_login(provider: Provider, env: Mapping[str, str]) -> Provider:
     return replace(provider, key=found) if found else provider
 
 
+def key_variables() -> frozenset[str]:
+    """The variables that hold keys of the built-in providers: the gateway uses them, and no sandbox needs them."""
+    return frozenset(name for row in _BUILT_IN for name in row[3])
+
+
 def at_address(url: str, *, key: str | None = None, name: str = "custom") -> Provider:
     """A provider at any compatible address. It speaks Chat Completions unless the address says otherwise:
     `anthropic+http://127.0.0.1:8000`, `chat,responses+https://models.example/v1`."""
