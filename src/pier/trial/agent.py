@@ -22,6 +22,7 @@ from pier.agent.oracle import OracleAgent
 from pier.agent.registry import check_options, find_agent
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import AgentError, JobError, PierError, ProviderError, StorageError, UsageError
+from pier.record import RECORDING
 from pier.redact import Redactor
 from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
 from pier.task import Task, TaskStep
@@ -41,8 +42,6 @@ _GRACE = 60.0
 
 _FLOOD = 32
 """An agent with more model calls at once than this may have caused a rate limit itself, so it is graded."""
-
-RECORDING = "recording.jsonl"
 
 
 def make_agent(choice: AgentChoice) -> Agent:
