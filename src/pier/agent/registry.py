@@ -14,7 +14,7 @@ from pier.plugin import find, names
 
 AGENTS: dict[str, str] = {
     "oracle": "pier.agent.oracle:OracleAgent",
-    "nop": "pier.agent.nop:NopAgent",
+    "nop": "pier.agent.oracle:NopAgent",
     "command": "pier.agent.command:CommandAgent",
     "claude-code": "pier.agent.claude_code:ClaudeCode",
     "codex": "pier.agent.codex:Codex",

@@ -2,6 +2,8 @@
 
 `pier.sandbox.conformance` checks each promise below against a running backend. A promise that a backend cannot keep
 is declared in its `Capabilities`; everything else holds everywhere.
+
+A Dockerfile that is to be built, as a backend with a builder of its own is told.
 """
 
 from __future__ import annotations
@@ -19,7 +21,25 @@ from pier.image.model import Image, OnProgress
 from pier.lease import Held, Lease
 from pier.network.policy import NetworkMode, NetworkPolicy, OnDecision
 from pier.sandbox.compose.model import MAIN, Composition
-from pier.sandbox.order import BuildOrder
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOrder:
+    """`key` names everything that the result depends on. `network` is what RUN steps may reach; None is whatever the
+    builder offers."""
+
+    key: str
+    context: Path
+    dockerfile: Path | None = None
+    args: Mapping[str, str] = field(default_factory=dict)
+    target: str | None = None
+    network: NetworkPolicy | None = None
+    on_progress: OnProgress | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def file(self) -> Path:
+        return self.dockerfile or self.context / "Dockerfile"
+
 
 OUTPUT_LIMIT = 16 * 1024 * 1024
 """How many bytes of each stream a `Result` keeps unless told otherwise. What is beyond is read and dropped."""

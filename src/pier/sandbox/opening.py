@@ -1,24 +1,26 @@
 """One sandbox from start to end: finds or builds its image, opens a backend and starts it.
 
 `pier.sandbox(...)` is `open_sandbox`, and `pier sandbox run` uses the same.
+
+Uploads a directory of scripts, one of which is run afterwards.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pier.errors import ArgumentError, ImageError, SandboxError, UsageError
-from pier.image.host import host_image
-from pier.image.model import HOST, Image, OnProgress, parse
+from pier.image.model import HOST, Image, OnProgress, host_image, parse
 from pier.lease import Lease, sweep
 from pier.network.policy import PUBLIC, NetworkMode, NetworkPolicy
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend, Limits, Mount, Sandbox, SandboxSpec
-from pier.sandbox.hidden import refuse_hidden
+from pier.sandbox.host import refuse_hidden
 
 if TYPE_CHECKING:
     from pier.image.store import ImageStore
@@ -168,3 +170,14 @@ async def resolve_image(
             # The backend reached the registry and pier may not: what the backend was answered counts.
             message, error = f"{refused.message}\n  - registry: {error.message}", refused
         raise ImageError(message, code=error.code, blame=error.blame, retryable=error.retryable, hint=hint) from error
+
+
+async def upload_scripts(
+    sandbox: Sandbox, source: Path, target: str, *, program: str | None = None, owner: str | None = None
+) -> None:
+    """Copy the contents of the directory `source` into the directory `target`, as `Sandbox.upload` does. The file
+    `program` in it can be executed afterwards, whatever its mode is here."""
+    await sandbox.upload(source.resolve(), target, owner=owner)
+    if program is not None and not os.access(source / program, os.X_OK):
+        data = (source / program).read_bytes()
+        await sandbox.write_file(f"{target}/{program}", data, mode=0o755, owner=owner)

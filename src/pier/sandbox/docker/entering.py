@@ -22,9 +22,8 @@ from pier.sandbox.docker.hub import Hub, Member, Places
 from pier.sandbox.docker.layers import find_layers
 from pier.sandbox.linux.channel import Channel, close_all
 from pier.sandbox.linux.disk import free_bytes
-from pier.sandbox.linux.killing import kill_and_wait
 from pier.sandbox.linux.network import Network
-from pier.sandbox.linux.zygotes import Zygotes
+from pier.sandbox.linux.zygotes import Zygotes, kill_and_wait
 
 FAR_SOCKET = "far_socket"
 """The code of the error that an engine is at a socket of this machine, but is not on it."""
