@@ -12,7 +12,7 @@ from pier.image.store import ImageStore
 from pier.lease import Lease
 from pier.sandbox import SandboxSpec, open_backend
 from pier.sandbox.contract import Sandbox
-from pier.sandbox.opening import upload_scripts
+from pier.sandbox.upload import upload_scripts
 
 pytestmark = pytest.mark.plain
 

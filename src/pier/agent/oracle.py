@@ -10,7 +10,7 @@ from __future__ import annotations
 from pier.agent.contract import AGENT_LOGS, Agent, AgentRun, Launch
 from pier.errors import TaskError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
-from pier.sandbox.opening import upload_scripts
+from pier.sandbox.upload import upload_scripts
 from pier.task.digest import without_ignored
 
 SOLUTION_PATH = "/solution"

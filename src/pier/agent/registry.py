@@ -8,7 +8,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from pier.agent.contract import Agent, PackSpec
-from pier.agent.harbor import adapt, is_harbor_agent
 from pier.errors import UsageError
 from pier.plugin import find, names
 
@@ -39,8 +38,10 @@ def find_agent(name: str) -> type[Agent]:
     (`name@version`) it comes in a pack of that version."""
     plain, _, version = name.partition("@")
     found = find("agent", plain, AGENTS)
-    if is_harbor_agent(found) and not issubclass(found, Agent):
-        found = adapt(found)
+    if not (isinstance(found, type) and issubclass(found, Agent)):
+        from pier.agent.harbor import adapt, is_harbor_agent
+
+        found = adapt(found) if is_harbor_agent(found) else found
     if not (isinstance(found, type) and issubclass(found, Agent)):
         raise UsageError(
             f"{name!r} is not an agent: expected a subclass of pier.agent.contract.Agent or of Harbor's BaseAgent",

@@ -1,14 +1,11 @@
 """One sandbox from start to end: finds or builds its image, opens a backend and starts it.
 
 `pier.sandbox(...)` is `open_sandbox`, and `pier sandbox run` uses the same.
-
-Uploads a directory of scripts, one of which is run afterwards.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -170,14 +167,3 @@ async def resolve_image(
             # The backend reached the registry and pier may not: what the backend was answered counts.
             message, error = f"{refused.message}\n  - registry: {error.message}", refused
         raise ImageError(message, code=error.code, blame=error.blame, retryable=error.retryable, hint=hint) from error
-
-
-async def upload_scripts(
-    sandbox: Sandbox, source: Path, target: str, *, program: str | None = None, owner: str | None = None
-) -> None:
-    """Copy the contents of the directory `source` into the directory `target`, as `Sandbox.upload` does. The file
-    `program` in it can be executed afterwards, whatever its mode is here."""
-    await sandbox.upload(source.resolve(), target, owner=owner)
-    if program is not None and not os.access(source / program, os.X_OK):
-        data = (source / program).read_bytes()
-        await sandbox.write_file(f"{target}/{program}", data, mode=0o755, owner=owner)

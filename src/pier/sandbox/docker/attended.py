@@ -19,10 +19,9 @@ from pier.sandbox.docker.group import CONTAINER_ENDED, ContainerGroup, until_fro
 from pier.sandbox.docker.hub import Member, Places
 from pier.sandbox.docker.layers import find_layers
 from pier.sandbox.docker.mux import Mux, Watched
-from pier.sandbox.linux.channel import Channel, close_all
+from pier.sandbox.linux.channel import WATCH, Channel, close_all
 from pier.sandbox.linux.disk import free_bytes
 from pier.sandbox.linux.network import Network
-from pier.sandbox.linux.stuck import WATCH
 
 EVENT = -2
 """The number of messages that answer nothing: a decision of the network policy, the end of the container."""

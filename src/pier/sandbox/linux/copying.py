@@ -32,7 +32,7 @@ from pier.errors import (
 from pier.sandbox import tree
 from pier.sandbox.arguments import check_bytes
 from pier.sandbox.linux.channel import Channel
-from pier.sandbox.tree.unpack import receive
+from pier.sandbox.tree.receive import receive
 from pier.tree import FAULTS, open_regular
 
 T = TypeVar("T")

@@ -1,7 +1,4 @@
-"""A tar stream as a tree, which stays below one directory whatever the stream says.
-
-A tree that comes out of a sandbox, put on the host: all of it appears under its name at once, or nothing does.
-"""
+"""A tar stream as a tree, which stays below one directory whatever the stream says."""
 
 from __future__ import annotations
 
@@ -10,9 +7,7 @@ import errno
 import os
 import stat
 import tarfile
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import IO, Any
 
 from pier.beneath import (
@@ -24,7 +19,6 @@ from pier.beneath import (
     TreeError,
     make_directory,
     open_in,
-    remove,
     write_sparse,
 )
 from pier.sandbox.tree.pack import BUFFER, CHUNK, SKIPPED, forget_members
@@ -270,36 +264,3 @@ def _remove(parent: int, name: str) -> None:
             if error.errno != errno.ENOTEMPTY:
                 raise
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name) from error
-
-
-_SINGLE = "content"
-
-
-def receive(stream: IO[bytes], target: Path, *, max_bytes: int | None = None) -> list[str]:
-    """Unpack what `pack` made to the host path `target`, which must not exist or be an empty directory. Parents are
-    made. Answers what was left out. Raises FileExistsError if something is there already."""
-    if target.is_symlink() or (target.exists() and not _is_empty(target)):
-        raise FileExistsError(f"{target} exists already")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unborn = Path(tempfile.mkdtemp(prefix=".pier-", suffix=".tmp", dir=target.parent))
-    try:
-        root = os.open(unborn, DIRECTORY)
-        try:
-            unpacked = unpack(stream, root, max_bytes=max_bytes, single=_SINGLE)
-        finally:
-            os.close(root)
-        if unpacked.alone and not unpacked.skipped:
-            if target.is_dir():
-                target.rmdir()
-            (unborn / _SINGLE).rename(target)
-        elif not unpacked.alone:
-            unborn.chmod(0o755)
-            unborn.rename(target)
-    finally:
-        with contextlib.suppress(OSError):
-            remove(str(unborn))
-    return unpacked.skipped
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
