@@ -21,7 +21,6 @@ from pier.sizes import parse_size
 
 if TYPE_CHECKING:
     from pier.sandbox.contract import Mount, Process
-    from pier.sandbox.remote import Running
 
 _SHELL = "/bin/sh"
 
@@ -91,7 +90,8 @@ def list_(as_json: bool) -> None:
 
     rows = list_running()
     if as_json:
-        click.echo(json.dumps([_as_json(one) for one in rows], indent=2))
+        facts = ("id", "name", "image", "pid", "started", "command")
+        click.echo(json.dumps([{name: getattr(one, name) for name in facts} for one in rows], indent=2))
         return
     if not rows:
         click.echo("no sandboxes run", err=True)
@@ -124,17 +124,6 @@ def stop(names: tuple[str, ...]) -> None:
     for name in names:
         asyncio.run(_stop(name))
         click.echo(name)
-
-
-def _as_json(one: Running) -> dict[str, Any]:
-    return {
-        "id": one.id,
-        "name": one.name,
-        "image": one.image,
-        "pid": one.pid,
-        "started": one.started,
-        "command": one.command,
-    }
 
 
 async def _until_terminated(work: Coroutine[Any, Any, int]) -> int:

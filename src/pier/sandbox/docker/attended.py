@@ -98,15 +98,7 @@ class Attended:
         if await until_frozen(self._group, self._channel):
             self._tell(EVENT, {"gone": "was paused from outside"})
             self._channel.close()
-            self._kill()
-
-    def _kill(self) -> None:
-        """Kill everything in the container, whether it is frozen or not."""
-        for fd in (self._pidfd, self._first):
-            if fd >= 0:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
-        self._group.thaw()
+            self._group.kill(self._pidfd, self._first)
 
     def take(self, message: dict[str, Any]) -> None:
         """Pass a request on. Its files are made here: pipes, with streams to pier at their other ends."""
@@ -280,7 +272,7 @@ class Attended:
         if self._channel is not None:
             self._channel.close()
         if self._group.is_frozen():
-            self._kill()
+            self._group.kill(self._pidfd, self._first)
         if self._pidfd >= 0:
             ended = self._loop.create_future()
             self._loop.add_reader(self._pidfd, lambda: ended.done() or ended.set_result(None))

@@ -11,14 +11,15 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 from aiodocker.exceptions import DockerError
 
 from pier.errors import ImageError
+from pier.files import locked
 from pier.home import pier_home
 from pier.image.disk import only_one
 from pier.image.model import OnProgress
@@ -46,19 +47,9 @@ def making(name: str) -> AbstractAsyncContextManager[None]:
     return only_one(pier_home() / "docker" / "locks", name)
 
 
-@contextmanager
-def letting_go(name: str) -> Iterator[bool]:
+def letting_go(name: str) -> AbstractContextManager[bool]:
     """While an image is removed: whether nobody holds it."""
-    fd = os.open(_place(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
-    finally:
-        os.close(fd)
+    return locked(_place(name), wait=False)
 
 
 def _place(name: str) -> Path:

@@ -20,7 +20,8 @@ import aiodocker
 from aiodocker.exceptions import DockerError
 
 from pier.errors import ImageError
-from pier.image.model import Image, ImageConfig, OnProgress, Reference, parse
+from pier.image.importing import config_of
+from pier.image.model import Image, OnProgress, Reference, parse
 from pier.image.registry import find_credentials
 from pier.sandbox.docker.client import DISK_FULL, SPACE_HINT, is_disk_full
 from pier.sandbox.docker.flatten import write_archive, write_flat
@@ -170,23 +171,7 @@ class EngineImages:
             if error.status in (400, 404):
                 return None
             raise
-        config = found.get("Config") or {}
-        return Image(
-            reference,
-            found["Id"],
-            (),
-            ImageConfig(
-                env=dict(row.partition("=")[::2] for row in config.get("Env") or []),
-                workdir=config.get("WorkingDir") or "/",
-                user=config.get("User") or "",
-                entrypoint=tuple(config.get("Entrypoint") or ()),
-                cmd=tuple(config.get("Cmd") or ()),
-                shell=tuple(config.get("Shell") or ("/bin/sh", "-c")),
-                labels=dict(config.get("Labels") or {}),
-                healthcheck=config.get("Healthcheck"),
-                on_build=tuple(config.get("OnBuild") or ()),
-            ),
-        )
+        return Image(reference, found["Id"], (), config_of({"config": found.get("Config")}))
 
     async def size(self, name: str) -> int:
         """How many bytes an image holds."""
