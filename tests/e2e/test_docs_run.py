@@ -81,7 +81,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _environment(place: Path) -> dict[str, str]:
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": programs, "HOME": str(place), "PIER_HOME": str(place / "home"), "PIER_PACKS": str(PACKS)}
+    own = {"PATH": programs, "HOME": str(place), "PIER_HOME": str(place / "home"), "PIER_PACKS": str(PACKS)}
+    return {**os.environ, **own}
 
 
 @pytest.fixture(scope="module")
