@@ -2,8 +2,8 @@
 
     <!-- not run: needs a remote engine -->
 
-The blocks of a page run in order, in one directory that has the examples, some tasks, and a job that was run before. Where
-a key would be needed, pier's own gateway plays a script as the provider. Names that readers replace (NAME, TRIAL, `...`)
+The blocks of a page run in order, in one directory that has the examples, some tasks, and a finished job. Where a key
+would be needed, pier's own gateway plays a script as the provider. Names that readers replace (NAME, TRIAL, `...`)
 are replaced, and tasks run on the image `host`.
 """
 
