@@ -22,7 +22,7 @@ from pier.agent.contract import AgentRun
 from pier.agent.harbor import SandboxEnvironment
 from pier.errors import SandboxError, UsageError
 from pier.image.build import build_image
-from pier.image.host import host_image
+from pier.image.model import host_image
 from pier.image.store import ImageStore
 from pier.lease import Lease
 from pier.record.reader import find as find_recording

@@ -3,20 +3,26 @@
 What is shown is listed here, alike for root and plain users: directories of software, and a copy of those files of /etc
 that programs need and everybody may read. Homes, state of applications, keys, `/srv`, `/run` and whatever else this
 machine has are not in it.
+
+Directories that no sandbox sees, whatever it is made of: tasks, jobs, packs and pier's own state.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pwd
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pier.image.host import host_image
+from pier.errors import SandboxError
+from pier.home import packs_home, private_directories
+from pier.image.model import host_image
+from pier.sandbox.contract import Mount
 
 _SOFTWARE = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "nix/store", "gnu/store")
 _PACKAGES = ("var/lib/dpkg", "var/lib/rpm")
@@ -185,3 +191,47 @@ def _write_shadows(etc: Path) -> None:
             rows = (etc / listed).read_text().splitlines()
             (etc / name).write_text("".join(f"{row.split(':')[0]}{tail}\n" for row in rows if row))
             (etc / name).chmod(0o600)
+
+
+_SIZE = 4096
+_MOST = 512
+
+
+def masks(mounts: Sequence[Mount], hidden: Iterable[Path], trees: Sequence[str] = ()) -> tuple[Mount, ...]:
+    """Empty directories to be mounted over what is to be hidden of `mounts`, and of `trees` of this machine that a
+    sandbox has at the same paths. A mount from inside of a hidden directory is of pier's own making and stays."""
+    shown = [(tree, tree) for tree in trees]
+    shown += [(_real(mount.source).rstrip("/"), mount.target) for mount in mounts if mount.source is not None]
+    sources = tuple(source for source, _ in shown)
+    found: set[str] = set()
+    for path in _directories(hidden) if shown else ():
+        for source, target in shown if path.startswith(sources) else ():
+            inside = path.startswith(source) and (path[len(source) :].startswith("/") or path in trees)
+            if inside and Path(path).is_dir():
+                found.add(target.rstrip("/") + path[len(source) :])
+    outermost = sorted(path for path in found if not any(path.startswith(f"{other}/") for other in found))
+    if len(outermost) > _MOST:
+        message = f"cannot hide {len(outermost)} directories, such as {outermost[0]}, from one sandbox"
+        raise SandboxError(message, code="hidden_mount", blame="user", retryable=False, hint="mount less")
+    return tuple(Mount(path, read_only=True, size=_SIZE) for path in outermost)
+
+
+def refuse_hidden(mounts: Iterable[Mount], hidden: Iterable[Path] = ()) -> None:
+    """Refuse to mount what no sandbox may see, apart from a pack."""
+    for mount in mounts:
+        source = _real(mount.source) if mount.source is not None else ""
+        if not source or source.startswith(f"{_real(packs_home())}/"):
+            continue
+        for path in _directories(hidden):
+            if source == path or source.startswith(f"{path}/"):
+                message = f"cannot mount {source}: it lies in {path}, which no sandbox may see"
+                raise SandboxError(message, code="hidden_mount", blame="user", retryable=False)
+
+
+def _directories(hidden: Iterable[Path]) -> set[str]:
+    return {_real(path) for path in (*hidden, *private_directories())} - {"/"}
+
+
+@functools.lru_cache(maxsize=1024)
+def _real(path: Path) -> str:
+    return os.path.realpath(path)

@@ -23,7 +23,7 @@ from pier.image.model import Image, OnProgress
 from pier.network.policy import Decision, NetworkPolicy, OnDecision
 from pier.sandbox.compose import Compose, Composition
 from pier.sandbox.contract import Change, Mount, Sandbox, SandboxSpec
-from pier.sandbox.hidden import refuse_hidden
+from pier.sandbox.host import refuse_hidden
 from pier.secret import secret_values
 from pier.task import Task, resolve_env
 from pier.task.load import COMPOSE_NAME
