@@ -10,8 +10,10 @@ trial that an agent could have made.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -189,7 +191,7 @@ class Tree:
         """A path of this process that leads to an entry and passes no link on its way, for functions that take one.
         Its last part may be a link itself."""
         with self._parent(path) as (above, name):
-            yield Path(f"/proc/self/fd/{above}/{name}")
+            yield _path_of(above) / name
 
     @contextmanager
     def _parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
@@ -210,6 +212,13 @@ class Tree:
             yield fd, name
         finally:
             os.close(fd)
+
+
+def _path_of(directory: int) -> Path:
+    """A path to an open directory that holds even if the directory is moved, where the system has one."""
+    if sys.platform == "darwin":
+        return Path(os.fsdecode(fcntl.fcntl(directory, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")))
+    return Path(f"/proc/self/fd/{directory}")
 
 
 def _listed(here: int, above: str) -> list[Entry]:

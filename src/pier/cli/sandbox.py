@@ -68,7 +68,7 @@ def sandbox() -> None:
 @click.option("--processes", type=int, help="How many processes; 0 for unlimited.  [default: 4096]")
 @click.option("--disk", type=Size(), help="How much may be written; 0 for unlimited.  [default: half of what is free]")
 @click.option("--open-files", type=int, help="How many open files a process may have.")
-@click.option("-v", "--volume", multiple=True, metavar="SRC:DST[:ro|rw]", help="Mount a path of this machine.")
+@click.option("--volume", multiple=True, metavar="SRC:DST[:ro|rw]", help="Mount a path of this machine.")
 @click.option("--name", default="", help="A name for `pier sandbox exec`.")
 @click.option("--hostname", default="pier", show_default=True)
 @click.option("--no-new-privileges", is_flag=True, help="Let nothing inside gain rights, sudo included.")

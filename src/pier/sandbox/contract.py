@@ -73,7 +73,7 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a sandbox may use, all of its processes together. None is no limit. Sizes are in bytes."""
+    """What a sandbox may use, all of its processes together. None means unlimited. Sizes are in bytes."""
 
     cpus: float | None = None
     memory: int | None = None
@@ -318,7 +318,7 @@ class Sandbox(ABC):
         output_limit: int = OUTPUT_LIMIT,
     ) -> Result:
         """Run a command to its end. A timeout or a cancel kills its whole process tree inside the sandbox, processes
-        in other sessions and double-forked ones included; a timeout is told in the result, not raised. `user` is a
+        in other sessions and double-forked ones included; a timeout is reported in the result, not raised. `user` is a
         name or `uid[:gid]`; a uid needs no passwd entry. `env` adds to the sandbox's own."""
 
     @abstractmethod
@@ -502,7 +502,7 @@ class Backend(ABC):
         (a `PolicyError` for networks) before anything starts."""
 
     async def find_image(self, reference: str) -> Image | None:
-        """An image that the backend keeps itself; None if it has none of that name, or no store of its own."""
+        """An image that the backend keeps itself; None if it has none of that name, or no store."""
         return None
 
     async def pull_image(self, reference: str, on_progress: OnProgress | None = None) -> Image | None:
@@ -532,7 +532,7 @@ class Backend(ABC):
 
     @abstractmethod
     async def doctor(self) -> list[Finding]:
-        """What this machine offers to the backend, what is missing, and how to mend it."""
+        """What this machine offers to the backend, what is missing, and how to fix it."""
 
     @abstractmethod
     async def destroy(self, held: Held) -> None:
