@@ -208,7 +208,7 @@ class ReviewPlan:
 
     def _write_trial(self, trial: SourceTrial) -> None:
         result = _result(trial.directory)
-        task = task_directory(result) if result else None
+        task = task_directory(result, self.root) if result else None
         order = self._order(trial=trial.name, task=str(task) if task else None, digest=_result_digest(trial.directory))
         where = [f"The trial's files are in {INPUT}/trial."]
         where.append(

@@ -56,7 +56,7 @@ class Evidence(BaseModel):
         return f"{self.file}:{self.line}" if self.line else str(self.file)
 
 
-class Check(BaseModel):
+class CriterionAnswer(BaseModel):
     """The answer to one criterion."""
 
     model_config = ConfigDict(extra="ignore")
@@ -65,7 +65,7 @@ class Check(BaseModel):
     explanation: str = Field(min_length=1)
 
 
-class Finding(BaseModel):
+class CritiqueFinding(BaseModel):
     """One thing that the critic found."""
 
     model_config = ConfigDict(extra="ignore")
@@ -79,7 +79,7 @@ class Finding(BaseModel):
 class _Output(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
-    findings: list[Finding] = Field(default_factory=list)
+    findings: list[CritiqueFinding] = Field(default_factory=list)
 
 
 class CritiqueOutput(_Output):
@@ -130,7 +130,7 @@ def schema_of(kind: Kind, criteria: tuple[str, ...], causes: tuple[str, ...]) ->
     fields: dict[str, Any] = {}
     if criteria:
         answers: dict[str, Any] = {
-            f"criterion_{number}": (Check, Field(alias=name)) for number, name in enumerate(criteria)
+            f"criterion_{number}": (CriterionAnswer, Field(alias=name)) for number, name in enumerate(criteria)
         }
         fields["checks"] = (create_model("Checks", **answers), ...)
     if causes:
@@ -148,7 +148,7 @@ class Checked:
 
 
 def check_output(data: bytes, schema: Schema, places: Mapping[str, Path]) -> Checked:
-    """Check what a critic wrote. `places` are the directories of this machine that it saw, by their names below
+    """CriterionAnswer what a critic wrote. `places` are the directories of this machine that it saw, by their names below
     `INPUT`."""
     try:
         value = json.loads(data)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from pier.files import is_plain_name
-from pier.review.output import Check, Evidence, Finding
+from pier.review.output import CriterionAnswer, Evidence, CritiqueFinding
 from pier.review.publish import ANALYSIS, CRITIQUES
 from pier.tree import Tree, TreeError
 
@@ -36,8 +36,8 @@ class Critique:
     rating: str | None = None
     feedback: str | None = None
     tags: tuple[str, ...] = ()
-    checks: dict[str, Check] = field(default_factory=dict)
-    findings: tuple[Finding, ...] = ()
+    checks: dict[str, CriterionAnswer] = field(default_factory=dict)
+    findings: tuple[CritiqueFinding, ...] = ()
     agent: str | None = None
     model: str | None = None
     cost_usd: float | None = None
@@ -157,8 +157,8 @@ class TrialAnalysis:
     trial: str
     summary: str
     cause: str | None = None
-    checks: dict[str, Check] = field(default_factory=dict)
-    findings: tuple[Finding, ...] = ()
+    checks: dict[str, CriterionAnswer] = field(default_factory=dict)
+    findings: tuple[CritiqueFinding, ...] = ()
     model: str | None = None
     cost_usd: float | None = None
 
@@ -306,21 +306,21 @@ def _critique(tree: Tree, run: CritiqueRun, trial: str) -> Critique:
     )
 
 
-def _checks(value: dict[str, Any]) -> dict[str, Check]:
-    found: dict[str, Check] = {}
+def _checks(value: dict[str, Any]) -> dict[str, CriterionAnswer]:
+    found: dict[str, CriterionAnswer] = {}
     for name, row in _table(value.get("checks")).items():
         try:
-            found[name] = Check.model_validate(row)
+            found[name] = CriterionAnswer.model_validate(row)
         except ValidationError:
             continue
     return found
 
 
-def _findings(value: dict[str, Any]) -> tuple[Finding, ...]:
+def _findings(value: dict[str, Any]) -> tuple[CritiqueFinding, ...]:
     rows, found = value.get("findings"), []
     for row in rows if isinstance(rows, list) else ():
         try:
-            found.append(Finding.model_validate(row))
+            found.append(CritiqueFinding.model_validate(row))
         except ValidationError:
             continue
     return tuple(found)
@@ -368,11 +368,11 @@ def _number(value: Any) -> float | None:
 __all__ = [
     "Agreement",
     "CauseCount",
-    "Check",
+    "CriterionAnswer",
     "Critique",
     "CritiqueRun",
     "Evidence",
-    "Finding",
+    "CritiqueFinding",
     "HeatMap",
     "HeatRow",
     "JobAnalysis",

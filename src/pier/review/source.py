@@ -162,15 +162,19 @@ def _from_view(directory: Path, view: TrialView) -> SourceTrial:
     return SourceTrial(directory.name, directory, view.task, view.agent, view.model, view.outcome)
 
 
-def task_directory(result: TrialResult) -> Path | None:
-    """The directory of a trial's task on this machine, if it is still there and is a task of that name. What a trial's
-    files say is not trusted further: nothing but a task is shown to a critic."""
+def task_directory(result: TrialResult, root: Path) -> Path | None:
+    """The directory of a trial's task on this machine, if it is still there and is a task of that name. Harbor keeps
+    paths as they were typed: they count from here, or from where `jobs` is. What a trial's files say is not trusted
+    further: nothing but a task is shown to a critic."""
     reference = result.config.get("task")
     path = reference.get("path") if isinstance(reference, dict) else None
-    if not isinstance(path, str) or not Path(path).is_absolute():
+    if not isinstance(path, str) or not path or "\0" in path:
         return None
-    try:
-        task = load_task(path, verify=False)
-    except (TaskError, OSError, ValueError):
-        return None
-    return task.path if task.name == result.task_name else None
+    for base in (Path.cwd(), root.parent.parent):
+        try:
+            task = load_task(base / path, verify=False)
+        except (TaskError, OSError, ValueError):
+            continue
+        if task.name == result.task_name:
+            return task.path
+    return None

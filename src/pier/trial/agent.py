@@ -262,6 +262,7 @@ async def run_until_accepted(
         if instruction is None or failed is not None:
             return None if instruction is None else failed
         run, number = replace(run, instruction=instruction), number + 1
+        run.warn(f"the agent's output was not accepted, so the agent runs again ({number})")
 
 
 def check_job_budget(session: Session | None) -> None:
