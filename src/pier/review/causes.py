@@ -108,8 +108,9 @@ def _causes(trial: SourceTrial, result: TrialResult) -> Iterator[Cause]:
 
 
 def _budget_key(ended: str) -> str:
-    words = ("turns", "input tokens", "output tokens", "tokens", "$", "seconds")
-    return f"budget: {next((word for word in words if word in ended), 'session')}".replace("$", "cost")
+    limits = {name: name for name in ("turns", "input tokens", "output tokens", "tokens")}
+    limits |= {"$": "cost", "seconds": "time"}
+    return f"budget: {next((name for sign, name in limits.items() if sign in ended), 'session')}"
 
 
 def _used(result: TrialResult) -> list[AgentResult]:

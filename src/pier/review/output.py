@@ -148,7 +148,7 @@ class Checked:
 
 
 def check_output(data: bytes, schema: Schema, places: Mapping[str, Path]) -> Checked:
-    """CriterionAnswer what a critic wrote. `places` are the directories of this machine that it saw, by their names below
+    """Check what a critic wrote. `places` are the directories of this machine that it saw, by their names below
     `INPUT`."""
     try:
         value = json.loads(data)

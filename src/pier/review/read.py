@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from pier.files import is_plain_name
-from pier.review.output import CriterionAnswer, Evidence, CritiqueFinding
+from pier.review.output import CriterionAnswer, CritiqueFinding
 from pier.review.publish import ANALYSIS, CRITIQUES
 from pier.tree import Tree, TreeError
 
@@ -363,26 +363,3 @@ def _count(value: Any) -> int:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-__all__ = [
-    "Agreement",
-    "CauseCount",
-    "CriterionAnswer",
-    "Critique",
-    "CritiqueRun",
-    "Evidence",
-    "CritiqueFinding",
-    "HeatMap",
-    "HeatRow",
-    "JobAnalysis",
-    "TrialAnalysis",
-    "agreement",
-    "critiques_of",
-    "heat_map",
-    "list_runs",
-    "read_analysis",
-    "read_critique",
-    "read_job_analysis",
-    "read_run",
-]
