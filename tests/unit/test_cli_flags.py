@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ MEANING = {
     "-r": {"--max-retries", "--rubric"},
     "-t": {"--task", "--trial-name"},
     "-u": {"--user"},
-    "-v": {"--volume"},
+    "-v": {"--verbose"},
     "-w": {"--workdir"},
     "-x": {"--exclude-task-name", "--exclude"},
     "-y": {"--yes"},
@@ -144,3 +145,11 @@ def test_completion_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as stopped:
         main(["completion", shell])
     assert stopped.value.code == 0 and "_PIER_COMPLETE" in capsys.readouterr().out
+
+
+def test_the_version_with_python_platform_and_backends(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version", "-v"])
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:3])
+    assert ended.value.code == 0
+    assert rows["python"].startswith(platform.python_version()) and rows["platform"] == platform.platform()

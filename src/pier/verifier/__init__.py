@@ -1,8 +1,7 @@
 """TestPlan: what is done before, while and after a task's tests decide, so that the verdict can be trusted."""
 
 from pier.verifier.changes import Note
-from pier.verifier.grade import Grade, TestPlan, run_tests
-from pier.verifier.reward import RewardFiles, Rewards, parse_json, parse_text, read_verdict
+from pier.verifier.grade import Grade, RewardFiles, Rewards, TestPlan, parse_json, parse_text, read_verdict, run_tests
 from pier.verifier.secure import Secured, look_again, secure
 
 __all__ = [

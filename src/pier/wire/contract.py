@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -211,6 +211,14 @@ class Dialect:
 
     unknown_sampling: tuple[str, ...] = ()
     """Fields of `Sampling` that the dialect has no parameter for."""
+    sampling_names: Mapping[str, str] = types.MappingProxyType({})
+    """Its names for fields of `Sampling`."""
+
+    def with_sampling(self, body: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
+        """A request's body with these parameters replaced; those that the dialect lacks are left out."""
+        given = write_sampling(sampling, self.sampling_names)
+        return {**body, **{name: value for name, value in given.items() if value is not None}}
+
     custom_tools = False
     """It has tools that take free text, and namespaces of tools."""
     system_anywhere = True
@@ -270,8 +278,6 @@ class Dialect:
         return None
 
 
-Check = Callable[[Any], bool]
-
 _TYPE_NAMES = {
     dict: "an object",
     list: "a list",
@@ -282,79 +288,52 @@ _TYPE_NAMES = {
 }
 
 
-def fault(value: Any) -> str | None:
+@dataclass(frozen=True, slots=True)
+class _Allowed:
+    """What a type allows: classes of values, the texts among them (None: all), and what a tuple may hold."""
+
+    kinds: frozenset[Any]
+    texts: frozenset[str] | None = None
+    items: _Allowed | None = None
+
+
+def fault(value: Any, allowed: _Allowed | None = None, where: str = "") -> str | None:
     """Where a canonical value holds a value that its type does not allow, as text; None if it does not."""
-    return None if _check(type(value))(value) else _find(value, type(value), "")
-
-
-@cache
-def _check(hint: Any) -> Check:
-    """A check whether a value is of a type."""
-    origin = get_origin(hint)
-    if origin is Literal:
-        allowed = frozenset(get_args(hint))
-        return lambda value: isinstance(value, str) and value in allowed
-    if origin in (Union, types.UnionType):
-        return _check_union(get_args(hint))
-    if origin is tuple:
-        return _check_tuple(get_args(hint)[0])
-    if origin is not None and issubclass(origin, Mapping):
-        return lambda value: isinstance(value, dict)
-    if is_dataclass(hint):
-        return _check_class(hint)
-    if hint is float:
-        return lambda value: type(value) is float or type(value) is int
-    return lambda value: type(value) is hint
-
-
-def _check_tuple(hint: Any) -> Check:
-    """Of plain values, of which there may be very many, only the set of their types is looked at."""
-    if hint in (int, str, float):
-        allowed = {hint} | ({int} if hint is float else set())
-        return lambda value: type(value) is tuple and set(map(type, value)) <= allowed
-    check = _check(hint)
-    return lambda value: type(value) is tuple and all(map(check, value))
-
-
-def _check_union(hints: tuple[Any, ...]) -> Check:
-    classes = {hint: _check(hint) for hint in hints if is_dataclass(hint)}
-    others = [_check(hint) for hint in hints if not is_dataclass(hint)]
-
-    def check(value: Any) -> bool:
-        known = classes.get(type(value))
-        return known(value) if known is not None else any(other(value) for other in others)
-
-    return check
-
-
-def _check_class(kind: Any) -> Check:
-    checks = [(name, _check(hint)) for name, hint in _hints(kind)]
-    return lambda value: type(value) is kind and all(check(getattr(value, name)) for name, check in checks)
-
-
-@cache
-def _hints(kind: Any) -> list[tuple[str, Any]]:
-    hints = get_type_hints(kind)
-    return [(field.name, hints[field.name]) for field in fields(kind)]
-
-
-def _find(value: Any, hint: Any, where: str) -> str:
-    kind: Any = type(value)
-    if is_dataclass(kind):
-        for name, inner in _hints(kind):
-            if not _check(inner)(getattr(value, name)):
-                return _find(getattr(value, name), inner, f"{where}.{name}" if where else name)
-    if kind is tuple and (items := _items_of(hint)) is not None:
+    kind, allowed = type(value), allowed or _Allowed(frozenset({type(value)}))
+    if kind not in allowed.kinds or (kind is str and allowed.texts is not None and value not in allowed.texts):
+        return f"{where} is {_TYPE_NAMES.get(kind, 'something else')}"
+    if kind is tuple and allowed.items and not (_PLAIN >= allowed.items.kinds >= set(map(type, value))):
         for number, item in enumerate(value):
-            if not _check(items)(item):
-                return _find(item, items, f"{where}[{number}]")
-    return f"{where} is {_TYPE_NAMES.get(kind, 'something else')}"
+            if problem := fault(item, allowed.items, f"{where}[{number}]"):
+                return problem
+    elif kind not in _PLAIN:
+        for name, inner in _fields(kind):
+            if problem := fault(getattr(value, name), inner, f"{where}.{name}" if where else name):
+                return problem
+    return None
 
 
-def _items_of(hint: Any) -> Any:
-    """What a tuple of this type holds; of a union, what its tuple does."""
-    choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return next((get_args(choice)[0] for choice in choices if get_origin(choice) is tuple), None)
+_PLAIN = frozenset({int, str, float})
+"""Of these a tuple may hold very many."""
+
+
+def _allowed(hint: Any) -> _Allowed:
+    kinds, texts, items = set[Any](), None, None
+    for choice in get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,):
+        origin = get_origin(choice)
+        if origin is Literal:
+            kinds, texts = kinds | {str}, frozenset(get_args(choice))
+        elif origin is tuple:
+            kinds, items = kinds | {tuple}, _allowed(get_args(choice)[0])
+        else:
+            kinds |= {dict} if origin else {int, float} if choice is float else {choice}
+    return _Allowed(frozenset(kinds), texts, items)
+
+
+@cache
+def _fields(kind: Any) -> tuple[tuple[str, _Allowed], ...]:
+    hints = get_type_hints(kind) if is_dataclass(kind) else {}
+    return tuple((field.name, _allowed(hints[field.name])) for field in (fields(kind) if hints else ()))
 
 
 STATUS_KINDS: dict[int, ErrorKind] = {

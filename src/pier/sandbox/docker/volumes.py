@@ -26,8 +26,7 @@ from pier.image.model import OnProgress
 from pier.lease import Lease
 from pier.sandbox.docker.box import passing_container
 from pier.sandbox.docker.client import Client, engine_error
-from pier.sandbox.docker.holding import holding, letting_go, making
-from pier.sandbox.docker.telling import sending
+from pier.sandbox.docker.holding import holding, letting_go, making, sending
 
 PREFIX = "pier-pack-"
 _OURS = re.compile(PREFIX + "[0-9a-f]{24}")
