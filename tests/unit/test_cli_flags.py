@@ -31,17 +31,18 @@ MEANING = {
     "-m": {"--model"},
     "-n": {"--n-concurrent", "--concurrency"},
     "-o": {"--jobs-dir", "--output", "--recording", "--out"},
-    "-p": {"--path", "--job-path"},
+    "-p": {"--path", "--job-path", "--prompt"},
     "-q": {"--quiet"},
-    "-r": {"--max-retries"},
-    "-t": {"--task"},
+    "-r": {"--max-retries", "--rubric"},
+    "-t": {"--task", "--trial-name"},
     "-u": {"--user"},
     "-v": {"--verbose"},
     "-w": {"--workdir"},
     "-x": {"--exclude-task-name", "--exclude"},
     "-y": {"--yes"},
 }
-"""What each short flag stands for; several names where one idea has them (`-o` is where results are written)."""
+"""What each short flag stands for; several names where one idea has them (`-o` is where results are written).
+Reviews take the short flags of Harbor's and datacurve pier's reviews."""
 
 
 def commands(command: click.Command, context: click.Context) -> Iterator[tuple[click.Command, click.Context]]:

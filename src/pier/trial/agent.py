@@ -30,7 +30,7 @@ from pier.task.model import resolve_headers
 from pier.tree import Tree
 from pier.trial.record import TrialRecord
 from pier.trial.result import AgentResult, captured, storage_fault
-from pier.trial.spec import AgentChoice, TrialServices, TrialSpec, user_text
+from pier.trial.spec import Accept, AgentChoice, TrialServices, TrialSpec, user_text
 
 if TYPE_CHECKING:
     from pier.gateway.session import Session
@@ -252,6 +252,27 @@ async def run_agent(agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: On
         said = f": {tail}" if tail else ""
         return AgentError(f"the agent {agent.name!r} ended with exit code {result.exit_code}{said}", code="agent_exit")
     return None
+
+
+async def run_until_accepted(
+    agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: OnOutput, accept: Accept
+) -> AgentError | None:
+    """Run the agent, and again as long as `accept` asks for more; all runs share the agent's time. Output that is
+    accepted counts, however the agent ended; an agent that failed is not run again."""
+    began, number = time.monotonic(), 0
+    while True:
+        left = None if run.seconds is None else run.seconds - (time.monotonic() - began)
+        if left is not None and left <= 0:
+            return AgentError(f"the agent {agent.name!r} took longer than {run.seconds:g} s", code="agent_timeout")
+        failed = await run_agent(agent, sandbox, replace(run, seconds=left), on_output)
+        try:
+            instruction = await accept(sandbox, number)
+        except AgentError as error:
+            return failed or error
+        if instruction is None or failed is not None:
+            return None if instruction is None else failed
+        run, number = replace(run, instruction=instruction), number + 1
+        run.warn(f"the agent's output was not accepted, so the agent runs again ({number})")
 
 
 def check_job_budget(session: Session | None) -> None:
