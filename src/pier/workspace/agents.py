@@ -81,9 +81,7 @@ class InstalledAgent:
         return Launch(
             [self._moved(word) for word in argv],
             {name: self._moved(value) for name, value in env.items()},
-            tuple(
-                replace(file, data=file.data.replace(PACK_PATH.encode(), self.location.encode())) for file in files
-            ),
+            tuple(replace(file, data=file.data.replace(PACK_PATH.encode(), self.location.encode())) for file in files),
         )
 
     def _moved(self, text: str) -> str:
@@ -92,8 +90,9 @@ class InstalledAgent:
 
 def _for_people(agent: Agent, run: AgentRun) -> AgentRun:
     if agent.name == "codex":
-        trust = f"[projects.{json.dumps(run.workdir)}]\ntrust_level = \"trusted\"\n"
-        return replace(run, options={**run.options, "config_toml": trust})
+        model = f"model = {json.dumps(run.endpoint.model)}\n" if run.endpoint and run.endpoint.model else ""
+        trust = f'[projects.{json.dumps(run.workdir)}]\ntrust_level = "trusted"\n'
+        return replace(run, options={**run.options, "config_toml": model + trust})
     return run
 
 
@@ -101,6 +100,11 @@ def _own_env(agent: Agent, run: AgentRun) -> dict[str, str]:
     if agent.name == "claude-code" and run.endpoint is not None:
         # It asks for permission to use a key that it finds in this variable, and takes a token without a question.
         return {"ANTHROPIC_AUTH_TOKEN": run.endpoint.key, "ANTHROPIC_API_KEY": ""}
+    model = run.endpoint.model if run.endpoint else ""
+    if model and agent.name == "gemini-cli":
+        return {"GEMINI_MODEL": model.rpartition("/")[2]}
+    if model and agent.name == "aider":
+        return {"AIDER_MODEL": f"openai/{model}"}
     return {}
 
 
@@ -132,9 +136,7 @@ def _program(argv: Sequence[str]) -> list[str]:
 
 
 def _kept(argv: Sequence[str]) -> list[str]:
-    return [
-        word for flag in _KEPT_FLAGS if flag in argv for word in argv[argv.index(flag) : argv.index(flag) + 2]
-    ]
+    return [word for flag in _KEPT_FLAGS if flag in argv for word in argv[argv.index(flag) : argv.index(flag) + 2]]
 
 
 async def install_agents(
@@ -207,7 +209,9 @@ def _add(source: Path, target: Path) -> None:
             shutil.copy2(source, target, follow_symlinks=False)
 
 
-async def place_files(sandbox: Sandbox, files: Sequence[AgentFile], bases: Sequence[str], known: dict[str, bytes]) -> None:
+async def place_files(
+    sandbox: Sandbox, files: Sequence[AgentFile], bases: Sequence[str], known: dict[str, bytes]
+) -> None:
     """Write the agents' settings. One that was changed inside since stays as it is; `known` remembers what was
     written."""
     fresh = []

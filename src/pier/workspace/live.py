@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun, Launch
 from pier.agent.packed import DEFAULT_PATH
@@ -107,7 +107,7 @@ class LiveWorkspace:
     async def session(self, agent: str | None, order: CommandOrder) -> AsyncIterator[Recorded]:
         """A recorded session for a command that starts an agent; others share one that is not kept."""
         if agent is None:
-            yield Recorded(None, self.shell.endpoint() if self.shell else None)
+            yield Recorded(None, endpoint_of(self.shell))
             return
         installed, config = self.find(agent), self.workspace.config
         version = installed.version if installed else None
@@ -117,14 +117,14 @@ class LiveWorkspace:
             return
         session = open_session(self.gateway, config.model, kept.directory / RECORDING, self.closed_book, self.redactor)
         try:
-            endpoint = session.endpoint()
+            endpoint = endpoint_of(session)
             await self._place([installed] if installed else [], endpoint)
             yield Recorded(kept, endpoint)
         finally:
             await asyncio.shield(session.close())
             if installed is not None and self.shell is not None:
                 with suppress(SandboxError):
-                    await self._place([installed], self.shell.endpoint())
+                    await self._place([installed], endpoint_of(self.shell))
 
     @property
     def closed_book(self) -> bool:
@@ -185,7 +185,7 @@ class LiveWorkspace:
 
     async def set_up_agents(self) -> None:
         """Put the settings, skills and programs of all agents into the sandbox."""
-        endpoint = self.shell.endpoint() if self.shell else None
+        endpoint = endpoint_of(self.shell)
         await self._place(self.agents, endpoint)
         programs: dict[str, Sequence[str]] = {}
         for installed in self.agents:
@@ -239,8 +239,16 @@ class Recorded:
 def open_session(
     gateway: Gateway, model: str | None, recording: Path | None, closed_book: bool, redactor: Redactor
 ) -> Session:
-    """A session at the gateway for whoever works in a workspace."""
+    """A session at the gateway for one command or for all shells of a workspace."""
     return gateway.session(model, recording=recording, closed_book=closed_book, redactor=redactor)
+
+
+def endpoint_of(session: Session | None) -> Endpoint | None:
+    """How a command reaches its model. Without a chosen model the agent's own choice counts."""
+    if session is None:
+        return None
+    endpoint = session.endpoint()
+    return endpoint if session.terms.model is not None else replace(endpoint, model="")
 
 
 def workspace_task(workspace: Workspace, *, verify: bool = False) -> Task:
@@ -292,9 +300,7 @@ async def open_live(workspace: Workspace, say: Say) -> AsyncIterator[LiveWorkspa
     hidden = frozenset() if config.direct else key_variables()
     env = {name: value for name, value in given.items() if name not in hidden}
     async with AsyncExitStack() as stack:
-        opened = await stack.enter_async_context(
-            open_services(config.backend, label=f"workspace {workspace.root}")
-        )
+        opened = await stack.enter_async_context(open_services(config.backend, label=f"workspace {workspace.root}"))
         gateway = await stack.enter_async_context(Gateway(providers=Directory.load(environ)))
         services = replace(opened, gateway=gateway, environ=environ)
         redactor = Redactor(tuple(secret_values(given, environ, given=True)))
@@ -310,11 +316,10 @@ async def open_live(workspace: Workspace, say: Say) -> AsyncIterator[LiveWorkspa
             shell = open_session(gateway, config.model, None, closed, redactor)
             listener = await environment.sandbox.listen(GATEWAY_PORT, gateway.protocol_factory())
             stack.push_async_callback(listener.close)
-        live = LiveWorkspace(
-            workspace, environment, services, gateway, agents, identity, env, redactor, shell
-        )
+        live = LiveWorkspace(workspace, environment, services, gateway, agents, identity, env, redactor, shell)
         await live.set_up_agents()
         await live.adopt()
+        environment.before = await environment.sandbox.changes()
         yield live
 
 
@@ -380,7 +385,6 @@ async def _opened(
         config.workdir, config.image_digest, config.seeded = workdir, image.digest, True
         workspace.save()
         await environment.switch_network(network.steps[0].agent)
-        environment.before = await sandbox.changes()
         yield environment
 
 

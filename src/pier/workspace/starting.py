@@ -20,7 +20,7 @@ from pier.files import write
 from pier.secret import is_secret, looks_secret
 from pier.task import Task, load_task
 from pier.task.sources import find_tasks
-from pier.trial.environment import ServiceLogs, SandboxStarter
+from pier.trial.environment import SandboxStarter, ServiceLogs
 from pier.trial.plan import agent_plan
 from pier.workspace.client import call, is_running, launch
 from pier.workspace.diff import keep_seed
@@ -205,7 +205,9 @@ def _directory(order: StartOrder, task: Task | None) -> Path:
     if task is not None and task.origin.git_url:
         return Path.cwd() / task.short_name
     raise UsageError(
-        "a new workspace needs a directory", hint=f"pier start {order.task or '--image REF'} -d DIR", code="no-directory"
+        "a new workspace needs a directory",
+        hint=f"pier start {order.task or '--image REF'} -d DIR",
+        code="no-directory",
     )
 
 
@@ -274,7 +276,8 @@ def _write_instruction(workspace: Workspace, task: Task) -> None:
 
 
 async def seed_host(workspace: Workspace, task: Task | None, say: Say) -> None:
-    """Copy the image's working directory into a workspace without a sandbox; without the image, the task's own files."""
+    """Copy the image's working directory into a workspace without a sandbox; without an image, the task's own
+    files."""
     from pier.redact import Redactor
     from pier.trial.plan import plan_network
     from pier.trial.record import TrialRecord

@@ -1,7 +1,7 @@
 """The process that holds a workspace: its sandbox and gateway live here, and commands reach them over a socket.
 
-`pier start` launches it and waits; it goes on in its own session until `pier stop`, a signal, or the end of its sandbox.
-One process per workspace: the second finds the lock taken and ends. What people run in the background ends with it.
+`pier start` launches it and waits; it goes on until `pier stop`, a signal, or the end of its sandbox. One process per
+workspace: the second finds the lock taken and ends. What people run in the background ends with it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Supervisor:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     heard: asyncio.Event = field(default_factory=asyncio.Event)
-    """Somebody was answered why the start failed."""
+    """A client was answered why the start failed."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> int:
@@ -89,7 +89,7 @@ class Supervisor:
         self.live = None
 
     async def _save(self, live: LiveWorkspace) -> None:
-        """Keep what is in the sandbox alone. What cannot be kept is reported to whoever stops the workspace."""
+        """Keep what is in the sandbox alone. What cannot be kept is reported by `pier stop`."""
         try:
             await live.adopt()
             if not self.workspace.config.mounted:

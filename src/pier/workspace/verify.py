@@ -1,6 +1,6 @@
 """`pier verify`: the task's verifier on the present state of a workspace, as a trial below `.pier/trials`.
 
-The tests run in a sandbox of their own that starts like the workspace's and gets its files: those of the directory,
+The tests run in a separate sandbox that starts like the workspace's and gets its files: those of the directory,
 and what changed elsewhere. So they never dirty the work, and what runs in the workspace goes on. The task is read again
 each time, so an edited test counts at once. `in_place` runs them in the workspace's own sandbox instead, for tests that
 need what runs there.
@@ -191,9 +191,7 @@ class _Verification:
             request = agent_plan(task, choice, services.environ).image
             services = replace(services, images=_SameImage(services.images, request, image))
         name = f"verify-{config.id}"
-        opened = open_environment(
-            task, services, record, name=name, choice=choice, clock=clock, on_progress=self.say
-        )
+        opened = open_environment(task, services, record, name=name, choice=choice, clock=clock, on_progress=self.say)
         async with opened as environment:
             environment = _with_directory(environment)
             await environment.begin_step(self.index)
