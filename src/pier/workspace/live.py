@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun, Launch
 from pier.agent.packed import DEFAULT_PATH
-from pier.beneath import remove
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import SandboxError, WorkspaceError
 from pier.files import write
@@ -27,11 +26,11 @@ from pier.sandbox.contract import Mount, OnOutput, Process, Sandbox
 from pier.secret import secret_values
 from pier.task import Origin, Task, load_task
 from pier.trial.agent import RECORDING, describe_run, home_of
-from pier.trial.collect import has_state, keep_state, restore_state
 from pier.trial.environment import SandboxStarter, ServiceLogs, TaskSandbox, prepare_step, wait_until_healthy
 from pier.trial.plan import NetworkPlan, SandboxPlan, agent_plan, check_network, check_support, plan_network
 from pier.trial.record import TrialRecord
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec, open_services, user_text
+from pier.workspace import state
 from pier.workspace.agents import (
     BIN,
     InstalledAgent,
@@ -42,6 +41,7 @@ from pier.workspace.agents import (
     recognise,
 )
 from pier.workspace.diff import keep_seed
+from pier.workspace.files import merge_tree, remove_tree, replace_tree
 from pier.workspace.workspace import PIER, TASK, Workspace, WorkspaceSession, new_directory
 
 if TYPE_CHECKING:
@@ -214,11 +214,7 @@ class LiveWorkspace:
 
     async def save(self, target: Path) -> None:
         """Keep what differs from the image outside of the mounted directories, for the next start."""
-        scratch = target.with_name(f".{target.name}.new")
-        await asyncio.to_thread(remove_tree, scratch)
-        await keep_state(self.sandbox, scratch)
-        await asyncio.to_thread(remove_tree, target)
-        scratch.rename(target)
+        await state.keep(self.sandbox, target)
 
     async def copy_back(self, target: Path) -> None:
         """Copy the files of a workspace that is not mounted out to `target`, in place of what is there."""
@@ -358,7 +354,7 @@ async def _opened(
         say("copying the image's files")
         await seed(workspace, starter, plan, network.baseline, workdir)
     kept = workspace.pier / STATE
-    if config.image_digest != image.digest and has_state(kept):
+    if config.image_digest != image.digest and state.is_kept(kept):
         kept.rename(new_directory(workspace.pier / "older-state") / STATE)
         say("the image has changed: what was kept outside of the workspace is in .pier/older-state")
     workspace.agent_logs.mkdir(exist_ok=True)
@@ -373,8 +369,8 @@ async def _opened(
         environment = TaskSandbox(sandbox, workdir, starter, network, network.baseline)
         if fresh:
             await prepare_step(starter, 0, sandbox, workdir)
-        elif has_state(kept):
-            await restore_state(sandbox, kept)
+        elif state.is_kept(kept):
+            await state.restore(sandbox, kept)
         if not config.mounted and not fresh:
             await _copy_in(sandbox, workspace.root, workdir)
         if plan.table.healthcheck is not None:
@@ -468,34 +464,3 @@ async def _made_by(workspace: Workspace, sandbox: Sandbox, user: str) -> int:
     finally:
         with suppress(OSError, SandboxError):
             await sandbox.remove(f"{AGENT_LOGS}/{_PROBE}")
-
-
-def merge_tree(source: Path, target: Path) -> None:
-    """Move what is in `source` into `target`; what is there already stays. The workspace's own parts are left out."""
-    for child in source.iterdir():
-        place = target / child.name
-        if child.name in (PIER, TASK):
-            continue
-        if not os.path.lexists(place):
-            child.rename(place)
-        elif child.is_dir() and not child.is_symlink() and place.is_dir() and not place.is_symlink():
-            merge_tree(child, place)
-
-
-def replace_tree(source: Path, target: Path) -> None:
-    """Make `target` hold what `source` holds, apart from the workspace's own parts. What is replaced goes last, so that
-    a full disk loses nothing."""
-    fresh = {child.name for child in source.iterdir()} - {PIER, TASK}
-    aside = source.with_name("replaced")
-    aside.mkdir()
-    for child in list(target.iterdir()):
-        if child.name not in (PIER, TASK):
-            child.rename(aside / child.name)
-    for name in fresh:
-        (source / name).rename(target / name)
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a tree of files that came from a sandbox."""
-    if os.path.lexists(path):
-        remove(str(path))

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +282,7 @@ async def seed_host(workspace: Workspace, task: Task | None, say: Say) -> None:
     from pier.trial.plan import plan_network
     from pier.trial.record import TrialRecord
     from pier.trial.spec import open_services
-    from pier.workspace.live import DEFAULT_WORKDIR, sandbox_choice, seed
+    from pier.workspace.live import DEFAULT_WORKDIR, in_directory, sandbox_choice, seed
 
     if task is not None:
         try:
@@ -297,6 +297,8 @@ async def seed_host(workspace: Workspace, task: Task | None, say: Say) -> None:
                 workdir = DEFAULT_WORKDIR if workdir == "/" else workdir
                 network = plan_network(task.config.environment, task.steps)
                 workspace.config.workdir = workdir
+                moved = in_directory(task, workdir)
+                starter, plan = replace(starter, task=moved), replace(plan, table=moved.config.environment)
                 await seed(workspace, starter, plan, network.baseline, workdir)
         except PierError as error:
             say(f"the image is not available ({error}): copying the task's own files")

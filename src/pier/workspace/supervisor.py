@@ -25,6 +25,7 @@ from pier.sandbox import remote
 from pier.workspace.background import Background
 from pier.workspace.client import PROGRESS, error_fields
 from pier.workspace.commands import run_command
+from pier.workspace.files import remove_tree
 from pier.workspace.live import STATE, LiveWorkspace, open_live
 from pier.workspace.ports import forward_ports
 from pier.workspace.verify import VerifyOrder, verify
@@ -209,7 +210,7 @@ class Supervisor:
             path = await verify(self.workspace, live.services, order, say, live)
         finally:
             if scratch is not None:
-                await asyncio.to_thread(_discard, scratch)
+                await asyncio.to_thread(remove_tree, scratch)
         return {"directory": str(path)}
 
     async def _fetch(self, live: LiveWorkspace, request: dict[str, Any]) -> dict[str, Any]:
@@ -233,12 +234,6 @@ class Supervisor:
             if (change.path, change.mark) not in before and not f"{change.path}/".startswith(f"{workdir}/")
         ]
         return {"known": changes is not None, "changes": rows}
-
-
-def _discard(path: Path) -> None:
-    from pier.workspace.live import remove_tree
-
-    remove_tree(path)
 
 
 async def _send_error(writer: asyncio.StreamWriter, error: PierError) -> None:

@@ -23,7 +23,6 @@ from pier.redact import Redactor
 from pier.sandbox.contract import Change
 from pier.secret import secret_values
 from pier.task import Task
-from pier.trial.collect import keep_state, restore_state
 from pier.trial.environment import TaskSandbox, open_environment, task_secrets
 from pier.trial.images import ImageRequest, TrialImages
 from pier.trial.plan import agent_plan
@@ -42,6 +41,7 @@ from pier.trial.result import (
 )
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec
 from pier.trial.verify import grade
+from pier.workspace import state
 from pier.workspace.live import DEFAULT_WORKDIR, LiveWorkspace, clear_directory, in_directory, workspace_task
 from pier.workspace.workspace import PIER, TASK, Workspace
 
@@ -269,8 +269,8 @@ async def _copy_changes(live: LiveWorkspace, environment: TaskSandbox) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="pier-verify.") as name:
         try:
-            await keep_state(live.sandbox, Path(name) / "state")
-            await restore_state(environment.sandbox, Path(name) / "state")
+            await state.keep(live.sandbox, Path(name) / "state")
+            await state.restore(environment.sandbox, Path(name) / "state")
         except SandboxError as error:
             environment.record.warn(f"changes outside of the workspace are not part of this verification: {error}")
 
