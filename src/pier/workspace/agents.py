@@ -6,18 +6,20 @@ agent's `launch` says only its program, its variables and its files are used.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pier.agent.contract import PACK_PATH, Agent, AgentFile, AgentRun, Launch
 from pier.agent.packed import PackedAgent, place
 from pier.errors import AgentError, SandboxError, UsageError
+from pier.files import write_json
 from pier.home import packs_home
 from pier.sandbox.contract import Mount, Sandbox
 from pier.trial.agent import make_agent, prepare_agent
@@ -209,21 +211,35 @@ def _add(source: Path, target: Path) -> None:
             shutil.copy2(source, target, follow_symlinks=False)
 
 
-async def place_files(
-    sandbox: Sandbox, files: Sequence[AgentFile], bases: Sequence[str], known: dict[str, bytes]
-) -> None:
-    """Write the agents' settings. One that was changed inside since stays as it is; `known` remembers what was
-    written."""
-    fresh = []
-    for file in files:
-        try:
-            current = await sandbox.read_file(file.path)
-        except (OSError, SandboxError):
-            current = None
-        if current is None or current == known.get(file.path):
-            fresh.append(file)
-            known[file.path] = file.data
-    await place(sandbox, fresh, bases)
+@dataclass(slots=True)
+class PlacedFiles:
+    """The agents' settings that pier wrote into a sandbox, by digest; `path` remembers them over a restart. One that was
+    changed inside since then stays as it is."""
+
+    path: Path
+    _digests: dict[str, str] = field(default_factory=dict)
+
+    def load(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._digests = json.loads(self.path.read_text())
+
+    async def place(self, sandbox: Sandbox, files: Sequence[AgentFile], bases: Sequence[str]) -> None:
+        fresh = []
+        for file in files:
+            try:
+                current = _digest(await sandbox.read_file(file.path))
+            except (OSError, SandboxError):
+                current = None
+            if current in (None, self._digests.get(file.path)) and current != _digest(file.data):
+                fresh.append(file)
+                self._digests[file.path] = _digest(file.data)
+        if fresh:
+            await place(sandbox, fresh, bases)
+            write_json(self.path, self._digests, mode=0o600, durable=False)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 async def add_skills(sandbox: Sandbox, agent: Agent, run: AgentRun, skills: Sequence[Path]) -> None:

@@ -15,7 +15,7 @@ from pier.workspace.diff import SEED, FileChange, changes_since_start
 from pier.workspace.starting import StartOrder, start
 from pier.workspace.workspace import PIER, Workspace, enclosing, new_directory
 
-STATE = "state"
+STATE, PLACED = "state", "placed.json"
 
 
 async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Callable[[str], None]) -> Workspace:
@@ -49,6 +49,8 @@ async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Ca
         for name in (SEED, "agent"):
             if (workspace.pier / name).is_dir():
                 await asyncio.to_thread(_copy, workspace.pier / name, made.pier / name)
+        if (workspace.pier / PLACED).is_file():
+            shutil.copy2(workspace.pier / PLACED, made.pier / PLACED)
         made.save()
         made.keep_secrets(workspace.secret_env())
     except BaseException:

@@ -34,10 +34,10 @@ from pier.workspace import state
 from pier.workspace.agents import (
     BIN,
     InstalledAgent,
+    PlacedFiles,
     add_programs,
     add_skills,
     install_agents,
-    place_files,
     recognise,
 )
 from pier.workspace.diff import keep_seed
@@ -91,7 +91,7 @@ class LiveWorkspace:
     redactor: Redactor
     shell: Session | None
     """The gateway's session for commands that are not agents: someone may start one from a shell."""
-    placed: dict[str, bytes] = field(default_factory=dict)
+    placed: PlacedFiles
 
     @property
     def sandbox(self) -> Sandbox:
@@ -181,7 +181,7 @@ class LiveWorkspace:
     async def _place(self, agents: Sequence[InstalledAgent], endpoint: Endpoint | None) -> None:
         for installed in agents:
             launch = self.launch_of(installed, endpoint)
-            await place_files(self.sandbox, launch.files, (self.identity.home, AGENT_LOGS), self.placed)
+            await self.placed.place(self.sandbox, launch.files, (self.identity.home, AGENT_LOGS))
 
     async def set_up_agents(self) -> None:
         """Put the settings, skills and programs of all agents into the sandbox."""
@@ -312,7 +312,9 @@ async def open_live(workspace: Workspace, say: Say) -> AsyncIterator[LiveWorkspa
             shell = open_session(gateway, config.model, None, closed, redactor)
             listener = await environment.sandbox.listen(GATEWAY_PORT, gateway.protocol_factory())
             stack.push_async_callback(listener.close)
-        live = LiveWorkspace(workspace, environment, services, gateway, agents, identity, env, redactor, shell)
+        placed = PlacedFiles(workspace.pier / "placed.json")
+        placed.load()
+        live = LiveWorkspace(workspace, environment, services, gateway, agents, identity, env, redactor, shell, placed)
         await live.set_up_agents()
         await live.adopt()
         environment.before = await environment.sandbox.changes()

@@ -1,4 +1,4 @@
-"""What changed in a sandbox outside of the workspace's directory: kept over a stop, copied for a fork or a verification.
+"""Keeps what changed in a sandbox outside of the workspace's directory: over a stop, for a fork, for a verification.
 
 The image's own tar does it in one go. Images without one that can (busybox, none at all) have each path copied by pier.
 
