@@ -35,20 +35,22 @@ def _directory(provider: LoginProvider, home: Path, **variables: str) -> Directo
     return Directory.load({"HOME": str(home), **provider.environ, **variables}, home / "none.toml")
 
 
-async def _ask(directory: Directory, client: str, *, stream: bool = False, recording: Path | None = None, **sent: str):
+async def _ask(
+    directory: Directory, client: str, *, stream: bool = False, recording: Path | None = None, user_agent: str = ""
+):
     """One call as the client makes it, with the session's key."""
     dialect, model = CLIENTS[client]
     body = request_body(dialect, stream=stream)
     if dialect == "responses":
         body["store"] = False
-    headers = {"User-Agent": USER_AGENTS[client]}
+    headers = {"User-Agent": user_agent or USER_AGENTS[client]}
     if dialect == "anthropic":
         headers["anthropic-beta"] = CLAUDE_BETAS
     async with Gateway(providers=directory, retry=Retry(attempts=1)) as gateway:
         session = gateway.session(model, recording=recording)
         url = await gateway.serve()
         path = (STREAM_PATHS if stream else PATHS)[dialect] + ("?beta=true" if dialect == "anthropic" else "")
-        status, _, raw = await post(url, path, session.key, body, **{**headers, **sent})
+        status, _, raw = await post(url, path, session.key, body, **headers)
         return status, raw, session
 
 
@@ -151,7 +153,7 @@ async def test_a_token_in_a_variable_is_used_and_not_refreshed(provider: LoginPr
 async def test_a_login_serves_its_own_client_alone(provider: LoginProvider, tmp_path: Path) -> None:
     write_login(tmp_path, "claude-code", provider.access, provider.refresh)
     directory = _directory(provider, tmp_path)
-    status, raw, session = await _ask(directory, "claude-code", **{"User-Agent": "opencode/1.0"})
+    status, raw, session = await _ask(directory, "claude-code", user_agent="opencode/1.0")
     assert status == 400 and b"ANTHROPIC_API_KEY" in raw
     assert session.counts.last[0] == "agent"
     assert provider.fake.asked == []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from pier.gateway.logins import LoginStatus
+    from pier.gateway.login import LoginStatus
 
 
 @click.group()

@@ -91,17 +91,16 @@ def traces(words: tuple[str, ...], every: bool, output: Path | None, full: bool,
         )
     home, name = traces_home(), names[0] if names else None
     if showing:
-        return _show(find_trace(home, name), full=full, as_json=as_json)
-    if output is not None:
+        _show(find_trace(home, name), full=full, as_json=as_json)
+    elif output is not None:
         chosen = [view.directory for view in list_traces(home)] if every else [find_trace(home, name)]
         if not chosen:
             raise UsageError(f"there are no traces in {home}", hint="pier capture saves one", code="no-traces")
-        return _report(export(chosen, output, _redactor()), as_json=as_json)
-    rows = trace_rows(list_traces(home))
-    if name is not None:
-        wanted = find_trace(home, name).name
-        rows = [row for row in rows if row["id"] == wanted]
-    click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(_table(rows)))
+        _report(export(chosen, output, _redactor()), as_json=as_json)
+    else:
+        wanted = find_trace(home, name).name if name else None
+        rows = [row for row in trace_rows(list_traces(home)) if wanted in (None, row["id"])]
+        click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(_table(rows)))
 
 
 def _redactor() -> Redactor:

@@ -38,7 +38,7 @@ async def lock_file(path: Path, title: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def lock_directory(path: Path, title: str) -> AsyncIterator[None]:
-    """Hold a lock that is a directory, as Claude Code does. One that nobody renewed for a minute is taken over."""
+    """Hold a lock that is a directory, as Claude Code does. One that was not renewed for a minute is taken over."""
     deadline = time.monotonic() + _PATIENCE + _STALE
     while True:
         try:

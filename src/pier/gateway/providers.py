@@ -19,7 +19,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from pier.errors import UsageError
-from pier.gateway.logins import LOGINS, Login, find_login
+from pier.gateway.login import Login
+from pier.gateway.logins import LOGINS, find_login
 from pier.home import pier_home
 from pier.record.redact import is_secret_name
 from pier.wire.dialects import DIALECTS, check_name

@@ -45,7 +45,7 @@ from yarl import URL
 
 from pier.gateway.budget import Limiter, Retry, pause
 from pier.gateway.code_assist import Unwrapper
-from pier.gateway.logins import LoginRefused
+from pier.gateway.login import LoginRefused
 from pier.gateway.providers import Provider
 from pier.record.redact import Scrubber, redacted_path
 from pier.record.writer import CallRecord

@@ -307,7 +307,8 @@ def _session_place(workspace: Workspace | None, path: str, scratch: Path) -> Pat
 
 def known_secrets(environ: Mapping[str, str], workspace: Workspace | None) -> list[str]:
     """The tokens of the user's own logins, which an agent on this machine could read, and the workspace's secrets."""
-    from pier.gateway.logins import LOGINS, Login, LoginRefused, find_login
+    from pier.gateway.login import Login, LoginRefused
+    from pier.gateway.logins import LOGINS, find_login
 
     found = [*workspace.secret_env().values()] if workspace else []
     for kind in LOGINS:

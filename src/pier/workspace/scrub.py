@@ -1,7 +1,7 @@
 """Removes secrets from files that leave this machine, and counts them.
 
 Trials are written without the secrets that pier knows. What is shared is looked at once more: for values of this
-machine's variables, and for what has the form of a key, whoever's it is.
+machine's variables, and for anything that has the form of a key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LONGEST_KEY = 16 * 1024
 
 FORMS: dict[str, re.Pattern[bytes]] = {
     "private key": re.compile(
-        rb"-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----.{0,%d}?-----END [A-Z ]{0,20}PRIVATE KEY-----" % _LONGEST_KEY,
+        rb"-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----.{0,16384}?-----END [A-Z ]{0,20}PRIVATE KEY-----",
         re.DOTALL,
     ),
     "Anthropic key": re.compile(rb"\bsk-ant-[A-Za-z0-9_-]{16,}"),

@@ -12,6 +12,7 @@ import os
 import posixpath
 import tarfile
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -190,7 +191,7 @@ def _words(found: Mapping[str, int]) -> str:
 def _add_report(archive: tarfile.TarFile, report: ExportReport) -> None:
     data = json.dumps(report.as_dict(), indent=2).encode() + b"\n"
     info = tarfile.TarInfo(REPORT)
-    info.size, info.mode = len(data), 0o644
+    info.size, info.mode, info.mtime = len(data), 0o644, int(time.time())
     archive.addfile(info, io.BytesIO(data))
 
 
