@@ -20,7 +20,7 @@ from tests.workspaces import Terminal, stop_all
 
 pytestmark = pytest.mark.plain
 
-TEST = 'cp answer.txt /logs/verifier/ 2>/dev/null; grep -q hi answer.txt; echo $((! $?)) > /logs/verifier/reward.txt'
+TEST = "cp answer.txt /logs/verifier/ 2>/dev/null; grep -q hi answer.txt; echo $((! $?)) > /logs/verifier/reward.txt"
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,9 @@ def test_a_workspace_from_start_to_stop(task: Path, tmp_path: Path) -> None:
     (ws / "deep").mkdir()
     said = ask("exec", "--", "sh", "-c", 'cat; pwd; echo "$COLOUR $TASK_WORKSPACE"; ls -A ../.pier', cwd=ws / "deep")
     assert said.splitlines() == ["/app/deep", "blue /app"]
-    done = subprocess.run([*PIER, "exec", "sh", "-c", "cat > made.txt; exit 7"], input=b"by hand\n", cwd=ws, check=False)
+    done = subprocess.run(
+        [*PIER, "exec", "sh", "-c", "cat > made.txt; exit 7"], input=b"by hand\n", cwd=ws, check=False
+    )
     assert done.returncode == 7
     assert (ws / "made.txt").read_text() == "by hand\n" and (ws / "made.txt").stat().st_uid == os.getuid()
 
@@ -107,7 +109,9 @@ def test_two_commands_at_once_and_commands_in_the_background(tmp_path: Path) -> 
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         busy = taken.getsockname()[1]
-        refused = pier("start", "--image", "host", "-d", "ws", "--ports", f"{busy}:8000", cwd=tmp_path, image=None, code=2)
+        refused = pier(
+            "start", "--image", "host", "-d", "ws", "--ports", f"{busy}:8000", cwd=tmp_path, image=None, code=2
+        )
         assert f"cannot listen on port {busy}" in refused.stderr
         free = busy
     start("--image", "host", "-d", "ws", "--ports", f"{free}:8000", cwd=tmp_path)

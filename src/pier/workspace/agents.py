@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pier.agent.contract import PACK_PATH, Agent, AgentFile, AgentRun, Launch
 from pier.agent.packed import PackedAgent, place
+from pier.agent.registry import find_agent
 from pier.errors import AgentError, SandboxError, UsageError
 from pier.files import write_json
 from pier.home import packs_home
@@ -141,18 +142,24 @@ def _kept(argv: Sequence[str]) -> list[str]:
     return [word for flag in _KEPT_FLAGS if flag in argv for word in argv[argv.index(flag) : argv.index(flag) + 2]]
 
 
-async def install_agents(
-    names: Sequence[str], say: Callable[[str], None]
-) -> tuple[list[InstalledAgent], tuple[Mount, ...]]:
-    """The agents with what must be mounted for them; packs that are missing are built first."""
-    agents = [make_agent(AgentChoice(name)) for name in names]
-    for name, agent in zip(names, agents, strict=True):
+def check_agents(names: Sequence[str]) -> None:
+    """Refuse agents that people cannot start in a sandbox."""
+    for name in names:
+        agent = find_agent(name)
         if agent.pack is None or agent.outside:
             raise UsageError(
                 f"the agent {name} cannot be started by hand: it comes in no pack",
                 hint="pier agent list shows those that do",
                 code="no-pack",
             )
+
+
+async def install_agents(
+    names: Sequence[str], say: Callable[[str], None]
+) -> tuple[list[InstalledAgent], tuple[Mount, ...]]:
+    """The agents with what must be mounted for them; packs that are missing are built first."""
+    check_agents(names)
+    agents = [make_agent(AgentChoice(name)) for name in names]
     ready = [await prepare_agent(agent, AgentChoice(name), say) for name, agent in zip(names, agents, strict=True)]
     if len(agents) <= 1:
         return [InstalledAgent(a, r.version, PACK_PATH) for a, r in zip(agents, ready, strict=True)], tuple(

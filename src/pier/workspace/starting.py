@@ -22,6 +22,7 @@ from pier.task import Task, load_task
 from pier.task.sources import find_tasks
 from pier.trial.environment import SandboxStarter, ServiceLogs
 from pier.trial.plan import agent_plan
+from pier.workspace.agents import check_agents
 from pier.workspace.client import call, is_running, launch
 from pier.workspace.diff import keep_seed
 from pier.workspace.ports import parse_port
@@ -107,6 +108,7 @@ def _existing(order: StartOrder) -> tuple[Workspace, bool]:
     """The workspace to bring back with what is added, and whether anything is."""
     workspace = Workspace.open(order.directory) if order.directory else Workspace.find(Path.cwd())
     config = workspace.config
+    _check_names(order)
     if order.task is not None and config.task != _task_text(order.task):
         raise WorkspaceError(
             f"{workspace.root} is a workspace of {config.task or config.image} already",
@@ -212,11 +214,9 @@ def _directory(order: StartOrder, task: Task | None) -> Path:
 
 
 def _check_names(order: StartOrder) -> None:
-    from pier.agent.registry import find_agent
     from pier.sandbox import BACKENDS
 
-    for name in order.agents:
-        find_agent(name)
+    check_agents(order.agents)
     if order.backend and order.backend not in BACKENDS and ":" not in order.backend:
         known = ", ".join(BACKENDS)
         raise UsageError(f"invalid value {order.backend!r} for --env: expected one of {known}", code="backend")
