@@ -220,8 +220,8 @@ def _add(source: Path, target: Path) -> None:
 
 @dataclass(slots=True)
 class PlacedFiles:
-    """The agents' settings that pier wrote into a sandbox, by digest; `path` remembers them over a restart. One that was
-    changed inside since then stays as it is."""
+    """The agents' settings that pier wrote into a sandbox, by digest; `path` remembers them over a restart. One that
+    was changed inside since then stays as it is."""
 
     path: Path
     _digests: dict[str, str] = field(default_factory=dict)
