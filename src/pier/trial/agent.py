@@ -437,6 +437,19 @@ def derive(logs: Path, header: TrajectoryHeader, *, durable: bool = True) -> Tra
     )
 
 
+def summary_usage(summary: TrajectorySummary) -> dict[str, Any]:
+    """The fields of an `AgentResult` that a derivation knows. A cost that is only known in part is not known."""
+    known = {
+        "n_input_tokens": summary.prompt_tokens,
+        "n_output_tokens": summary.completion_tokens,
+        "n_cache_tokens": summary.cached_tokens,
+        "peak_context_tokens": summary.peak_context_tokens,
+        "summarization_count": summary.summarization_count,
+        "n_agent_steps": summary.agent_steps,
+    }
+    return {name: value for name, value in known.items() if value is not None} | {"cost_usd": summary.cost_usd}
+
+
 async def add_trajectory(
     logs: Path, header: TrajectoryHeader, result: AgentResult | None, record: TrialRecord
 ) -> AgentResult | None:
@@ -450,17 +463,7 @@ async def add_trajectory(
         summary = await asyncio.to_thread(derive, logs, header)
         if summary.path is None:
             return result
-        known = {
-            "n_input_tokens": summary.prompt_tokens,
-            "n_output_tokens": summary.completion_tokens,
-            "n_cache_tokens": summary.cached_tokens,
-            "peak_context_tokens": summary.peak_context_tokens,
-            "summarization_count": summary.summarization_count,
-            "n_agent_steps": summary.agent_steps,
-        }
-        update = {name: value for name, value in known.items() if value is not None}
-        # A cost that is only known in part is not known.
-        return (result or AgentResult()).model_copy(update={**update, "cost_usd": summary.cost_usd})
+        return (result or AgentResult()).model_copy(update=summary_usage(summary))
     _raise_storage_fault(failure.error)
     record.warn(f"no trajectory could be derived from {logs / RECORDING}: {failure.error}")
     return result

@@ -308,6 +308,8 @@ class _Trial:
                     ) as session,
                     live_trajectory(logs, header, recorded=session is not None and spec.recorded),
                 ):
+                    if session is not None and session.served_by:
+                        record.log(f"model {spec.agent.model}: {session.served_by}")
                     with record.output(logs / f"{agent.name}.txt") as output:
                         outside = await outside_endpoint(session, self.services, agent)
                         endpoint = session.endpoint() if session is not None else None
