@@ -25,6 +25,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "job": ("pier.cli.job:job", "Look at, resume, retry and regrade jobs."),
     "trial": ("pier.cli.trial:trial", "Look at single trials."),
     "task": ("pier.cli.task:task", "Make, check and list tasks."),
+    "critique": ("pier.cli.review:critique", "Review finished trials with a fresh agent."),
+    "analyze": ("pier.cli.review:analyze", "Find out why trials failed."),
+    "summarize": ("pier.cli.review:summarize", "Summarize the failures of a workspace or job."),
+    "check": ("pier.cli.review:check", "Check the quality of tasks."),
     "agent": ("pier.cli.agent:agent", "Build and look at agent packs."),
     "capture": ("pier.cli.traces:capture", "Save the trajectory of an agent session, here or in a workspace."),
     "traces": ("pier.cli.traces:traces", "List, show and export captured sessions."),
@@ -133,15 +137,34 @@ class LazyGroup(click.Group):
     invoke_without_command=True,
     params=[_debug_option()],
 )
-@click.version_option(__version__, prog_name="pier")
+@click.option("--version", is_flag=True, help="Print the version; with -v also Python, platform and backends.")
+@click.option("-v", "--verbose", is_flag=True, help="Say more with --version.")
 @click.pass_context
-def cli(ctx: click.Context) -> None:
+def cli(ctx: click.Context, version: bool, verbose: bool) -> None:
     """Run coding agents in sandboxes, record everything they do, and grade the result so that it can be trusted."""
+    if version:
+        _print_version(verbose)
+        ctx.exit()
+    if verbose:
+        raise click.UsageError("-v goes with --version", ctx)
     if ctx.invoked_subcommand is None:
         from pathlib import Path
 
         fresh = not any(Path(name).exists() for name in ("jobs", "tasks", "task.toml"))
         click.echo(FIRST_STEPS if fresh else ctx.get_help())
+
+
+def _print_version(verbose: bool) -> None:
+    click.echo(f"pier, version {__version__}")
+    if verbose:
+        import platform
+
+        from pier.cli.doctor import usable_backends
+
+        click.echo(f"python   {platform.python_version()} ({sys.executable})")
+        click.echo(f"platform {platform.platform()}")
+        for name, usable in usable_backends().items():
+            click.echo(f"backend  {name}: {'usable' if usable else 'not usable here; see pier doctor'}")
 
 
 def _expected(kind: click.ParamType[object]) -> str | None:

@@ -20,9 +20,16 @@ if TYPE_CHECKING:
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 _directory = click.Path(file_okay=False, path_type=Path)
 _where = click.option(
-    "-d", "--dir", "--workspace-dir", "directory", type=_directory, help="The workspace.  [default: the one around here]"
+    "-d",
+    "--dir",
+    "--workspace-dir",
+    "directory",
+    type=_directory,
+    help="The workspace.  [default: the one around here]",
 )
-_CONTROL = re.compile(r"\x1b\[[0-9;]*m|\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(
+    r"\x1b\[[0-9;]*m|\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
 
 
 @click.command()
@@ -34,7 +41,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;]*m|\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*
 @click.option("--host", is_flag=True, help="No sandbox: work in the directory on this machine.")
 @click.option("--no-mount", is_flag=True, help="Keep the files inside; `pier stop` copies them back.")
 @click.option("--ports", multiple=True, metavar="[HOST:]PORT", help="Reach a port inside on 127.0.0.1; repeatable.")
-@click.option("--mounts-json", metavar="JSON", help='More mounts: \'["./data:/data:ro"]\'.')
+@click.option("--mounts-json", metavar="JSON", help="More mounts: '[\"./data:/data:ro\"]'.")
 @click.option("-e", "env", multiple=True, metavar="NAME=VALUE", help="Set a variable for every command; repeatable.")
 @click.option("--env-file", type=click.Path(dir_okay=False, path_type=Path), help="A file of NAME=VALUE lines.")
 @click.option("--skill", "skills", multiple=True, type=_directory, help="Give a skill to every agent; repeatable.")
@@ -95,7 +102,7 @@ def _start_order(task: str | None, options: dict[str, Any]) -> Any:
         task=task,
         directory=options["directory"],
         image=options["image"],
-        agents=tuple(PROGRAMS.get(name, name) for name in options["agents"]),
+        agents=tuple(PROGRAMS.get(name) or name for name in options["agents"]),
         model=_absolute_model(options["model"]),
         host=options["host"],
         mounted=not options["no_mount"],

@@ -46,7 +46,9 @@ async def _verify(workspace: Workspace, options: dict[str, Any], directory: Path
     request = {name: options[name] for name in ("agent", "session", "step", "in_place")}
     request |= {"op": "verify", "trial_dir": str(directory), "session_dir": options["session_dir"]}
     printed = _Tail(directory / STDOUT)
-    work = asyncio.create_task(_verify_here(workspace, options, directory) if workspace.is_host else _ask(workspace, request))
+    work = asyncio.create_task(
+        _verify_here(workspace, options, directory) if workspace.is_host else _ask(workspace, request)
+    )
     try:
         while not (await asyncio.wait({work}, timeout=0.1))[0]:
             if not quiet:

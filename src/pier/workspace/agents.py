@@ -6,18 +6,21 @@ agent's `launch` says only its program, its variables and its files are used.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pier.agent.contract import PACK_PATH, Agent, AgentFile, AgentRun, Launch
 from pier.agent.packed import PackedAgent, place
+from pier.agent.registry import find_agent
 from pier.errors import AgentError, SandboxError, UsageError
+from pier.files import write_json
 from pier.home import packs_home
 from pier.sandbox.contract import Mount, Sandbox
 from pier.trial.agent import make_agent, prepare_agent
@@ -81,9 +84,7 @@ class InstalledAgent:
         return Launch(
             [self._moved(word) for word in argv],
             {name: self._moved(value) for name, value in env.items()},
-            tuple(
-                replace(file, data=file.data.replace(PACK_PATH.encode(), self.location.encode())) for file in files
-            ),
+            tuple(replace(file, data=file.data.replace(PACK_PATH.encode(), self.location.encode())) for file in files),
         )
 
     def _moved(self, text: str) -> str:
@@ -92,8 +93,9 @@ class InstalledAgent:
 
 def _for_people(agent: Agent, run: AgentRun) -> AgentRun:
     if agent.name == "codex":
-        trust = f"[projects.{json.dumps(run.workdir)}]\ntrust_level = \"trusted\"\n"
-        return replace(run, options={**run.options, "config_toml": trust})
+        model = f"model = {json.dumps(run.endpoint.model)}\n" if run.endpoint and run.endpoint.model else ""
+        trust = f'[projects.{json.dumps(run.workdir)}]\ntrust_level = "trusted"\n'
+        return replace(run, options={**run.options, "config_toml": model + trust})
     return run
 
 
@@ -101,6 +103,11 @@ def _own_env(agent: Agent, run: AgentRun) -> dict[str, str]:
     if agent.name == "claude-code" and run.endpoint is not None:
         # It asks for permission to use a key that it finds in this variable, and takes a token without a question.
         return {"ANTHROPIC_AUTH_TOKEN": run.endpoint.key, "ANTHROPIC_API_KEY": ""}
+    model = run.endpoint.model if run.endpoint else ""
+    if model and agent.name == "gemini-cli":
+        return {"GEMINI_MODEL": model.rpartition("/")[2]}
+    if model and agent.name == "aider":
+        return {"AIDER_MODEL": f"openai/{model}"}
     return {}
 
 
@@ -132,23 +139,27 @@ def _program(argv: Sequence[str]) -> list[str]:
 
 
 def _kept(argv: Sequence[str]) -> list[str]:
-    return [
-        word for flag in _KEPT_FLAGS if flag in argv for word in argv[argv.index(flag) : argv.index(flag) + 2]
-    ]
+    return [word for flag in _KEPT_FLAGS if flag in argv for word in argv[argv.index(flag) : argv.index(flag) + 2]]
 
 
-async def install_agents(
-    names: Sequence[str], say: Callable[[str], None]
-) -> tuple[list[InstalledAgent], tuple[Mount, ...]]:
-    """The agents with what must be mounted for them; packs that are missing are built first."""
-    agents = [make_agent(AgentChoice(name)) for name in names]
-    for name, agent in zip(names, agents, strict=True):
+def check_agents(names: Sequence[str]) -> None:
+    """Refuse agents that people cannot start in a sandbox."""
+    for name in names:
+        agent = find_agent(name)
         if agent.pack is None or agent.outside:
             raise UsageError(
                 f"the agent {name} cannot be started by hand: it comes in no pack",
                 hint="pier agent list shows those that do",
                 code="no-pack",
             )
+
+
+async def install_agents(
+    names: Sequence[str], say: Callable[[str], None]
+) -> tuple[list[InstalledAgent], tuple[Mount, ...]]:
+    """The agents with what must be mounted for them; packs that are missing are built first."""
+    check_agents(names)
+    agents = [make_agent(AgentChoice(name)) for name in names]
     ready = [await prepare_agent(agent, AgentChoice(name), say) for name, agent in zip(names, agents, strict=True)]
     if len(agents) <= 1:
         return [InstalledAgent(a, r.version, PACK_PATH) for a, r in zip(agents, ready, strict=True)], tuple(
@@ -207,19 +218,35 @@ def _add(source: Path, target: Path) -> None:
             shutil.copy2(source, target, follow_symlinks=False)
 
 
-async def place_files(sandbox: Sandbox, files: Sequence[AgentFile], bases: Sequence[str], known: dict[str, bytes]) -> None:
-    """Write the agents' settings. One that was changed inside since stays as it is; `known` remembers what was
-    written."""
-    fresh = []
-    for file in files:
-        try:
-            current = await sandbox.read_file(file.path)
-        except (OSError, SandboxError):
-            current = None
-        if current is None or current == known.get(file.path):
-            fresh.append(file)
-            known[file.path] = file.data
-    await place(sandbox, fresh, bases)
+@dataclass(slots=True)
+class PlacedFiles:
+    """The agents' settings that pier wrote into a sandbox, by digest; `path` remembers them over a restart. One that
+    was changed inside since then stays as it is."""
+
+    path: Path
+    _digests: dict[str, str] = field(default_factory=dict)
+
+    def load(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._digests = json.loads(self.path.read_text())
+
+    async def place(self, sandbox: Sandbox, files: Sequence[AgentFile], bases: Sequence[str]) -> None:
+        fresh = []
+        for file in files:
+            try:
+                current = _digest(await sandbox.read_file(file.path))
+            except (OSError, SandboxError):
+                current = None
+            if current in (None, self._digests.get(file.path)) and current != _digest(file.data):
+                fresh.append(file)
+                self._digests[file.path] = _digest(file.data)
+        if fresh:
+            await place(sandbox, fresh, bases)
+            write_json(self.path, self._digests, mode=0o600, durable=False)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 async def add_skills(sandbox: Sandbox, agent: Agent, run: AgentRun, skills: Sequence[Path]) -> None:

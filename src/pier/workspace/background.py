@@ -1,7 +1,7 @@
 """Commands in the background (`pier exec -d`): each has a number, a log, and a line that says how it ended.
 
-    .pier/background/<number>/info.json     the command, when it began and how it ended
-    .pier/background/<number>/output.log    what it printed
+.pier/background/<number>/info.json     the command, when it began and how it ended
+.pier/background/<number>/output.log    what it printed
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ class Background:
         self._running[info.id] = (process, task)
         return {"id": info.id, "log": str(directory / LOG)}
 
-    async def _run(self, order: Any, info: BackgroundCommand, directory: Path, started: asyncio.Future[Process]) -> None:
+    async def _run(
+        self, order: Any, info: BackgroundCommand, directory: Path, started: asyncio.Future[Process]
+    ) -> None:
         try:
             async with self._live.session(recognise(order.argv[0]), order) as recorded:
                 with OutputFile(directory / LOG, self._live.redactor) as output:

@@ -1,4 +1,4 @@
-"""One `pier exec` on the supervisor's side: the command's streams go to and from its client, and an agent's are kept."""
+"""One `pier exec` on the supervisor's side: passes the command's streams on, and keeps those of an agent."""
 
 from __future__ import annotations
 

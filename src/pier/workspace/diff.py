@@ -77,8 +77,8 @@ def changes_since_start(workspace: Workspace, source: Path | None = None) -> lis
             after = tree.read(entry.path, _KEPT) if entry.kind == "file" and entry.size <= _KEPT else None
             before = _kept(seed, entry.path) if kind == "changed" else b""
             found.append(FileChange(entry.path, kind, _lines(entry.path, before, after)))
-    for path in sorted(set(known) - present):
-        found.append(FileChange(path, "removed", _lines(path, _kept(seed, path), b"")))
+    gone = set(known) - present
+    found += [FileChange(path, "removed", _lines(path, _kept(seed, path), b"")) for path in gone]
     return sorted(found, key=lambda change: change.path)
 
 

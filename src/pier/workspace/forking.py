@@ -15,7 +15,7 @@ from pier.workspace.diff import SEED, FileChange, changes_since_start
 from pier.workspace.starting import StartOrder, start
 from pier.workspace.workspace import PIER, Workspace, enclosing, new_directory
 
-STATE = "state"
+STATE, PLACED = "state", "placed.json"
 
 
 async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Callable[[str], None]) -> Workspace:
@@ -23,7 +23,9 @@ async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Ca
     if target.exists() and any(target.iterdir()):
         raise WorkspaceError(f"{target} is not empty", hint="choose another directory", code="not-empty")
     if enclosing(target) is not None:
-        raise WorkspaceError(f"{target} lies in a workspace", hint="choose a directory elsewhere", code="nested-workspace")
+        raise WorkspaceError(
+            f"{target} lies in a workspace", hint="choose a directory elsewhere", code="nested-workspace"
+        )
     running = not workspace.is_host and is_running(workspace)
     target.mkdir(parents=True, exist_ok=True)
     made = Workspace(target.resolve(), workspace.config.model_copy(deep=True))
@@ -47,6 +49,8 @@ async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Ca
         for name in (SEED, "agent"):
             if (workspace.pier / name).is_dir():
                 await asyncio.to_thread(_copy, workspace.pier / name, made.pier / name)
+        if (workspace.pier / PLACED).is_file():
+            shutil.copy2(workspace.pier / PLACED, made.pier / PLACED)
         made.save()
         made.keep_secrets(workspace.secret_env())
     except BaseException:
@@ -99,7 +103,9 @@ def status_of(workspace: Workspace) -> dict[str, Any]:
     return {
         "workspace": str(workspace.root),
         "sandbox": f"pier-{workspace.root.name}-{sandbox}" if sandbox else None,
-        "status": "—" if workspace.is_host else ("running" if status.get("ready") else "starting" if running else "stopped"),
+        "status": "—"
+        if workspace.is_host
+        else ("running" if status.get("ready") else "starting" if running else "stopped"),
         "mode": config.mode,
         "backend": None if workspace.is_host else config.backend,
         "task": config.task,

@@ -13,11 +13,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun, Launch
 from pier.agent.packed import DEFAULT_PATH
-from pier.beneath import remove
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import SandboxError, WorkspaceError
 from pier.files import write
@@ -27,21 +26,22 @@ from pier.sandbox.contract import Mount, OnOutput, Process, Sandbox
 from pier.secret import secret_values
 from pier.task import Origin, Task, load_task
 from pier.trial.agent import RECORDING, describe_run, home_of
-from pier.trial.collect import has_state, keep_state, restore_state
 from pier.trial.environment import SandboxStarter, ServiceLogs, TaskSandbox, prepare_step, wait_until_healthy
 from pier.trial.plan import NetworkPlan, SandboxPlan, agent_plan, check_network, check_support, plan_network
 from pier.trial.record import TrialRecord
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec, open_services, user_text
+from pier.workspace import state
 from pier.workspace.agents import (
     BIN,
     InstalledAgent,
+    PlacedFiles,
     add_programs,
     add_skills,
     install_agents,
-    place_files,
     recognise,
 )
 from pier.workspace.diff import keep_seed
+from pier.workspace.files import merge_tree, remove_tree, replace_tree
 from pier.workspace.workspace import PIER, TASK, Workspace, WorkspaceSession, new_directory
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class LiveWorkspace:
     redactor: Redactor
     shell: Session | None
     """The gateway's session for commands that are not agents: someone may start one from a shell."""
-    placed: dict[str, bytes] = field(default_factory=dict)
+    placed: PlacedFiles
 
     @property
     def sandbox(self) -> Sandbox:
@@ -107,7 +107,7 @@ class LiveWorkspace:
     async def session(self, agent: str | None, order: CommandOrder) -> AsyncIterator[Recorded]:
         """A recorded session for a command that starts an agent; others share one that is not kept."""
         if agent is None:
-            yield Recorded(None, self.shell.endpoint() if self.shell else None)
+            yield Recorded(None, endpoint_of(self.shell))
             return
         installed, config = self.find(agent), self.workspace.config
         version = installed.version if installed else None
@@ -117,14 +117,14 @@ class LiveWorkspace:
             return
         session = open_session(self.gateway, config.model, kept.directory / RECORDING, self.closed_book, self.redactor)
         try:
-            endpoint = session.endpoint()
+            endpoint = endpoint_of(session)
             await self._place([installed] if installed else [], endpoint)
             yield Recorded(kept, endpoint)
         finally:
             await asyncio.shield(session.close())
             if installed is not None and self.shell is not None:
                 with suppress(SandboxError):
-                    await self._place([installed], self.shell.endpoint())
+                    await self._place([installed], endpoint_of(self.shell))
 
     @property
     def closed_book(self) -> bool:
@@ -181,11 +181,11 @@ class LiveWorkspace:
     async def _place(self, agents: Sequence[InstalledAgent], endpoint: Endpoint | None) -> None:
         for installed in agents:
             launch = self.launch_of(installed, endpoint)
-            await place_files(self.sandbox, launch.files, (self.identity.home, AGENT_LOGS), self.placed)
+            await self.placed.place(self.sandbox, launch.files, (self.identity.home, AGENT_LOGS))
 
     async def set_up_agents(self) -> None:
         """Put the settings, skills and programs of all agents into the sandbox."""
-        endpoint = self.shell.endpoint() if self.shell else None
+        endpoint = endpoint_of(self.shell)
         await self._place(self.agents, endpoint)
         programs: dict[str, Sequence[str]] = {}
         for installed in self.agents:
@@ -214,11 +214,7 @@ class LiveWorkspace:
 
     async def save(self, target: Path) -> None:
         """Keep what differs from the image outside of the mounted directories, for the next start."""
-        scratch = target.with_name(f".{target.name}.new")
-        await asyncio.to_thread(remove_tree, scratch)
-        await keep_state(self.sandbox, scratch)
-        await asyncio.to_thread(remove_tree, target)
-        scratch.rename(target)
+        await state.keep(self.sandbox, target)
 
     async def copy_back(self, target: Path) -> None:
         """Copy the files of a workspace that is not mounted out to `target`, in place of what is there."""
@@ -239,8 +235,16 @@ class Recorded:
 def open_session(
     gateway: Gateway, model: str | None, recording: Path | None, closed_book: bool, redactor: Redactor
 ) -> Session:
-    """A session at the gateway for whoever works in a workspace."""
+    """A session at the gateway for one command or for all shells of a workspace."""
     return gateway.session(model, recording=recording, closed_book=closed_book, redactor=redactor)
+
+
+def endpoint_of(session: Session | None) -> Endpoint | None:
+    """How a command reaches its model. Without a chosen model the agent's own choice counts."""
+    if session is None:
+        return None
+    endpoint = session.endpoint()
+    return endpoint if session.terms.model is not None else replace(endpoint, model="")
 
 
 def workspace_task(workspace: Workspace, *, verify: bool = False) -> Task:
@@ -292,9 +296,7 @@ async def open_live(workspace: Workspace, say: Say) -> AsyncIterator[LiveWorkspa
     hidden = frozenset() if config.direct else key_variables()
     env = {name: value for name, value in given.items() if name not in hidden}
     async with AsyncExitStack() as stack:
-        opened = await stack.enter_async_context(
-            open_services(config.backend, label=f"workspace {workspace.root}")
-        )
+        opened = await stack.enter_async_context(open_services(config.backend, label=f"workspace {workspace.root}"))
         gateway = await stack.enter_async_context(Gateway(providers=Directory.load(environ)))
         services = replace(opened, gateway=gateway, environ=environ)
         redactor = Redactor(tuple(secret_values(given, environ, given=True)))
@@ -310,11 +312,12 @@ async def open_live(workspace: Workspace, say: Say) -> AsyncIterator[LiveWorkspa
             shell = open_session(gateway, config.model, None, closed, redactor)
             listener = await environment.sandbox.listen(GATEWAY_PORT, gateway.protocol_factory())
             stack.push_async_callback(listener.close)
-        live = LiveWorkspace(
-            workspace, environment, services, gateway, agents, identity, env, redactor, shell
-        )
+        placed = PlacedFiles(workspace.pier / "placed.json")
+        placed.load()
+        live = LiveWorkspace(workspace, environment, services, gateway, agents, identity, env, redactor, shell, placed)
         await live.set_up_agents()
         await live.adopt()
+        environment.before = await environment.sandbox.changes()
         yield live
 
 
@@ -353,7 +356,7 @@ async def _opened(
         say("copying the image's files")
         await seed(workspace, starter, plan, network.baseline, workdir)
     kept = workspace.pier / STATE
-    if config.image_digest != image.digest and has_state(kept):
+    if config.image_digest != image.digest and state.is_kept(kept):
         kept.rename(new_directory(workspace.pier / "older-state") / STATE)
         say("the image has changed: what was kept outside of the workspace is in .pier/older-state")
     workspace.agent_logs.mkdir(exist_ok=True)
@@ -368,8 +371,8 @@ async def _opened(
         environment = TaskSandbox(sandbox, workdir, starter, network, network.baseline)
         if fresh:
             await prepare_step(starter, 0, sandbox, workdir)
-        elif has_state(kept):
-            await restore_state(sandbox, kept)
+        elif state.is_kept(kept):
+            await state.restore(sandbox, kept)
         if not config.mounted and not fresh:
             await _copy_in(sandbox, workspace.root, workdir)
         if plan.table.healthcheck is not None:
@@ -380,7 +383,6 @@ async def _opened(
         config.workdir, config.image_digest, config.seeded = workdir, image.digest, True
         workspace.save()
         await environment.switch_network(network.steps[0].agent)
-        environment.before = await sandbox.changes()
         yield environment
 
 
@@ -464,34 +466,3 @@ async def _made_by(workspace: Workspace, sandbox: Sandbox, user: str) -> int:
     finally:
         with suppress(OSError, SandboxError):
             await sandbox.remove(f"{AGENT_LOGS}/{_PROBE}")
-
-
-def merge_tree(source: Path, target: Path) -> None:
-    """Move what is in `source` into `target`; what is there already stays. The workspace's own parts are left out."""
-    for child in source.iterdir():
-        place = target / child.name
-        if child.name in (PIER, TASK):
-            continue
-        if not os.path.lexists(place):
-            child.rename(place)
-        elif child.is_dir() and not child.is_symlink() and place.is_dir() and not place.is_symlink():
-            merge_tree(child, place)
-
-
-def replace_tree(source: Path, target: Path) -> None:
-    """Make `target` hold what `source` holds, apart from the workspace's own parts. What is replaced goes last, so that
-    a full disk loses nothing."""
-    fresh = {child.name for child in source.iterdir()} - {PIER, TASK}
-    aside = source.with_name("replaced")
-    aside.mkdir()
-    for child in list(target.iterdir()):
-        if child.name not in (PIER, TASK):
-            child.rename(aside / child.name)
-    for name in fresh:
-        (source / name).rename(target / name)
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a tree of files that came from a sandbox."""
-    if os.path.lexists(path):
-        remove(str(path))

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from pier.files import write
 from pier.secret import is_secret, looks_secret
 from pier.task import Task, load_task
 from pier.task.sources import find_tasks
-from pier.trial.environment import ServiceLogs, SandboxStarter
+from pier.trial.environment import SandboxStarter, ServiceLogs
 from pier.trial.plan import agent_plan
+from pier.workspace.agents import check_agents
 from pier.workspace.client import call, is_running, launch
 from pier.workspace.diff import keep_seed
 from pier.workspace.ports import parse_port
@@ -107,6 +108,7 @@ def _existing(order: StartOrder) -> tuple[Workspace, bool]:
     """The workspace to bring back with what is added, and whether anything is."""
     workspace = Workspace.open(order.directory) if order.directory else Workspace.find(Path.cwd())
     config = workspace.config
+    _check_names(order)
     if order.task is not None and config.task != _task_text(order.task):
         raise WorkspaceError(
             f"{workspace.root} is a workspace of {config.task or config.image} already",
@@ -205,16 +207,16 @@ def _directory(order: StartOrder, task: Task | None) -> Path:
     if task is not None and task.origin.git_url:
         return Path.cwd() / task.short_name
     raise UsageError(
-        "a new workspace needs a directory", hint=f"pier start {order.task or '--image REF'} -d DIR", code="no-directory"
+        "a new workspace needs a directory",
+        hint=f"pier start {order.task or '--image REF'} -d DIR",
+        code="no-directory",
     )
 
 
 def _check_names(order: StartOrder) -> None:
-    from pier.agent.registry import find_agent
     from pier.sandbox import BACKENDS
 
-    for name in order.agents:
-        find_agent(name)
+    check_agents(order.agents)
     if order.backend and order.backend not in BACKENDS and ":" not in order.backend:
         known = ", ".join(BACKENDS)
         raise UsageError(f"invalid value {order.backend!r} for --env: expected one of {known}", code="backend")
@@ -274,12 +276,13 @@ def _write_instruction(workspace: Workspace, task: Task) -> None:
 
 
 async def seed_host(workspace: Workspace, task: Task | None, say: Say) -> None:
-    """Copy the image's working directory into a workspace without a sandbox; without the image, the task's own files."""
+    """Copy the image's working directory into a workspace without a sandbox; without an image, the task's own
+    files."""
     from pier.redact import Redactor
     from pier.trial.plan import plan_network
     from pier.trial.record import TrialRecord
     from pier.trial.spec import open_services
-    from pier.workspace.live import DEFAULT_WORKDIR, sandbox_choice, seed
+    from pier.workspace.live import DEFAULT_WORKDIR, in_directory, sandbox_choice, seed
 
     if task is not None:
         try:
@@ -294,6 +297,8 @@ async def seed_host(workspace: Workspace, task: Task | None, say: Say) -> None:
                 workdir = DEFAULT_WORKDIR if workdir == "/" else workdir
                 network = plan_network(task.config.environment, task.steps)
                 workspace.config.workdir = workdir
+                moved = in_directory(task, workdir)
+                starter, plan = replace(starter, task=moved), replace(plan, table=moved.config.environment)
                 await seed(workspace, starter, plan, network.baseline, workdir)
         except PierError as error:
             say(f"the image is not available ({error}): copying the task's own files")

@@ -1,7 +1,7 @@
 """The process that holds a workspace: its sandbox and gateway live here, and commands reach them over a socket.
 
-`pier start` launches it and waits; it goes on in its own session until `pier stop`, a signal, or the end of its sandbox.
-One process per workspace: the second finds the lock taken and ends. What people run in the background ends with it.
+`pier start` launches it and waits; it goes on until `pier stop`, a signal, or the end of its sandbox. One process per
+workspace: the second finds the lock taken and ends. What people run in the background ends with it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pier.sandbox import remote
 from pier.workspace.background import Background
 from pier.workspace.client import PROGRESS, error_fields
 from pier.workspace.commands import run_command
+from pier.workspace.files import remove_tree
 from pier.workspace.live import STATE, LiveWorkspace, open_live
 from pier.workspace.ports import forward_ports
 from pier.workspace.verify import VerifyOrder, verify
@@ -49,7 +50,7 @@ class Supervisor:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     heard: asyncio.Event = field(default_factory=asyncio.Event)
-    """Somebody was answered why the start failed."""
+    """A client was answered why the start failed."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> int:
@@ -89,7 +90,7 @@ class Supervisor:
         self.live = None
 
     async def _save(self, live: LiveWorkspace) -> None:
-        """Keep what is in the sandbox alone. What cannot be kept is reported to whoever stops the workspace."""
+        """Keep what is in the sandbox alone. What cannot be kept is reported by `pier stop`."""
         try:
             await live.adopt()
             if not self.workspace.config.mounted:
@@ -209,7 +210,7 @@ class Supervisor:
             path = await verify(self.workspace, live.services, order, say, live)
         finally:
             if scratch is not None:
-                await asyncio.to_thread(_discard, scratch)
+                await asyncio.to_thread(remove_tree, scratch)
         return {"directory": str(path)}
 
     async def _fetch(self, live: LiveWorkspace, request: dict[str, Any]) -> dict[str, Any]:
@@ -233,12 +234,6 @@ class Supervisor:
             if (change.path, change.mark) not in before and not f"{change.path}/".startswith(f"{workdir}/")
         ]
         return {"known": changes is not None, "changes": rows}
-
-
-def _discard(path: Path) -> None:
-    from pier.workspace.live import remove_tree
-
-    remove_tree(path)
 
 
 async def _send_error(writer: asyncio.StreamWriter, error: PierError) -> None:

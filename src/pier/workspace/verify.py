@@ -1,6 +1,6 @@
 """`pier verify`: the task's verifier on the present state of a workspace, as a trial below `.pier/trials`.
 
-The tests run in a sandbox of their own that starts like the workspace's and gets its files: those of the directory,
+The tests run in a separate sandbox that starts like the workspace's and gets its files: those of the directory,
 and what changed elsewhere. So they never dirty the work, and what runs in the workspace goes on. The task is read again
 each time, so an edited test counts at once. `in_place` runs them in the workspace's own sandbox instead, for tests that
 need what runs there.
@@ -23,7 +23,6 @@ from pier.redact import Redactor
 from pier.sandbox.contract import Change
 from pier.secret import secret_values
 from pier.task import Task
-from pier.trial.collect import keep_state, restore_state
 from pier.trial.environment import TaskSandbox, open_environment, task_secrets
 from pier.trial.images import ImageRequest, TrialImages
 from pier.trial.plan import agent_plan
@@ -42,6 +41,7 @@ from pier.trial.result import (
 )
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec
 from pier.trial.verify import grade
+from pier.workspace import state
 from pier.workspace.live import DEFAULT_WORKDIR, LiveWorkspace, clear_directory, in_directory, workspace_task
 from pier.workspace.workspace import PIER, TASK, Workspace
 
@@ -191,9 +191,7 @@ class _Verification:
             request = agent_plan(task, choice, services.environ).image
             services = replace(services, images=_SameImage(services.images, request, image))
         name = f"verify-{config.id}"
-        opened = open_environment(
-            task, services, record, name=name, choice=choice, clock=clock, on_progress=self.say
-        )
+        opened = open_environment(task, services, record, name=name, choice=choice, clock=clock, on_progress=self.say)
         async with opened as environment:
             environment = _with_directory(environment)
             await environment.begin_step(self.index)
@@ -271,8 +269,8 @@ async def _copy_changes(live: LiveWorkspace, environment: TaskSandbox) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="pier-verify.") as name:
         try:
-            await keep_state(live.sandbox, Path(name) / "state")
-            await restore_state(environment.sandbox, Path(name) / "state")
+            await state.keep(live.sandbox, Path(name) / "state")
+            await state.restore(environment.sandbox, Path(name) / "state")
         except SandboxError as error:
             environment.record.warn(f"changes outside of the workspace are not part of this verification: {error}")
 

@@ -4,7 +4,7 @@
     DIR/.pier/sessions/<time>/        one recorded run of an agent each
     DIR/.pier/trials/<time>/          one trial for each `pier verify` and `pier capture`
     DIR/.pier/agent/                  the agents' own logs and settings, at /logs/agent in the sandbox
-    <home>/workspaces/<id>/           what belongs to this machine: link.json, secrets.json, the supervisor's socket and log
+    <home>/workspaces/<id>/           this machine's part: link.json, secrets.json, control.sock, supervisor.log
 
 The directories below `<home>/workspaces` are the index. A workspace whose directory is gone is dropped from it.
 """
@@ -135,7 +135,7 @@ class Workspace:
 
     @classmethod
     def open(cls, root: Path) -> Workspace:
-        """The workspace in a directory; `WorkspaceError` if that is none, or its settings cannot be read."""
+        """The workspace in a directory; `WorkspaceError` if it is something else, or its settings cannot be read."""
         path = root / PIER / CONFIG
         try:
             config = WorkspaceConfig.model_validate_json(path.read_bytes())
@@ -178,7 +178,7 @@ class Workspace:
         """See to it that this machine's part belongs to this directory; whether it did already.
 
         A directory that was moved takes its part along. One that was copied, or came from another machine, gets a part
-        and an id of its own, so that the original is not disturbed."""
+        and a new id, so that the original is not disturbed."""
         known = _linked(self.state)
         if known == self.root:
             return True
