@@ -67,9 +67,7 @@ def _write_then_finish(request: Request) -> Turn:
     results = [part for message in request.messages for part in message.parts if isinstance(part, ToolResult)]
     if results or not request.tools:
         return Turn((Text("Done."),), "end", Usage(20, 5), id="turn_2", model="served")
-    command = (
-        "echo hi > /tmp/answer; env; find / -name .credentials.json -not -path '/proc/*' 2>/dev/null | xargs -r cat"
-    )
+    command = "echo hi > /tmp/answer; env; cat ~/.claude/.credentials.json /root/.claude/.credentials.json"
     arguments = json.dumps({"command": command, "description": "write"})
     return Turn((ToolCall("call_1", "Bash", arguments),), "tool_use", Usage(10, 5), id="turn_1", model="served")
 
