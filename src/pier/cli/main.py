@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trial": ("pier.cli.trial:trial", "Look at single trials."),
     "task": ("pier.cli.task:task", "Make, check and list tasks."),
     "agent": ("pier.cli.agent:agent", "Build and look at agent packs."),
+    "rollout": ("pier.cli.rollout:rollout", "Roll out environments for evaluation and training."),
     "gateway": ("pier.cli.gateway:gateway", "Intercept, record and replay model calls."),
     "trajectory": ("pier.cli.trajectory:trajectory", "Convert, validate and show trajectories."),
     "sandbox": ("pier.cli.sandbox:sandbox", "Run commands in sandboxes."),

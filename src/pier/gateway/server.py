@@ -24,7 +24,7 @@ from pier.gateway.upstream import Upstreams
 from pier.record.writer import Durable, Flusher
 from pier.redact import Redactor
 from pier.wire.body import Body, Earlier, dump
-from pier.wire.dialects import DIALECTS
+from pier.wire.dialects import DIALECTS, rollout_in
 from pier.wire.turn import is_priced
 
 _CACHED = 32 * 1024 * 1024
@@ -231,6 +231,8 @@ class Gateway:
         if caller.route.kind == "probe":
             return await caller.reply(200, b"{}")
         session = self._find(caller.key, bound)
+        if session is not None and (named := rollout_in(request.path)) and named != session.terms.labels.get("rollout"):
+            session = None
         if session is None:
             if caller.route.kind == "unknown":
                 message = f"unknown route {request.method} {request.path}"
