@@ -31,7 +31,12 @@ class _Object(click.ParamType):
 @click.option("-m", "--model", required=True, help="Model: PROVIDER/MODEL, script:PATH, or a name at --base-url.")
 @click.option("-n", "--num-examples", type=click.IntRange(1), help="Roll out only the first N rows of the dataset.")
 @click.option(
-    "-r", "--rollouts", type=click.IntRange(1), default=1, show_default=True, help="Rollouts of each row, scored together."
+    "-r",
+    "--rollouts",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Rollouts of each row, scored together.",
 )
 @click.option("-c", "--concurrency", type=click.IntRange(1), default=32, show_default=True, help="Rollouts at once.")
 @click.option("-a", "--env-args", type=_Object(), help="Arguments of load_environment(), as a JSON object.")

@@ -1,8 +1,8 @@
 """`CliAgentEnv`: an agent program in a sandbox whose model calls are intercepted, one turn of the rollout each.
 
 The gateway is served inside the sandbox's own loopback at `/rollout/<id>`, with a key for each rollout, so it needs
-neither a tunnel nor a network: answers are streamed, in four dialects, and calls may be parallel. A stop gives the agent
-no further turn and tells it so in its own dialect; what it has done by then is scored. A fault of sandbox, gateway or
+neither a tunnel nor a network. Answers are streamed, in four dialects, and calls may be parallel. A stop gives the
+agent no further turn and says so in its own dialect; what it has done by then is scored. A fault of sandbox, gateway or
 model is the state's `error`, and such a rollout has no reward.
 """
 
@@ -41,8 +41,6 @@ _GIGABYTE = 1 << 30
 _IDLE = "tail -f /dev/null"
 INSTRUCTION = "/task/instruction.md"
 """Where the agent finds what the row asks; `HARBOR_INSTRUCTION_PATH` says so."""
-_GRACE = 30.0
-"""Seconds that an agent has to end once it got no further turn."""
 _REASONS = {
     "max_turns": "max_turns_reached",
     "max_output_tokens": "max_total_completion_tokens_reached",
@@ -150,7 +148,7 @@ class MultiTurnEnv(RolloutEnvironment):
         try:
             await self.is_completed(state)
             await self.cleanup(state)
-        except Exception as error:  # noqa: BLE001 - as in `rollout`
+        except Exception as error:
             said = f"the rollout's clean-up failed: {type(error).__name__}: {error}"
             state["error"] = state.get("error") or PierError(said, code="rollout", blame="user")
             self.logger.exception("clean-up of a rollout failed")
@@ -180,6 +178,8 @@ class CliAgentEnv(MultiTurnEnv):
     outside: it listens on `interception_port` of this machine, and agents are given that URL.
     """
 
+    grace_seconds = 30.0
+    """How long an agent may go on once it was refused a turn."""
     PROTECTED_ENV_VARS = frozenset(
         {
             *("OPENAI_BASE_URL", "OPENAI_MODEL", "OPENAI_API_KEY", "OPENAI_TIMEOUT", "OPENAI_REQUEST_TIMEOUT"),
@@ -455,16 +455,14 @@ class CliAgentEnv(MultiTurnEnv):
         while not ended.done():
             await live.log.changed({ended}, self.poll_interval)
             await self._take_turns(state, live)
-            if state.get("error") is not None:
+            if state.get("error") is not None or await self.check_agent_completed(state):
                 break
             if not live.session.ended and await self.is_completed(state):
                 live.session.stop(f"stopped: {state['stop_condition']}")
             if live.session.ended:
-                deadline = deadline or time.monotonic() + _GRACE
-                if time.monotonic() > deadline or (job is None):
+                deadline = deadline or time.monotonic() + self.grace_seconds
+                if time.monotonic() > deadline or job is None:
                     break
-            elif await self.check_agent_completed(state):
-                break
         if job is not None and ended.done():
             self._note_end(state, job)
 
@@ -522,7 +520,9 @@ class CliAgentEnv(MultiTurnEnv):
         if state.get("error") is not None:
             state["stop_condition"], state["is_completed"] = "has_error", True
         stopped = state["stop_condition"] not in (None, "agent_completed", "has_error")
-        state["is_truncated"] = bool(state["is_truncated"] or stopped or any(s["is_truncated"] for s in state["trajectory"]))
+        state["is_truncated"] = bool(
+            state["is_truncated"] or stopped or any(s["is_truncated"] for s in state["trajectory"])
+        )
         state["termination_reason"] = _termination(state)
 
     @cleanup

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +183,9 @@ class RolloutEnvironment(ABC):
         **options: Any,
     ) -> dict[str, Any]:
         """Roll out the rows for evaluation, `rollouts_per_example` times each. `options` are those of `generate`."""
-        rows = self.get_eval_dataset(num_examples, (shuffle_seed or 0) if shuffle else None).repeat(rollouts_per_example)
+        rows = self.get_eval_dataset(num_examples, (shuffle_seed or 0) if shuffle else None).repeat(
+            rollouts_per_example
+        )
         seed = {"shuffle": shuffle, "shuffle_seed": (shuffle_seed or 0) if shuffle else None}
         return await self.generate(rows, client, model, sampling_args, **seed, **options)
 
@@ -275,7 +279,12 @@ class RolloutEnvironment(ABC):
                     task.cancel()
 
     async def run_rollout(
-        self, input: Row, client: Any = None, model: str = "", sampling_args: Mapping[str, Any] | None = None, **options: Any
+        self,
+        input: Row,
+        client: Any = None,
+        model: str = "",
+        sampling_args: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Output:
         """Roll out and score one row."""
         return (await self.run_group([input], client, model, sampling_args, **options))[0]
@@ -311,8 +320,6 @@ class RolloutEnvironment(ABC):
         return [output_of(state, plan.columns) for state in states]
 
     async def _score(self, states: list[State], plan: RolloutPlan, span: TimeSpan) -> None:
-        import time
-
         span.start = time.time()
         if not self.score_rollouts:
             for state in states:
@@ -325,7 +332,7 @@ class RolloutEnvironment(ABC):
             await self.rubric.cleanup(state)
         span.end = time.time()
 
-    async def finish(self, state: State) -> None:
+    async def finish(self, state: State) -> None:  # noqa: B027 - most environments hold nothing that long
         """Called once a rollout is scored; nothing of it is needed any more."""
 
     async def _tried(self, row: Row, plan: RolloutPlan) -> State:
@@ -347,8 +354,6 @@ def _passing(error: PierError) -> bool:
 
 
 def _with_source(plan: RolloutPlan, source: ModelSource) -> RolloutPlan:
-    from dataclasses import replace
-
     return replace(plan, source=source)
 
 
@@ -370,8 +375,6 @@ def _part(dataset: RolloutDataset | None, n: int, seed: int | None) -> RolloutDa
 
 
 def _fresh_id() -> str:
-    import secrets
-
     return secrets.token_hex(16)
 
 

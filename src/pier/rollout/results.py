@@ -1,7 +1,7 @@
 """What rollouts came to: one row each, the numbers over all of them, and both on disk.
 
-`results.jsonl` gets a row as soon as a group is scored; `metadata.json` is replaced with each. A run that was killed goes
-on from there (`results_path`). Rollouts without a reward count in no mean and make no pass@k: they are reported as
+`results.jsonl` gets a row as soon as a group is scored; `metadata.json` is replaced with each. A run that was killed
+goes on from there (`results_path`). Rollouts without a reward count in no mean and make no pass@k: they are reported as
 errors.
 """
 

@@ -77,7 +77,10 @@ class SandboxClient:
             sandbox = await self._get_backend().start(spec)
         except PierError as error:
             raise SandboxCreationError(
-                f"cannot start a sandbox: {error.message}", hint=error.hint, blame=error.blame, retryable=error.retryable
+                f"cannot start a sandbox: {error.message}",
+                hint=error.hint,
+                blame=error.blame,
+                retryable=error.retryable,
             ) from error
         self._sandboxes[sandbox.id] = sandbox
         return sandbox

@@ -1,4 +1,4 @@
-"""The state of a rollout as reward functions and hooks see it: a dictionary, with messages as Chat Completions has them.
+"""The state of a rollout as reward functions and hooks see it: a dictionary whose messages are Chat Completions'.
 
 The keys and shapes are those that users of `verifiers` know. A message can be read by key or by attribute. One step of
 the trajectory is one model call, with the exact tokens where the server gave them.

@@ -121,7 +121,9 @@ class TurnLog:
         steps = {step["extras"]["call"]: step for step in state["trajectory"]}
         for number, step in steps.items():
             step["extras"]["kind"] = kinds.get(number, "main")
-        main = [node for thread in threads[:1] for node in thread.nodes if node.number in steps and node.kind != "retry"]
+        main = [
+            node for thread in threads[:1] for node in thread.nodes if node.number in steps and node.kind != "retry"
+        ]
         completion: Messages = []
         for index, node in enumerate(main):
             if index:
@@ -138,4 +140,11 @@ def _is_too_long(generation: Generation) -> bool:
     return generation.fault == "agent" and any(words in text for words in _TOO_LONG)
 
 
-_TOO_LONG = ("context length", "context_length", "context window", "prompt is too long", "maximum context", "too many tokens")
+_TOO_LONG = (
+    "context length",
+    "context_length",
+    "context window",
+    "prompt is too long",
+    "maximum context",
+    "too many tokens",
+)
