@@ -34,6 +34,7 @@ from pier.trial.spec import AgentChoice, TrialServices, TrialSpec, user_text
 if TYPE_CHECKING:
     from pier.gateway.session import Session
     from pier.trajectory.derive import TrajectorySummary
+    from pier.trajectory.lineage import Generation
 
 
 _GRACE = 60.0
@@ -171,6 +172,7 @@ async def model_session(
     *,
     closed_book: bool = False,
     redactor: Redactor | None = None,
+    step: str | None = None,
 ) -> AsyncIterator[Session | None]:
     """A session at the gateway, served inside the sandbox while the agent runs; None if no model is asked for, or the
     agent calls its provider itself.
@@ -189,7 +191,7 @@ async def model_session(
 
     labels = {"trial": spec.name, "task": spec.task.name}
     budget = Budget(**spec.agent.budget)
-    model, upstream = spec.agent.model, None
+    model, upstream = spec.agent.model, spec.agent.policy
     if spec.agent.connection:
         target = services.gateway.directory.connected(model, services.environ, **spec.agent.connection)
         model, upstream = target.model, target.provider
@@ -198,10 +200,12 @@ async def model_session(
         upstream=upstream,
         budget=budget,
         pool=services.pool,
-        recording=logs / RECORDING,
+        recording=logs / RECORDING if spec.recorded else None,
         closed_book=closed_book,
         labels=labels,
         redactor=redactor,
+        sampling=spec.agent.sampling,
+        on_generation=_watcher(spec, step),
     )
     try:
         listener = await sandbox.listen(GATEWAY_PORT, services.gateway.protocol_factory(session))
@@ -211,6 +215,13 @@ async def model_session(
             await asyncio.shield(listener.close())
     finally:
         await asyncio.shield(session.close())
+
+
+def _watcher(spec: TrialSpec, step: str | None) -> Callable[[Generation], None] | None:
+    """What is called with each generation; without a recording the session must keep them, to judge the agent by."""
+    if (watch := spec.on_generation) is not None:
+        return lambda generation: watch(step, generation)
+    return None if spec.recorded else lambda generation: None
 
 
 async def outside_endpoint(session: Session | None, services: TrialServices, agent: Agent) -> Endpoint | None:
@@ -266,7 +277,7 @@ async def find_fault(agent: Agent, failed: AgentError | None, session: Session |
         return failed
     await session.drain()
     how = f"; {failed}" if failed else ""
-    if fault := await _providers_fault(session, how):
+    if fault := await provider_fault(session, how):
         return fault
     if failed is not None and failed.code == "agent_timeout" and await _never_answered(session):
         return ProviderError(f"the model gave no answer at all{how}", code="provider_no_answer", retryable=True)
@@ -275,15 +286,14 @@ async def find_fault(agent: Agent, failed: AgentError | None, session: Session |
     return failed
 
 
-async def _providers_fault(session: Session, how: str) -> PierError | None:
+async def provider_fault(session: Session, how: str = "") -> PierError | None:
     """The fault that the agent's work ended with, if that is not the agent's own."""
     counts = session.counts
     if not any(fault != "agent" for fault in counts.faults):
         return None
     from pier.trajectory.lineage import Ending, how_work_ended
 
-    recording = session.terms.recording
-    ending = await asyncio.to_thread(how_work_ended, recording) if recording is not None else None
+    ending = await asyncio.to_thread(lambda: how_work_ended(_generations(session)))
     fault, status, error = astuple(ending or Ending(*counts.last, None))
     said = f"status {status}{f': {error}' if error else ''}{how}"
     match fault:
@@ -306,8 +316,17 @@ async def _never_answered(session: Session) -> bool:
     """Whether an agent that was killed at its deadline had waited for its first answer until then."""
     from pier.trajectory.lineage import waited_in_vain
 
+    return await asyncio.to_thread(lambda: waited_in_vain(_generations(session), time.time()))
+
+
+def _generations(session: Session) -> list[Generation]:
+    """The session's calls that are over, from memory or from its recording."""
+    from pier.trajectory.lineage import generations_of
+
     recording = session.terms.recording
-    return recording is not None and await asyncio.to_thread(waited_in_vain, recording, time.time())
+    if session.terms.on_generation is not None or recording is None:
+        return session.generations
+    return generations_of(recording)
 
 
 def usage_of(session: Session | None) -> AgentResult:
@@ -327,6 +346,8 @@ def usage_of(session: Session | None) -> AgentResult:
         metadata["model_wait_seconds"] = round(session.counts.waited, 3)
     if session.ended:
         metadata["ended"] = session.ended
+    if session.stop_reason:
+        metadata["stop_reason"] = session.stop_reason
     return AgentResult(**known, metadata=metadata)
 
 

@@ -296,9 +296,16 @@ class _Trial:
             with self.clock.phase("agent") as outcome.agent_execution:
                 async with (
                     model_session(
-                        spec, self.services, agent, sandbox, logs, closed_book=closed, redactor=self.redactor
+                        spec,
+                        self.services,
+                        agent,
+                        sandbox,
+                        logs,
+                        closed_book=closed,
+                        redactor=self.redactor,
+                        step=step.name,
                     ) as session,
-                    live_trajectory(logs, header, recorded=session is not None),
+                    live_trajectory(logs, header, recorded=session is not None and spec.recorded),
                 ):
                     with record.output(logs / f"{agent.name}.txt") as output:
                         outside = await outside_endpoint(session, self.services, agent)

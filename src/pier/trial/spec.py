@@ -15,9 +15,12 @@ from pier.sandbox.contract import Backend, Limits, Mount
 from pier.task import Task
 from pier.task.model import Artifact, McpServerTable
 from pier.trial.images import open_images
+from pier.wire.turn import Sampling
 
 if TYPE_CHECKING:
     from pier.gateway import Gateway, Meter
+    from pier.gateway.policy import Upstream
+    from pier.trajectory.lineage import Generation
     from pier.trial.images import TrialImages
 
 
@@ -52,6 +55,10 @@ class AgentChoice:
     """The agent is installed in the sandbox, with the network open while that lasts, instead of mounted in a pack."""
     budget: Mapping[str, Any] = field(default_factory=dict)
     """Limits of the model session, by the names of the fields of `pier.gateway.Budget`."""
+    policy: Upstream | None = None
+    """What answers the agent's calls in place of the model's provider: a callable, servers, a provider."""
+    sampling: Sampling | None = None
+    """What replaces the agent's own sampling parameters."""
     connection: Mapping[str, str] = field(default_factory=dict)
     """What replaces the model's own address, key and format: `base_url`, `model_api_key_name`, `model_api_format`."""
 
@@ -123,6 +130,10 @@ class TrialSpec:
     """Keep what the agent left behind, so that it can be graded again (`pier.trial.collect`)."""
     secrets: tuple[str, ...] = ()
     """Values that may stand in no file, in addition to those of variables whose name looks secret."""
+    recorded: bool = True
+    """Whether model calls are recorded on disk, with the trajectory that is derived from them."""
+    on_generation: Callable[[str | None, Generation], None] | None = None
+    """Is called with each model call when it is over, and the name of its step if the task has steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -501,6 +501,7 @@ class Anthropic(Dialect):
     headers = {"anthropic-version": "2023-06-01"}  # noqa: RUF012
     answer_field = "content"
     preludes = ("message_start", "ping")
+    sampling_names = _SAMPLING
     unknown_sampling = ("effort", "seed", "presence_penalty", "frequency_penalty", "logprobs", "top_logprobs")
     system_anywhere = False
     local_fields = """

@@ -48,6 +48,7 @@ from pier.wire.turn import (
     Refusal,
     Request,
     ResponseFormat,
+    Sampling,
     StopReason,
     StreamError,
     Text,
@@ -611,6 +612,7 @@ class Chat(OpenAI):
         ("GET", "(?:/api)?/v1/models/(.+)", "model"),
     )
     answer_field = "choices"
+    sampling_names = _SAMPLING
     unknown_sampling = ("top_k", "thinking_budget")
     count_fields = ("n",)
     local_fields = f"""{LOCAL_FIELDS}
@@ -620,6 +622,13 @@ class Chat(OpenAI):
         service_tier prompt_cache_key prompt_cache_retention provider route transforms usage options keep_alive
     """
     file_places = ("messages",)
+
+    def with_sampling(self, body: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
+        changed = super().with_sampling(body, sampling)
+        new = "max_completion_tokens" in body or _NEW_MAX.search(str(body.get("model")))
+        if sampling.max_tokens is not None and new:
+            changed["max_completion_tokens"] = changed.pop("max_tokens")
+        return changed
 
     def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
         system, messages = parse_messages(need_list(body.get("messages"), "messages"))

@@ -211,6 +211,14 @@ class Dialect:
 
     unknown_sampling: tuple[str, ...] = ()
     """Fields of `Sampling` that the dialect has no parameter for."""
+    sampling_names: Mapping[str, str] = types.MappingProxyType({})
+    """Its names for fields of `Sampling`."""
+
+    def with_sampling(self, body: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
+        """A request's body with these parameters replaced; those that the dialect lacks are left out."""
+        given = write_sampling(sampling, self.sampling_names)
+        return {**body, **{name: value for name, value in given.items() if value is not None}}
+
     custom_tools = False
     """It has tools that take free text, and namespaces of tools."""
     system_anywhere = True

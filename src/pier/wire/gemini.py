@@ -546,6 +546,7 @@ class Gemini(Dialect):
     model_in_path = True
     usage_field = "usageMetadata"
     answer_field = "candidates"
+    sampling_names = _SAMPLING
     unknown_sampling = ("effort",)
     system_anywhere = False
     parallel_tools = False
@@ -570,6 +571,11 @@ class Gemini(Dialect):
         configs = [body.get(name) for name in ("generationConfig", "generation_config")]
         for fields in (body, *(config for config in configs if isinstance(config, Mapping))):
             super().check_recordable(fields)
+
+    def with_sampling(self, body: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
+        place = "generation_config" if "generation_config" in body else "generationConfig"
+        config = camel(body.get(place) or {}, place)
+        return {**body, place: super().with_sampling(config, sampling)}
 
     def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
         fields = camel(dict(body), "the body")

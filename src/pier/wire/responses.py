@@ -613,6 +613,7 @@ class Responses(OpenAI):
     keep_alive = b'event: keepalive\ndata: {"type":"keepalive","sequence_number":0}\n\n'
     answer_field = "output"
     preludes = ("response.created", "response.queued", "response.in_progress", "keepalive")
+    sampling_names = _SAMPLING
     unknown_sampling = ("top_k", "thinking_budget", "stop", "seed", "presence_penalty", "frequency_penalty", "logprobs")
     custom_tools = True
     state_fields = ("previous_response_id", "conversation", "prompt", "background")
