@@ -1,6 +1,6 @@
 """The environments of the published page on `CliAgentEnv`, with the import line changed and nothing else."""
 
-AGENT = '''
+AGENT = """
 import os
 from openai import OpenAI
 
@@ -19,7 +19,7 @@ response = client.chat.completions.create(
 )
 
 print(response.choices[0].message.content)
-'''
+"""
 
 BASIC = '''
 import pier.rollout as vf
@@ -114,7 +114,7 @@ def load_environment():
     )
 '''
 
-HOOKS = '''
+HOOKS = """
 import pier.rollout as vf
 
 class CustomEnv(vf.CliAgentEnv):
@@ -136,4 +136,4 @@ class ArtifactEnv(vf.CliAgentEnv):
         )
 
         state["agent_output"] = result.stdout
-'''
+"""

@@ -56,7 +56,14 @@ class _Object(click.ParamType):
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Directory to save results to.")
 @click.option("-s", "--save", is_flag=True, help="Save results below ./outputs.")
 @click.option("--samples", type=click.Path(path_type=Path, dir_okay=False), help="Write training samples to FILE.")
-@click.option("--format", "form", default="pier", show_default=True, help="Format of the samples.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["pier", "sft", "verl", "trl", "skyrl", "art"]),
+    default="pier",
+    show_default=True,
+    help="Format of the samples: all fields, messages alone, or what a trainer loads.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def rollout(module: str, **flags: Any) -> None:
     """Roll out the environment of MODULE, a Python file, directory or module with load_environment().
@@ -80,9 +87,9 @@ def rollout(module: str, **flags: Any) -> None:
     with ExitStack() as stack:
         on_state = None
         if flags["samples"]:
-            from pier.rollout.export import SampleWriter
+            from pier.rollout.results import sample_writer
 
-            on_state = stack.enter_context(SampleWriter(flags["samples"], flags["form"])).add
+            on_state = stack.enter_context(sample_writer(flags["samples"], flags["form"]))
         results = asyncio.run(_evaluate(environment, flags, on_state))
     _show(results, flags)
     if results["metadata"]["without_reward"] == len(results["outputs"]) > 0:

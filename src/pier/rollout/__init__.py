@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pier.errors import AgentError, InfraError, SandboxError
     from pier.rollout.client import ClientConfig
     from pier.rollout.dataset import RolloutDataset
-    from pier.rollout.env import CliAgentEnv, MultiTurnEnv
+    from pier.rollout.env import CliAgentEnv
     from pier.rollout.environment import RolloutEnvironment as Environment
     from pier.rollout.faults import (
         Error,
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from pier.rollout.marks import cleanup, stop, teardown
     from pier.rollout.modules import load_environment
+    from pier.rollout.multi_turn import MultiTurnEnv
     from pier.rollout.rubric import Rubric, RubricGroup
     from pier.rollout.state import ChatMessage, Messages, State
 
@@ -30,7 +31,8 @@ _HOMES = {
     "pier.errors": "AgentError InfraError SandboxError",
     "pier.rollout.client": "ClientConfig",
     "pier.rollout.dataset": "RolloutDataset",
-    "pier.rollout.env": "CliAgentEnv MultiTurnEnv",
+    "pier.rollout.env": "CliAgentEnv",
+    "pier.rollout.multi_turn": "MultiTurnEnv",
     "pier.rollout.environment": "Environment",
     "pier.rollout.faults": "Error ModelError SandboxCreationError SandboxNotReadyError SandboxSetupError TunnelError",
     "pier.rollout.marks": "cleanup stop teardown",

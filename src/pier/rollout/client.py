@@ -77,7 +77,7 @@ def sources_of(client: Any) -> list[ModelSource]:
     if create is not None:
         return [ModelSource(_CalledClient(create))]
     if callable(client):
-        return [ModelSource(client)]
+        return [ModelSource(cast(Policy, client))]
     raise UsageError(
         f"invalid client {type(client).__name__}: expected a ClientConfig, a client object or a policy",
         hint="vf.ClientConfig(api_base_url='http://127.0.0.1:8000/v1')",

@@ -73,8 +73,8 @@ def as_dataset(rows: Any) -> RolloutDataset:
         return rows
     if isinstance(rows, Mapping) and "outputs" in rows:
         rows = rows["outputs"]
-    if hasattr(rows, "to_list"):
-        rows = rows.to_list()
+    listed = getattr(rows, "to_list", None)
+    rows = listed() if listed is not None else rows
     if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) for row in rows):
         raise UsageError(f"invalid dataset {type(rows).__name__}: expected a list of objects or a dataset of them")
     return RolloutDataset(rows)

@@ -337,16 +337,17 @@ class RolloutEnvironment(ABC):
 
     async def _tried(self, row: Row, plan: RolloutPlan) -> State:
         """One rollout, run again while something other than the agent is to blame."""
-        for attempt in range(plan.retries + 1):
+        attempt = 0
+        while True:
             async with plan.gate:
                 state = await self.rollout(row, plan.source, plan.model, plan.sampling_args)
             error = state.get("error")
             if attempt == plan.retries or not isinstance(error, PierError) or not _passing(error):
-                break
+                return state
+            attempt += 1
             self.logger.warning("rollout of example %s failed, trying again: %s", row["example_id"], error)
             await self.finish(state)
-            await asyncio.sleep(min(2.0**attempt, 60.0))
-        return state
+            await asyncio.sleep(min(2.0 ** (attempt - 1), 60.0))
 
 
 def _passing(error: PierError) -> bool:

@@ -12,7 +12,8 @@ import math
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +21,9 @@ from typing import Any
 
 from pier import __version__, files
 from pier.errors import UsageError
-from pier.rollout.state import RolloutTiming, State, error_data
+from pier.rollout.export import FORMATS, is_wanted, sink_for
+from pier.rollout.samples import SampleOrigin
+from pier.rollout.state import RolloutTiming, State, error_data, is_fault
 
 Output = dict[str, Any]
 _RESULTS, _METADATA = "results.jsonl", "metadata.json"
@@ -248,3 +251,33 @@ def pass_at_k(outputs: list[Output], wanted: int, threshold: float) -> tuple[dic
             at[str(k)] = sum(1 - math.comb(wanted - c, k) / ways for c in passed) / len(whole)
             every[str(k)] = sum(math.comb(c, k) / ways for c in passed) / len(whole)
     return at, every
+
+
+@contextmanager
+def sample_writer(path: Path, form: str = "pier") -> Iterator[Callable[[State], None]]:
+    """Writes the training samples of rollouts to a file, JSON lines or Parquet; it is there whole at the end."""
+    with sink_for(path) as sink:
+
+        def write(state: State) -> None:
+            origin = origin_of(state)
+            for sample in state.get("samples") or ():
+                if is_wanted(sample, origin, form):
+                    sink.add(FORMATS[form](sample, origin))
+
+        yield write
+
+
+def origin_of(state: State) -> SampleOrigin:
+    """The rollout that samples belong to. Without a reward of its own it has none, which is not 0."""
+    error, reward = state.get("error"), state.get("reward")
+    metrics = {name: value for name, value in (state.get("metrics") or {}).items() if value is not None}
+    return SampleOrigin(
+        recording=Path(),
+        rollout=state.get("rollout_id", state["trajectory_id"]),
+        group=f"example-{state['example_id']}",
+        task=str(state.get("task")),
+        agent="command",
+        rewards=None if reward is None else {**metrics, "reward": reward},
+        termination=state.get("termination_reason") or "unknown",
+        fault=getattr(error, "blame", "user") if is_fault(error) else None,
+    )

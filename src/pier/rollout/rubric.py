@@ -34,8 +34,10 @@ class Rubric:
         parser: Any = None,
     ) -> None:
         self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
-        listed = [each for group in given for each in (group if isinstance(group, list | tuple) else (group,))]
-        self.funcs: list[RewardFunction] = [*listed, *(funcs or ())]
+        self.funcs: list[RewardFunction] = []
+        for each in given:
+            self.funcs += [each] if callable(each) else each
+        self.funcs += funcs or ()
         self.weights: list[float] = list(weights) if weights else [1.0] * len(self.funcs)
         if len(self.weights) != len(self.funcs):
             raise UsageError(f"{len(self.weights)} weights for {len(self.funcs)} reward functions: expected as many")
