@@ -19,7 +19,7 @@ NAMES = ("python:3.11", "python:3.11-slim", "node:20-slim")
 _LEFT_OUT = ("__pycache__", "config-*", "test", "tests", "idlelib", "lib2to3", "tkinter", "ensurepip", "pydoc_data")
 _WANTED = (
     *("openai*", "httpx*", "httpcore*", "pydantic*", "anyio*", "h11*", "jiter*", "distro*", "sniffio*", "idna*"),
-    *("certifi*", "tqdm*", "typing_*", "annotated_types*", "pip*"),
+    *("certifi*", "truststore*", "typing_inspection*", "tqdm*", "typing_extensions*", "annotated_types*", "pip*"),
 )
 _ASK = """
 import json, sys, sysconfig
@@ -41,8 +41,6 @@ def python_layer(directory: Path, files: dict[str, str]) -> Path:
     inside = layer / library.lstrip("/")
     ignored = shutil.ignore_patterns(*_LEFT_OUT, "site-packages", "dist-packages")
     shutil.copytree(library, inside, ignore=ignored, symlinks=True)
-    for module in (inside / "lib-dynload").glob("*.so"):
-        add_libraries(layer, module)
     target = inside / "site-packages"
     for pattern in _WANTED:
         for found in Path(packages).glob(pattern):
@@ -51,6 +49,8 @@ def python_layer(directory: Path, files: dict[str, str]) -> Path:
             else:
                 target.mkdir(exist_ok=True)
                 shutil.copy(found, target / found.name)
+    for module in inside.rglob("*.so"):
+        add_libraries(layer, module)
     _add_commands(layer, program, prefix, target)
     for name, text in files.items():
         (layer / name).parent.mkdir(parents=True, exist_ok=True)

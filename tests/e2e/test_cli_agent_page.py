@@ -61,7 +61,7 @@ def roll_out(machine: Any, directory: Path, code: str, *more: str) -> list[dict[
     done = subprocess.run(command, cwd=directory, env=variables, capture_output=True, text=True, timeout=280)
     assert done.stdout, done.stderr
     rows = json.loads(done.stdout)["outputs"]
-    assert all(row["error"] is None for row in rows), rows
+    assert not [row["error"] for row in rows if row["error"]], rows
     return rows
 
 

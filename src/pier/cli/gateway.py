@@ -229,7 +229,7 @@ def _whole(call: Call) -> dict[str, Any]:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["pier", "sft", "verl", "trl", "skyrl", "art"]),
+    type=click.Choice(["pier", "sft", "verl", "trl", "skyrl"]),
     default="pier",
     show_default=True,
     help="Output format: all fields, messages for supervised fine-tuning, or what a trainer loads.",

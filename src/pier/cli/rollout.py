@@ -59,7 +59,7 @@ class _Object(click.ParamType):
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["pier", "sft", "verl", "trl", "skyrl", "art"]),
+    type=click.Choice(["pier", "sft", "verl", "trl", "skyrl"]),
     default="pier",
     show_default=True,
     help="Format of the samples: all fields, messages alone, or what a trainer loads.",

@@ -3,7 +3,6 @@
 - `verl`: the fields of `AgentLoopOutput`.
 - `trl`: the fields of a `TrainingSequence` of its asynchronous GRPO, with the reward and the group.
 - `skyrl`: one entry of each list of a `GeneratorOutput`; a batch is the rows' values as lists.
-- `art`: a `Trajectory`; each answer that is trained is a `Choice` whose tokens are `token_id:N`, with log-probs.
 
 Only samples that a trainer may learn from are written: those with exact tokens and a reward that the agent earned.
 """
@@ -13,9 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pier.rollout.samples import Exact, Sample, SampleOrigin
-from pier.wire.chat import FINISHES, render_assistant
-from pier.wire.turn import Turn
+from pier.rollout.samples import Sample, SampleOrigin
 
 Row = dict[str, Any]
 
@@ -80,40 +77,8 @@ def skyrl_row(sample: Sample, origin: SampleOrigin) -> Row:
     }
 
 
-def art_row(sample: Sample, origin: SampleOrigin) -> Row:
-    said: list[Row] = list(sample.messages())
-    places = [place for place, message in enumerate(said) if message["role"] == "assistant"][-len(sample.turns) :]
-    turns = zip(sample.turns[-len(places) :], sample.owns[-len(places) :], strict=True)
-    for place, (turn, owned) in zip(places, turns, strict=True):
-        if owned and (tokens := Exact.of(turn)) is not None:
-            said[place] = _choice(turn, tokens)
-    return {
-        "messages_and_choices": said,
-        "tools": sample.tools() or None,
-        "reward": origin.reward,
-        "metrics": {name: value for name, value in (origin.rewards or {}).items() if name != "reward"},
-        "metadata": {name: value for name, value in _about(sample, origin).items() if not isinstance(value, list)},
-    }
-
-
-def _choice(turn: Turn, tokens: Exact) -> Row:
-    likely = tokens.logprobs or (0.0,) * len(tokens.completion)
-    content = [
-        {"token": f"token_id:{token}", "bytes": None, "logprob": value, "top_logprobs": []}
-        for token, value in zip(tokens.completion, likely, strict=True)
-    ]
-    message = {**render_assistant(turn.parts, answer=True), "refusal": None}
-    return {
-        "index": 0,
-        "finish_reason": FINISHES[turn.stop],
-        "message": message,
-        "logprobs": {"content": content, "refusal": None},
-    }
-
-
 TRAINERS: dict[str, Callable[[Sample, SampleOrigin], Row]] = {
     "verl": verl_row,
     "trl": trl_row,
     "skyrl": skyrl_row,
-    "art": art_row,
 }
