@@ -310,7 +310,7 @@ def test_sync_and_the_command_line(tmp_path: Path, pier_home: Path) -> None:
     script = tmp_path / "model.yaml"
     script.write_text("turns:\n  - text: fine\n")
     command = [sys.executable, "-m", "pier", "rollout", str(module), "-m", f"script:{script}", "-r", "2", "-n", "1"]
-    command += ["-a", '{"words": "hi"}', "-o", str(tmp_path / "out"), "--json"]
+    command += ["--env-args", '{"words": "hi"}', "-o", str(tmp_path / "out"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PIER_HOME": str(pier_home)})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -57,7 +57,7 @@ def roll_out(machine: Any, directory: Path, code: str, *more: str) -> list[dict[
     (directory / "agent_code" / "main.py").write_text(AGENT)
     (directory / "agent_code" / "requirements.txt").write_text("# nothing else\n")
     command = [sys.executable, "-m", "pier", "rollout", "page_env", "-m", "script:model.yaml", "-e", backend, "--json"]
-    command += ["-C", "agent_stdout,agent_stderr,rollout_id,agent_exit_code", *more]
+    command += ["--state-columns", "agent_stdout,agent_stderr,rollout_id,agent_exit_code", *more]
     done = subprocess.run(command, cwd=directory, env=variables, capture_output=True, text=True, timeout=280)
     assert done.stdout, done.stderr
     rows = json.loads(done.stdout)["outputs"]
@@ -87,5 +87,5 @@ def test_the_hooks(machine: Any, tmp_path: Path) -> None:
     (row,) = roll_out(machine, tmp_path, code)
     assert row["agent_stdout"] == "value first script:model.yaml\nreversed\n"
     code = HOOKS + REST % ("ArtifactEnv", "python /app/agent.py > /app/output.json")
-    (row,) = roll_out(machine, tmp_path, code, "-C", "agent_output")
+    (row,) = roll_out(machine, tmp_path, code, "--state-columns", "agent_output")
     assert row["agent_output"] == "reversed\n"

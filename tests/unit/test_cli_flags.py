@@ -28,11 +28,11 @@ MEANING = {
     "-k": {"--n-attempts", "--attempts"},
     "-l": {"--n-tasks"},
     "-m": {"--model"},
-    "-n": {"--n-concurrent", "--concurrency"},
+    "-n": {"--n-concurrent", "--concurrency", "--num-examples"},
     "-o": {"--jobs-dir", "--output", "--recording", "--out"},
     "-p": {"--path", "--job-path"},
     "-q": {"--quiet"},
-    "-r": {"--max-retries"},
+    "-r": {"--max-retries", "--rollouts"},
     "-t": {"--task"},
     "-u": {"--user"},
     "-v": {"--volume"},
@@ -40,7 +40,8 @@ MEANING = {
     "-x": {"--exclude-task-name", "--exclude"},
     "-y": {"--yes"},
 }
-"""What each short flag stands for; several names where one idea has them (`-o` is where results are written)."""
+"""What each short flag stands for; several names where one idea has them (`-o` is where results are written), and
+where `pier rollout` has the letters of the program whose users it takes over (`-n`, `-r`)."""
 
 
 def commands(command: click.Command, context: click.Context) -> Iterator[tuple[click.Command, click.Context]]:

@@ -38,23 +38,23 @@ class _Object(click.ParamType):
     show_default=True,
     help="Rollouts of each row, scored together.",
 )
-@click.option("-c", "--concurrency", type=click.IntRange(1), default=32, show_default=True, help="Rollouts at once.")
-@click.option("-a", "--env-args", type=_Object(), help="Arguments of load_environment(), as a JSON object.")
-@click.option("-x", "--set", "attributes", type=_Object(), help="Attributes of the environment, as a JSON object.")
-@click.option("-b", "--base-url", help="Address of an OpenAI-compatible server.")
-@click.option("-k", "--key-var", default="OPENAI_API_KEY", show_default=True, help="Variable with the server's key.")
+@click.option("--concurrency", type=click.IntRange(1), default=32, show_default=True, help="Rollouts at once.")
+@click.option("--env-args", type=_Object(), help="Arguments of load_environment(), as a JSON object.")
+@click.option("--set", "attributes", type=_Object(), help="Attributes of the environment, as a JSON object.")
+@click.option("--base-url", help="Address of an OpenAI-compatible server.")
+@click.option("--key-var", default="OPENAI_API_KEY", show_default=True, help="Variable with the server's key.")
 @click.option("--tokens", is_flag=True, help="Ask the server for token ids and log-probs (vLLM, SGLang).")
-@click.option("-t", "--max-tokens", type=click.IntRange(1), help="Most tokens of one model call.")
-@click.option("-T", "--temperature", type=click.FloatRange(0), help="Sampling temperature.")
-@click.option("-S", "--sampling-args", type=_Object(), help="Sampling parameters, as a JSON object.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of one model call.")
+@click.option("--temperature", type=click.FloatRange(0), help="Sampling temperature.")
+@click.option("--sampling-args", type=_Object(), help="Sampling parameters, as a JSON object.")
 @click.option("-e", "--env", "backend", help="Sandbox backend: local, docker or module:Class.")
 @click.option("--shuffle", is_flag=True, help="Shuffle the rows before the first N are taken.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of --shuffle.")
 @click.option("--max-retries", type=click.IntRange(0), default=3, show_default=True, help="Retries after faults.")
 @click.option("--independent", is_flag=True, help="Score each rollout alone instead of by group.")
-@click.option("-C", "--state-columns", default="", help="Keys of the state to keep in each row, separated by commas.")
+@click.option("--state-columns", default="", help="Keys of the state to keep in each row, separated by commas.")
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Directory to save results to.")
-@click.option("-s", "--save", is_flag=True, help="Save results below ./outputs.")
+@click.option("--save", is_flag=True, help="Save results below ./outputs.")
 @click.option("--samples", type=click.Path(path_type=Path, dir_okay=False), help="Write training samples to FILE.")
 @click.option(
     "--format",
@@ -73,7 +73,7 @@ def rollout(module: str, **flags: Any) -> None:
     \b
     Examples:
       pier rollout ./my_env.py -m openai/gpt-5 -n 5 -r 3
-      pier rollout my-env -m Qwen/Qwen3-8B -b http://127.0.0.1:8000/v1 --tokens --samples samples.jsonl
+      pier rollout my-env -m Qwen/Qwen3-8B --base-url http://127.0.0.1:8000/v1 --tokens --samples samples.jsonl
     """
     import asyncio
     from contextlib import ExitStack

@@ -231,11 +231,15 @@ def _lines(path: Path) -> Iterator[Sink]:
         yield _Lines(stream)
 
 
-_LISTS = {"input_ids": "int32", "loss_mask": "int8", "logprobs": "float32"}
+_LISTS = {
+    **dict.fromkeys(("input_ids", "prompt_ids", "response_ids", "prompt_token_ids"), "int32"),
+    **dict.fromkeys(("loss_mask", "response_mask", "completion_mask", "loss_masks"), "int8"),
+    **dict.fromkeys(("logprobs", "response_logprobs", "old_log_probs", "rollout_logprobs"), "float32"),
+}
 _VALUES = {
-    "reward": "float64",
-    **dict.fromkeys(("format", "attempt", "prompt_length", "spawned_by_call"), "int64"),
-    **dict.fromkeys(("exact", "trainable"), "bool_"),
+    **dict.fromkeys(("reward", "reward_score", "rewards"), "float64"),
+    **dict.fromkeys(("format", "attempt", "prompt_length", "spawned_by_call", "num_turns"), "int64"),
+    **dict.fromkeys(("exact", "trainable", "is_last_step"), "bool_"),
 }
 _BATCH = 64
 

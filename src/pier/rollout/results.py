@@ -268,7 +268,7 @@ def sample_writer(path: Path, form: str = "pier") -> Iterator[Callable[[State], 
 
 
 def origin_of(state: State) -> SampleOrigin:
-    """The rollout that samples belong to. Without a reward of its own it has none, which is not 0."""
+    """The rollout that samples belong to. Without a reward it has none, which is not 0."""
     error, reward = state.get("error"), state.get("reward")
     metrics = {name: value for name, value in (state.get("metrics") or {}).items() if value is not None}
     return SampleOrigin(
