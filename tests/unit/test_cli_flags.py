@@ -29,11 +29,11 @@ MEANING = {
     "-k": {"--n-attempts", "--attempts"},
     "-l": {"--n-tasks"},
     "-m": {"--model"},
-    "-n": {"--n-concurrent", "--concurrency"},
+    "-n": {"--n-concurrent", "--concurrency", "--num-examples"},
     "-o": {"--jobs-dir", "--output", "--recording", "--out"},
     "-p": {"--path", "--job-path", "--prompt"},
     "-q": {"--quiet"},
-    "-r": {"--max-retries", "--rubric"},
+    "-r": {"--max-retries", "--rubric", "--rollouts"},
     "-t": {"--task", "--trial-name"},
     "-u": {"--user"},
     "-v": {"--verbose"},
@@ -41,8 +41,8 @@ MEANING = {
     "-x": {"--exclude-task-name", "--exclude"},
     "-y": {"--yes"},
 }
-"""What each short flag stands for; several names where one idea has them (`-o` is where results are written).
-Reviews take the short flags of Harbor's and datacurve pier's reviews."""
+"""What each short flag stands for; several names where one idea has them (`-o` is where results are written). Reviews and
+`pier rollout` take the short flags of the programs whose users they take over."""
 
 
 def commands(command: click.Command, context: click.Context) -> Iterator[tuple[click.Command, click.Context]]:

@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "traces": ("pier.cli.traces:traces", "List, show and export captured sessions."),
     "skills": ("pier.cli.skills:skills", "Register a task's skills for the agents in use."),
     "login": ("pier.cli.login:login", "Show the logins that pier can use instead of keys."),
+    "rollout": ("pier.cli.rollout:rollout", "Roll out environments for evaluation and training."),
     "gateway": ("pier.cli.gateway:gateway", "Intercept, record and replay model calls."),
     "trajectory": ("pier.cli.trajectory:trajectory", "Convert, validate and show trajectories."),
     "start": ("pier.cli.workspace:start", "Start a workspace: a live sandbox around a directory."),
