@@ -41,8 +41,8 @@ MEANING = {
     "-x": {"--exclude-task-name", "--exclude"},
     "-y": {"--yes"},
 }
-"""What each short flag stands for; several names where one idea has them (`-o` is where results are written). Reviews and
-`pier rollout` take the short flags of the programs whose users they take over."""
+"""What each short flag stands for; several names where one idea has them (`-o` is where results are written).
+Reviews and `pier rollout` take the short flags of the programs whose users they take over."""
 
 
 def commands(command: click.Command, context: click.Context) -> Iterator[tuple[click.Command, click.Context]]:
