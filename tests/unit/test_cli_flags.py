@@ -22,7 +22,7 @@ MEANING = {
     "-a": {"--agent"},
     "-c": {"--config"},
     "-d": {"--dataset", "--dir", "--detach"},
-    "-e": {"--env"},
+    "-e": {"--env", "-e"},
     "-f": {"--follow", "--force"},
     "-h": {"--help"},
     "-i": {"--include-task-name", "--include"},
