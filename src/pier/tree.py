@@ -33,7 +33,7 @@ from pier.beneath import (
     write_all,
 )
 
-__all__ = ["ENTRIES", "FAULTS", "Entry", "Tree", "TreeError", "drop_links", "find_files", "open_regular"]
+__all__ = ["ENTRIES", "FAULTS", "Entry", "Tree", "TreeError", "drop_links", "find_entry", "find_files", "open_regular"]
 
 FAULTS = frozenset(
     {
@@ -148,6 +148,8 @@ class Tree:
             raise
 
     def _walk(self, below: str) -> Descent:
+        if not below:
+            return Descent(self.fd)
         top = open_in(self.fd, below, READ_DIRECTORY, STRICT)
         try:
             return Descent(top)
@@ -198,12 +200,11 @@ class Tree:
         parent, _, name = path.strip("/").rpartition("/")
         if name in ("", ".", ".."):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), f"{self.path}/{path}")
+        if not parent:
+            yield self.fd, name
+            return
         try:
-            fd = (
-                make_directory(self.fd, parent or ".", STRICT)[0]
-                if make
-                else open_in(self.fd, parent or ".", DIRECTORY, STRICT)
-            )
+            fd = make_directory(self.fd, parent, STRICT)[0] if make else open_in(self.fd, parent, DIRECTORY, STRICT)
         except OSError as error:
             if make and error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EXDEV, errno.EEXIST):
                 raise TreeError("not_directory", f"{self.path}/{path} lies behind a link or a file") from None
@@ -228,7 +229,12 @@ def _listed(here: int, above: str) -> list[Entry]:
     return [found for name in names if (found := _entry(here, name, f"{above}{name}")) is not None]
 
 
-def _entry(above: int, name: str, path: str) -> Entry | None:
+def find_entry(path: Path) -> Entry | None:
+    """What has a path of which all but the last part is trusted."""
+    return _entry(None, str(path), str(path))
+
+
+def _entry(above: int | None, name: str, path: str) -> Entry | None:
     try:
         status = os.stat(name, dir_fd=above, follow_symlinks=False)
     except FileNotFoundError:

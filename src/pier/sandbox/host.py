@@ -50,9 +50,6 @@ _ETC = frozenset(_ETC_NAMES.split())
 _ETC_PARENTS = {name.rpartition("/")[0] for name in _ETC} | {"pki"}
 _ETC_BY_START = ("java-", "openmpi", "python3.", "postgresql-common")
 _ETC_LARGEST = 1 << 20
-_DEPTHS = {"usr": 1, "usr/local": 3, "opt": 3}
-"""How far below these root's view is searched for what others may not read."""
-_DEEP = 16
 
 __all__ = ["HostRoot", "host_image", "prepare"]
 
@@ -86,7 +83,7 @@ def prepare(layer: Path) -> HostRoot:
             _make(layer, str(path.relative_to("/")))
             trees.append(str(path))
     if as_root:
-        _hide_from_root(layer, of_etc)
+        _hide_from_root(layer, ["/usr/local", *(tree for tree in trees if tree.startswith(("/opt/", "/etc/")))])
     homes = (home for home in _homes() if any(home.is_relative_to(tree) for tree in trees))
     return HostRoot((layer,), tuple(trees), tuple(homes))
 
@@ -130,25 +127,27 @@ def _make(layer: Path, name: str) -> None:
             path.chmod(0o755)
 
 
-def _hide_from_root(layer: Path, of_etc: list[Path]) -> None:
-    """Leave out files that only root could read."""
-    for directory, depth in (*_DEPTHS.items(), *((path, _DEEP) for path in of_etc)):
-        for path in _not_public(Path("/") / directory, depth):
-            inside = path.relative_to("/")
-            _make(layer, str(inside.parent))
-            os.mknod(layer / inside, stat.S_IFCHR, 0)
+def _hide_from_root(layer: Path, directories: Iterable[str]) -> None:
+    """Leave out what only root could read, however deep it lies. Of /usr all but /usr/local comes in packages, which
+    everybody can have: of that only whole directories are left out."""
+    for path in (*_not_public("/usr", deep=False), *(path for each in directories for path in _not_public(each))):
+        inside = Path(path).relative_to("/")
+        _make(layer, str(inside.parent))
+        os.mknod(layer / inside, stat.S_IFCHR, 0)
 
 
-def _not_public(directory: Path, depth: int) -> Iterator[Path]:
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.is_symlink():
-                continue
-            status = entry.stat(follow_symlinks=False)
-            if not _is_public(status):
-                yield Path(entry.path)
-            elif stat.S_ISDIR(status.st_mode) and depth > 1:
-                yield from _not_public(Path(entry.path), depth - 1)
+def _not_public(directory: str, *, deep: bool = True) -> Iterator[str]:
+    waiting = [directory]
+    while waiting:
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    continue
+                status = entry.stat(follow_symlinks=False)
+                if not _is_public(status):
+                    yield entry.path
+                elif deep and stat.S_ISDIR(status.st_mode):
+                    waiting.append(entry.path)
 
 
 def _listed() -> Iterator[Path]:
