@@ -25,7 +25,7 @@ MEANING = {
     "-f": {"--follow"},
     "-h": {"--help"},
     "-i": {"--include-task-name", "--include"},
-    "-k": {"--n-attempts", "--attempts"},
+    "-k": {"--group", "--n-attempts", "--attempts"},
     "-l": {"--n-tasks"},
     "-m": {"--model"},
     "-n": {"--n-concurrent", "--concurrency"},

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "task": ("pier.cli.task:task", "Make, check and list tasks."),
     "agent": ("pier.cli.agent:agent", "Build and look at agent packs."),
     "gateway": ("pier.cli.gateway:gateway", "Intercept, record and replay model calls."),
+    "samples": ("pier.cli.samples:samples", "Export and check training samples."),
     "trajectory": ("pier.cli.trajectory:trajectory", "Convert, validate and show trajectories."),
     "sandbox": ("pier.cli.sandbox:sandbox", "Run commands in sandboxes."),
     "image": ("pier.cli.image:image", "Import, pull, build and remove images."),
