@@ -49,6 +49,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Train and record": {
         "rollout": ("pier.cli.rollout:rollout", "Roll out environments for evaluation and training."),
         "gateway": ("pier.cli.gateway:gateway", "Intercept, record and replay model calls."),
+        "samples": ("pier.cli.samples:samples", "Export and check training samples."),
         "trajectory": ("pier.cli.trajectory:trajectory", "Convert, validate and show trajectories."),
     },
     "This machine": {
