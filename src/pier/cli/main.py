@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trajectory": ("pier.cli.trajectory:trajectory", "Convert, validate and show trajectories."),
     "sandbox": ("pier.cli.sandbox:sandbox", "Run commands in sandboxes."),
     "image": ("pier.cli.image:image", "Import, pull, build and remove images."),
+    "view": ("pier.cli.view:view", "Look at jobs and trials in a browser."),
     "doctor": ("pier.cli.doctor:doctor", "Check this machine and suggest fixes."),
     "gc": ("pier.cli.gc:gc", "Remove what dead runs left behind."),
     "completion": ("pier.cli.completion:completion", "Print shell completion for bash, zsh or fish."),
