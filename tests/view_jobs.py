@@ -118,23 +118,22 @@ def viewer_thread(path: Path) -> Iterator[Viewer]:
     import asyncio
     import threading
 
-    ready: list[Viewer] = []
-    started, stop = threading.Event(), asyncio.Event()
-    loop = asyncio.new_event_loop()
+    ready: list[tuple[Viewer, asyncio.AbstractEventLoop, asyncio.Event]] = []
+    started = threading.Event()
 
     async def run() -> None:
+        stop = asyncio.Event()
         async with viewing(path) as viewer:
-            ready.append(viewer)
+            ready.append((viewer, asyncio.get_running_loop(), stop))
             started.set()
             await stop.wait()
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(run()))
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
     try:
         assert started.wait(60)
-        yield ready[0]
+        yield ready[0][0]
     finally:
-        loop.call_soon_threadsafe(stop.set)
+        if ready:
+            ready[0][1].call_soon_threadsafe(ready[0][2].set)
         thread.join()
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()

@@ -35,7 +35,10 @@ def page_of(browser: sync_api.Browser, origin: str) -> Iterator[sync_api.Page]:
     page.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("dialog", lambda dialog: problems.append(f"dialog {dialog.message}"))
-    page.on("request", lambda request: problems.append(request.url) if not request.url.startswith((origin, "data:")) else None)
+    page.on(
+        "request",
+        lambda request: problems.append(request.url) if not request.url.startswith((origin, "data:")) else None,
+    )
     page.on("popup", lambda popup: problems.append(f"popup {popup.url}"))
     try:
         yield page
@@ -81,7 +84,7 @@ def test_pages_keys_and_notes(jobs: Path, browser: sync_api.Browser) -> None:
         page.keyboard.type("task-001")
         page.keyboard.press("Enter")
         page.wait_for_url("**q=task-001**")
-        assert page.locator("tbody tr").count() == 4
+        assert page.locator("[data-rows] tbody tr").count() == 4
         page.goto(at)
         assert page.locator(".step").count() == 7
         for key in "jjj":
@@ -109,7 +112,7 @@ def test_pages_keys_and_notes(jobs: Path, browser: sync_api.Browser) -> None:
         page.keyboard.press("n")
         page.keyboard.type("strange")
         page.locator(".note-form button").click()
-        page.locator(".note >> text=strange").wait_for()
+        page.locator(".note", has_text="strange").wait_for()
         page.keyboard.press("?")
         assert page.locator("dialog[open]").is_visible()
         page.keyboard.press("Escape")
@@ -176,14 +179,16 @@ def test_a_hostile_trial_is_shown_and_does_nothing(tmp_path: Path, browser: sync
     with viewer_thread(tmp_path / "jobs") as viewer, page_of(browser, viewer.origin) as page:
         at = f"{viewer.origin}/jobs/one/{trial.name}"
         page.goto(at)
-        assert page.locator(".step").count() == 7
+        page.locator('[data-load="after"]').scroll_into_view_if_needed()
+        page.locator('[data-n="7"]').wait_for()
         assert "owned" not in page.title()
         assert page.locator("#steps script, #steps iframe, #steps img, #steps svg, #steps a[href^=http]").count() == 0
         assert page.locator('.ctl[title="U+202E"]').count() > 0 and page.locator(".f-red").count() > 0
         assert page.locator("text={{7*7}}").count() > 0
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         page.locator('[data-n="5"] a.more').click()
-        page.wait_for_function("document.querySelector('[data-n=\"5\"] pre.out').textContent.length > 150000")
+        page.locator("[data-n='5'] >> text=show 49,79").wait_for()
+        assert len(page.locator("[data-n='5'] pre.out").inner_text()) > 150_000
         for tab in ("verifier", "changes", "artifacts", "logs", "network", "config", "notes"):
             page.goto(f"{at}/{tab}")
             assert page.locator("#tab iframe, #tab a[href^=javascript]").count() == 0
@@ -208,19 +213,19 @@ def test_a_running_job_is_followed(tmp_path: Path, browser: sync_api.Browser) ->
             with viewer_thread(tmp_path / "jobs") as viewer, page_of(browser, viewer.origin) as page:
                 page.goto(f"{viewer.origin}/jobs/live?view=trials")
                 page.locator("td .st-running").wait_for()
-                page.goto(page.locator("tbody tr").get_attribute("data-href") and viewer.origin + str(page.locator("tbody tr").get_attribute("data-href")))
+                page.locator("[data-rows] tbody a").click()
                 page.locator(".step.agent").wait_for()
                 before = page.locator(".step").count()
                 page.evaluate("scrollTo(0, 0)")
                 (gate / "go0").touch()
-                page.wait_for_function(f"document.querySelectorAll('.step').length > {before}")
+                page.locator(".step").nth(before).wait_for()
                 page.locator("#outline >> text=turn 1").wait_for()
                 for n in (1, 2):
                     (gate / f"go{n}").touch()
                 page.locator("#outline >> text=Done.").wait_for()
                 page.locator(".bar .st-passed").wait_for()
                 page.goto(f"{viewer.origin}/jobs/live")
-                page.locator(".h-10").wait_for()
+                page.locator("td.h-10").wait_for()
         finally:
             for n in range(3):
                 (gate / f"go{n}").touch()

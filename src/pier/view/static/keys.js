@@ -1,5 +1,5 @@
 // Keys: steps, rows, trials, tabs, search, toggles.
-import { showKeys, switchTheme, toggle } from "./view.js";
+import { showKeys, switchTheme, toggle } from "./page.js";
 import { currentStep, focusStep, stepElements, unfold } from "./steps.js";
 import { openNote } from "./notes.js";
 

@@ -1,5 +1,5 @@
 // Follows a running job or trial: the server says that something changed, and the parts of the page that show it are fetched again.
-import { fetchPart } from "./view.js";
+import { fetchPart } from "./page.js";
 import { focusStep, loadNew, refreshOutline, stepElements } from "./steps.js";
 
 let waiting = 0;

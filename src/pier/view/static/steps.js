@@ -1,5 +1,5 @@
 // The steps of a trial: loading more of them, the outline, search inside, unfolding.
-import { fetchPart } from "./view.js";
+import { fetchPart } from "./page.js";
 
 export function stepElements() { return [...document.querySelectorAll("#steps > .step")]; }
 
@@ -133,7 +133,7 @@ export function initSteps() {
   if (ready) return;
   ready = true;
   document.addEventListener("click", (event) => {
-    const link = event.target.closest("a.more, [data-load], [data-step], [data-clear], [data-expand]");
+    const link = event.target.closest("a.more, [data-load], a[data-step], [data-clear], [data-expand]");
     if (!link) return;
     if (link.matches("a.more")) { event.preventDefault(); showMore(link); }
     else if (link.dataset.load) { event.preventDefault(); load(link); }

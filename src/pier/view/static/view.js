@@ -1,46 +1,11 @@
 // Starts what moves on a page. Every page works without it, but for keys, live updates and notes.
 import { initKeys } from "./keys.js";
 import { initLive } from "./live.js";
-import { initSteps } from "./steps.js";
 import { initNotes } from "./notes.js";
+import { showKeys, showToggles, switchTheme, toggle } from "./page.js";
+import { initSteps } from "./steps.js";
 
-const root = document.documentElement;
-const stored = read("theme");
-if (stored) root.dataset.theme = stored;
-
-function read(name) { try { return localStorage.getItem("pier." + name); } catch { return null; } }
-function keep(name, value) { try { localStorage.setItem("pier." + name, value); } catch { /* file:// or private */ } }
-
-export function switchTheme() {
-  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  root.dataset.theme = dark ? "light" : "dark";
-  keep("theme", root.dataset.theme);
-}
-
-export function toggle(name, on) {
-  const hidden = new Set((root.dataset.hide || "").split(" ").filter(Boolean));
-  if (on === undefined ? hidden.has(name) : on) hidden.delete(name); else hidden.add(name);
-  root.dataset.hide = [...hidden].join(" ");
-  keep("hide", root.dataset.hide);
-  showToggles();
-}
-
-function showToggles() {
-  const hidden = (root.dataset.hide || "").split(" ");
-  for (const button of document.querySelectorAll("[data-toggle]"))
-    button.setAttribute("aria-pressed", String(!hidden.includes(button.dataset.toggle)));
-}
-
-export function showKeys() { document.getElementById("keys").showModal(); }
-
-// A page, or a part of one, as a document fragment; scripts in it would not run, and there are none.
-export async function fetchPart(url) {
-  const response = await fetch(url, { headers: { Accept: "text/html" }, credentials: "same-origin" });
-  if (!response.ok) throw new Error(response.status + " " + url);
-  return new DOMParser().parseFromString(await response.text(), "text/html");
-}
-
-export function initPage() {
+function initPage() {
   showToggles();
   initSteps();
   initNotes();
@@ -52,7 +17,6 @@ function playCast(element) {
   if (window.AsciinemaPlayer) start(); else addEventListener("load", start, { once: true });
 }
 
-root.dataset.hide = read("hide") || "";
 document.addEventListener("click", (event) => {
   const target = event.target.closest("#theme, #help, [data-toggle], [data-compare], #compare");
   if (!target) {
