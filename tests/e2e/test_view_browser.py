@@ -149,7 +149,8 @@ HOSTILE = (
     "<svg onload=alert(2)></svg>[x](javascript:alert(3)) ![p](https://evil.example/p.png)"
     "</pre></div><iframe src=https://evil.example></iframe>{{7*7}}{% raw %}"
 )
-NOISY = "\x1b[31mred\x1b[0m \x1b]8;;https://evil.example\x1b\\link\x1b]8;;\x1b\\ \u202egnp.exe \x00\x07\x1b[2J\x1b]0;owned\x07"
+NOISY = "\x1b[31mred\x1b[0m \x1b]8;;https://evil.example\x1b\\link\x1b]8;;\x1b\\ \u202egnp.exe \x00\x07"
+NOISY += "\x1b[2J\x1b]0;owned\x07"
 
 
 def test_a_hostile_trial_is_shown_and_does_nothing(tmp_path: Path, browser: sync_api.Browser) -> None:

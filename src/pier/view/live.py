@@ -26,7 +26,7 @@ _BEAT = 15.0
 
 
 @dataclass(slots=True)
-class Watcher:
+class IndexWatcher:
     """Refreshes the index. `indexing` is how many trials the first reading has found so far, 0 afterwards."""
 
     index: Index
@@ -91,7 +91,7 @@ class Watcher:
             await self._changed.wait()
 
 
-async def follow(watcher: Watcher, pages: Pages, job: str | None, trial: str | None) -> AsyncIterator[str]:
+async def follow(watcher: IndexWatcher, pages: Pages, job: str | None, trial: str | None) -> AsyncIterator[str]:
     """The events of one page: of the list of jobs, of a job, or of a trial."""
     seen: str | None = None
     beat = time.monotonic()
@@ -111,7 +111,7 @@ async def follow(watcher: Watcher, pages: Pages, job: str | None, trial: str | N
             await watcher.tick()
 
 
-def _state(watcher: Watcher, pages: Pages, job: str | None, trial: str | None) -> str:
+def _state(watcher: IndexWatcher, pages: Pages, job: str | None, trial: str | None) -> str:
     """What a page shows, in so far as a change of it matters."""
     if job is None:
         return json.dumps({"version": watcher.index.version, "indexing": watcher.indexing})

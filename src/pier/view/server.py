@@ -25,7 +25,7 @@ from pier.errors import PierError, UsageError
 from pier.tree import Tree, TreeError
 from pier.view.index import Index
 from pier.view.library import Library, NotFoundError
-from pier.view.live import Watcher, follow
+from pier.view.live import IndexWatcher, follow
 from pier.view.notes import add_note, remove_note
 from pier.view.pages import Page, Pages
 from pier.view.render import STATIC, Links, render
@@ -75,7 +75,7 @@ class Viewer:
     """A running viewer. `token` is None on the loopback."""
 
     pages: Pages
-    watcher: Watcher
+    watcher: IndexWatcher
     host: str = "127.0.0.1"
     port: int = 0
     token: str | None = None
@@ -267,7 +267,7 @@ async def serve(library: Library, host: str = "127.0.0.1", port: int | None = No
     number = sock.getsockname()[1]
     token = None if host in LOOPBACK else secrets.token_urlsafe(24)
     index = await asyncio.to_thread(Index.open, library)
-    viewer = Viewer(Pages(library, index), Watcher(index), host, number, token)
+    viewer = Viewer(Pages(library, index), IndexWatcher(index), host, number, token)
     runner = web.AppRunner(viewer.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

@@ -33,7 +33,7 @@ LABEL = 90
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TrajectoryPart:
     """One trajectory of a trial. Tasks with steps have several; `name` is the step's, or empty."""
 
     name: str
@@ -68,18 +68,18 @@ class StepReader:
     _derivations: dict[Path, Derivation] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def parts(self, view: TrialView) -> list[Part]:
+    def parts(self, view: TrialView) -> list[TrajectoryPart]:
         """The trajectories of a trial, in order."""
         if (file := self.index.library.file) is not None:
-            return [Part("", file)]
+            return [TrajectoryPart("", file)]
         files = view.files
-        found = {_step_name(view, path): Part(_step_name(view, path), path) for path in files.trajectories}
+        found = {_step_name(view, path): TrajectoryPart(_step_name(view, path), path) for path in files.trajectories}
         for path in files.recordings:
             name = _step_name(view, path)
             if (name not in found or (view.state == "running" and _is_newer(path, found[name].path))) and (
                 derived := self._derive(view, path)
             ):
-                found[name] = Part(name, derived, "recording")
+                found[name] = TrajectoryPart(name, derived, "recording")
         return [found[name] for name in sorted(found)]
 
     def _derive(self, view: TrialView, recording: Path) -> Path | None:
@@ -100,7 +100,7 @@ class StepReader:
         return found.path
 
     @contextmanager
-    def open(self, part: Part, sub: str = "") -> Iterator[PagedTrajectory]:
+    def open(self, part: TrajectoryPart, sub: str = "") -> Iterator[PagedTrajectory]:
         """The trajectory of a part, or of one of its sub-agents: `sub` is its place, such as `0` or `0.2`. ValueError
         if the file is not a trajectory or there is no such sub-agent."""
         try:
@@ -122,7 +122,7 @@ class StepReader:
             self.index.keep_map(path, stamp, found.to_json(), None)
         return found
 
-    def outline(self, part: Part, sub: str = "") -> list[OutlineRow]:
+    def outline(self, part: TrajectoryPart, sub: str = "") -> list[OutlineRow]:
         """One row for every step. Of a large file it is kept."""
         stamp = file_stamp(part.path)
         known, rows = self.index.trial_map(part.path, stamp)
@@ -135,7 +135,7 @@ class StepReader:
                 self.index.keep_map(part.path, stamp, found.map.to_json(), plain)
         return made
 
-    def search(self, part: Part, query: str, sub: str = "", limit: int = 500) -> list[tuple[int, str]]:
+    def search(self, part: TrajectoryPart, query: str, sub: str = "", limit: int = 500) -> list[tuple[int, str]]:
         """The steps that have a text, and the text around its first occurrence in each."""
         wanted, found = query.casefold(), list[tuple[int, str]]()
         with self.open(part, sub) as trajectory:

@@ -25,7 +25,7 @@ from pier.view.cards import edits_of, step_card, sub_agents
 from pier.view.index import Index
 from pier.view.library import NotFoundError
 from pier.view.notes import read_notes
-from pier.view.steps import Part, StepReader
+from pier.view.steps import StepReader, TrajectoryPart
 
 PAGE_STEPS, PAGE_BYTES = 50, 3 << 20
 LOG_BYTES = 200_000
@@ -153,10 +153,10 @@ class TrialPage:
 
     # Steps
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[TrajectoryPart]:
         return self.reader.parts(self.view)
 
-    def part(self, query: Mapping[str, str]) -> Part | None:
+    def part(self, query: Mapping[str, str]) -> TrajectoryPart | None:
         """The trajectory that is asked for, else the first."""
         parts = self.parts()
         return next((part for part in parts if part.name == query.get("part", "")), parts[0] if parts else None)
@@ -175,7 +175,9 @@ class TrialPage:
         except ValueError as error:
             return {**base, "missing": f"The trajectory cannot be read: {error}"}
 
-    def _page(self, part: Part, trajectory: PagedTrajectory, sub: str, query: Mapping[str, str]) -> dict[str, Any]:
+    def _page(
+        self, part: TrajectoryPart, trajectory: PagedTrajectory, sub: str, query: Mapping[str, str]
+    ) -> dict[str, Any]:
         total = len(trajectory)
         start, wanted = _number(query.get("from"), 0), _number(query.get("step"), 0)
         if wanted:
@@ -203,7 +205,7 @@ class TrialPage:
             "cards": cards,
         }
 
-    def _times(self, part: Part) -> Mapping[int, tuple[float, float]]:
+    def _times(self, part: TrajectoryPart) -> Mapping[int, tuple[float, float]]:
         for path in self.view.files.recordings if self.index.library.file is None else ():
             if (path.parent.parent.name if path.parent.parent.parent.name == "steps" else "") == part.name:
                 try:
