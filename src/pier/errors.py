@@ -13,7 +13,8 @@
     ├── ProviderError    the model provider failed
     ├── VerifierError    the verifier gave no usable verdict
     ├── StorageError     this machine could not keep, read or hand on a file
-    └── JobError         a job directory is broken or owned by another process
+    ├── JobError         a job directory is broken or owned by another process
+    └── WorkspaceError   a workspace cannot be found, started or used
 
 Each error says where the fault lies (`blame`), whether doing the same again may help (`retryable`) and has a stable
 `code` for machines. Retry policy reads those three, never class names nor the text of a message. `hint` is the one
@@ -157,3 +158,8 @@ class StorageError(PierError):
 class JobError(PierError):
     blame = "user"
     code = "job"
+
+
+class WorkspaceError(PierError):
+    blame = "user"
+    code = "workspace"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,17 +31,18 @@ MEANING = {
     "-m": {"--model"},
     "-n": {"--n-concurrent", "--concurrency"},
     "-o": {"--jobs-dir", "--output", "--recording", "--out"},
-    "-p": {"--path", "--job-path"},
+    "-p": {"--path", "--job-path", "--prompt"},
     "-q": {"--quiet"},
-    "-r": {"--max-retries"},
-    "-t": {"--task"},
+    "-r": {"--max-retries", "--rubric"},
+    "-t": {"--task", "--trial-name"},
     "-u": {"--user"},
-    "-v": {"--volume"},
+    "-v": {"--verbose"},
     "-w": {"--workdir"},
     "-x": {"--exclude-task-name", "--exclude"},
     "-y": {"--yes"},
 }
-"""What each short flag stands for; several names where one idea has them (`-o` is where results are written)."""
+"""What each short flag stands for; several names where one idea has them (`-o` is where results are written).
+Reviews take the short flags of Harbor's and datacurve pier's reviews."""
 
 
 def commands(command: click.Command, context: click.Context) -> Iterator[tuple[click.Command, click.Context]]:
@@ -143,3 +145,11 @@ def test_completion_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as stopped:
         main(["completion", shell])
     assert stopped.value.code == 0 and "_PIER_COMPLETE" in capsys.readouterr().out
+
+
+def test_the_version_with_python_platform_and_backends(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version", "-v"])
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:3])
+    assert ended.value.code == 0
+    assert rows["python"].startswith(platform.python_version()) and rows["platform"] == platform.platform()

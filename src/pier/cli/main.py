@@ -25,9 +25,24 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "job": ("pier.cli.job:job", "Look at, resume, retry and regrade jobs."),
     "trial": ("pier.cli.trial:trial", "Look at single trials."),
     "task": ("pier.cli.task:task", "Make, check and list tasks."),
+    "critique": ("pier.cli.review:critique", "Review finished trials with a fresh agent."),
+    "analyze": ("pier.cli.review:analyze", "Find out why trials failed."),
+    "summarize": ("pier.cli.review:summarize", "Summarize the failures of a workspace or job."),
+    "check": ("pier.cli.review:check", "Check the quality of tasks."),
     "agent": ("pier.cli.agent:agent", "Build and look at agent packs."),
+    "capture": ("pier.cli.traces:capture", "Save the trajectory of an agent session, here or in a workspace."),
+    "traces": ("pier.cli.traces:traces", "List, show and export captured sessions."),
+    "skills": ("pier.cli.skills:skills", "Register a task's skills for the agents in use."),
+    "login": ("pier.cli.login:login", "Show the logins that pier can use instead of keys."),
     "gateway": ("pier.cli.gateway:gateway", "Intercept, record and replay model calls."),
     "trajectory": ("pier.cli.trajectory:trajectory", "Convert, validate and show trajectories."),
+    "start": ("pier.cli.workspace:start", "Start a workspace: a live sandbox around a directory."),
+    "exec": ("pier.cli.workspace:exec_", "Run a command or an agent in a workspace."),
+    "verify": ("pier.cli.workspace:verify", "Grade the present state of a workspace."),
+    "diff": ("pier.cli.workspace:diff", "Show what changed in a workspace since its start."),
+    "fork": ("pier.cli.workspace:fork", "Make a second workspace from the present state."),
+    "stop": ("pier.cli.workspace:stop", "Stop a workspace; its files stay."),
+    "list": ("pier.cli.workspace:list_", "List workspaces."),
     "sandbox": ("pier.cli.sandbox:sandbox", "Run commands in sandboxes."),
     "image": ("pier.cli.image:image", "Import, pull, build and remove images."),
     "view": ("pier.cli.view:view", "Look at jobs and trials in a browser."),
@@ -123,15 +138,34 @@ class LazyGroup(click.Group):
     invoke_without_command=True,
     params=[_debug_option()],
 )
-@click.version_option(__version__, prog_name="pier")
+@click.option("--version", is_flag=True, help="Print the version; with -v also Python, platform and backends.")
+@click.option("-v", "--verbose", is_flag=True, help="Say more with --version.")
 @click.pass_context
-def cli(ctx: click.Context) -> None:
+def cli(ctx: click.Context, version: bool, verbose: bool) -> None:
     """Run coding agents in sandboxes, record everything they do, and grade the result so that it can be trusted."""
+    if version:
+        _print_version(verbose)
+        ctx.exit()
+    if verbose:
+        raise click.UsageError("-v goes with --version", ctx)
     if ctx.invoked_subcommand is None:
         from pathlib import Path
 
         fresh = not any(Path(name).exists() for name in ("jobs", "tasks", "task.toml"))
         click.echo(FIRST_STEPS if fresh else ctx.get_help())
+
+
+def _print_version(verbose: bool) -> None:
+    click.echo(f"pier, version {__version__}")
+    if verbose:
+        import platform
+
+        from pier.cli.doctor import usable_backends
+
+        click.echo(f"python   {platform.python_version()} ({sys.executable})")
+        click.echo(f"platform {platform.platform()}")
+        for name, usable in usable_backends().items():
+            click.echo(f"backend  {name}: {'usable' if usable else 'not usable here; see pier doctor'}")
 
 
 def _expected(kind: click.ParamType[object]) -> str | None:
