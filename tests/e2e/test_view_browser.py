@@ -233,3 +233,61 @@ def test_a_running_job_is_followed(tmp_path: Path, browser: sync_api.Browser) ->
             out, err = child.communicate(timeout=120)
     assert child.returncode == 0, out + err
     assert threading.active_count() < 50
+
+
+KEY = "sk-ant-abcDEF0123456789abcDEF0123456789"
+
+
+def export(path: Path, target: Path, env: dict[str, str]) -> dict[str, object]:
+    from pier.view.export import Cleaner, Export
+    from pier.view.library import Library
+
+    made = Export(Library.open(path), Cleaner(env))
+    made.write(target)
+    return made.cleaner.report()
+
+
+def test_an_export_opens_from_disk_and_has_no_secrets(jobs: Path, tmp_path: Path, browser: sync_api.Browser) -> None:
+    name = names_of(jobs)[0]
+    trial = jobs / "one" / name
+    words = conversation()
+    words["steps"][6]["message"] = f"The key is {KEY} and hunter-0x7f3a9c21d4, at https://u:p4ssw0rd9x@h.example/."
+    write_file(trial / "agent" / "trajectory.json", json.dumps(words))
+    env = {"MY_TOKEN": "hunter-0x7f3a9c21d4"}
+    report = export(jobs / "one", tmp_path / "site", env)
+    assert report["totals"] == {"API key": 2, "variable of this machine": 2, "credential in text": 1}
+    assert json.loads((tmp_path / "site" / "redactions.json").read_text())["totals"] == report["totals"]
+    export(trial, tmp_path / "trial.html", env)
+    export(jobs / "one", tmp_path / "job.html", env)
+    for path in (*(tmp_path / "site").rglob("*.html"), tmp_path / "trial.html", tmp_path / "job.html"):
+        assert KEY not in path.read_text() and "0x7f3a9c21d4" not in path.read_text()
+    with page_of(browser, "file://") as page:
+        page.goto(f"file://{tmp_path}/site/index.html")
+        page.locator("tbody a").first.click()
+        page.locator(".grid tbody a").first.click()
+        page.locator("tbody tr a", has_text=name).click()
+        assert page.locator("#steps > .step").count() == 7 and page.locator("text=[REDACTED]").count() > 0
+        page.keyboard.press("j")
+        assert page.locator(".step.on").count() == 1
+        page.keyboard.press("r")
+        assert not page.locator(".think").first.is_visible()
+        page.locator("details.sub summary").click()
+        assert page.locator("text=I am the sub-agent.").is_visible()
+        page.locator(".tabs >> text=Terminal").click()
+        page.locator(".ap-player").wait_for()
+    with page_of(browser, "file://") as page:
+        page.goto(f"file://{tmp_path}/trial.html")
+        assert page.locator("#steps > .step").count() == 7
+        page.locator(".tabs >> text=Verifier").click()
+        assert page.locator(".f-green").inner_text() == "1 passed"
+        page.locator(".tabs >> text=Terminal").click()
+        page.locator(".ap-player").wait_for()
+        page.go_back()
+        assert page.locator(".f-green").is_visible()
+        page.goto(f"file://{tmp_path}/job.html")
+        page.keyboard.press("2")
+        page.locator("[data-rows] tbody a", has_text=name).click()
+        assert page.locator("#steps > .step").count() == 7
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("j")
+        assert page.locator(".step.on").count() == 1

@@ -53,6 +53,31 @@ def serve(path: Path, host: str, port: int | None, open_browser: bool, as_json: 
     asyncio.run(_serve(library, host, port, open_browser))
 
 
+@view.command()
+@PATH
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A new directory, or FILE.html.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was redacted as JSON.")
+def export(path: Path, output: Path, as_json: bool) -> None:
+    """Write pages that open without a server: a directory, or one file for a trial or a small job.
+
+    Secrets are removed; the page redactions.html lists what was found where.
+    """
+    import os
+
+    from pier.view.export import Cleaner, Export
+    from pier.view.library import Library
+
+    made = Export(Library.open(path), Cleaner(dict(os.environ), str(Path.home())))
+    made.write(output)
+    report = made.cleaner.report()
+    if as_json:
+        click.echo(json.dumps({"output": str(output), "n_pages": made.n_pages, "redacted": report}, indent=2))
+        return
+    click.echo(f"{output}: {made.n_pages} pages")
+    words = [f"{count} × {kind}" for kind, count in report["totals"].items()]
+    click.echo(f"redacted: {', '.join(words) or 'nothing'}")
+
+
 def _print_page(library: Library, page: str) -> None:
     from urllib.parse import parse_qs, urlsplit
 

@@ -11,10 +11,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
+from pydantic_core import to_jsonable_python
+
 from pier.errors import UsageError
 from pier.job.report import comparison_sides, config_differences, side_data
 from pier.job.results import compare
 from pier.job.view import LOG, rewards_by_task
+from pier.review.read import heat_map, list_runs, read_job_analysis
 from pier.tree import Tree
 from pier.view import charts
 from pier.view.index import Index, TrialFilter
@@ -27,6 +30,8 @@ TEXT_CHUNK = 200_000
 _SEARCH_TRIALS = 400
 """How many transcripts one search adds to the full-text index."""
 _TEXT_LIMIT = 20_000
+_FIRST_OUTLINE, _WHOLE_OUTLINE = 400, 20_000
+"""An outline of more steps is not part of the page; the browser asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,8 @@ class Pages:
 
     library: Library
     index: Index
+    whole: bool = False
+    """Whether the page of a trial has all of its steps."""
     reader: StepReader = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,12 +91,22 @@ class Pages:
             content = builders[view](job, query)
         elif view == "config":
             content = {"config": self.library.job(name).config}
+        elif view == "reviews":
+            content = self._reviews(name)
         elif view == "log":
             with Tree(self.library.job(name).directory.resolve()) as tree:
                 content = {"log": _text(tree, LOG)}
         else:
             raise NotFoundError(f"a job has no view {view}")
         return Page("job.html", name, {"job": job, "view": view, "query": dict(query), **content}, job=name)
+
+    def _reviews(self, name: str) -> dict[str, Any]:
+        root = self.library.root / name
+        runs = [
+            {"name": run.name, "agent": run.agent, "model": run.model, **asdict(heat_map(run))}
+            for run in list_runs(root)
+        ]
+        return {"runs": runs, "analysis": to_jsonable_python(read_job_analysis(root))}
 
     def _grid(self, job: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
         page = _number(query.get("page"), 1) or 1
@@ -199,14 +216,15 @@ class Pages:
     def open_trial(self, job: str, name: str) -> TrialPage:
         row = self.index.trial(self.index.job(job)["id"], name)
         view = self.library.trial(job, name, known=row is not None and row["standing"] != "pending")
-        return TrialPage(self.index, self.reader, job, view, row)
+        return TrialPage(self.index, self.reader, job, view, row, self.whole)
 
     def trial(self, job: str, name: str, tab: str, query: Mapping[str, str]) -> Page:
         trial = self.open_trial(job, name)
         content = trial.tab(tab, query)
         data = {"head": trial.head(), "tabs": trial.tabs(), "tab": tab, "content": content, "query": dict(query)}
         if tab == "steps":
-            data["outline"] = trial.outline(query) if 0 < content["total"] <= 400 else None
+            most = _WHOLE_OUTLINE if self.whole else _FIRST_OUTLINE
+            data["outline"] = trial.outline(query) if 0 < content["total"] <= most else None
         return Page("trial.html", name, data, job=job, trial=name, tab=tab)
 
     def piece(self, job: str, name: str, piece: str, query: Mapping[str, str]) -> Page:

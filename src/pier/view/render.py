@@ -130,8 +130,9 @@ def environment() -> Environment:
 
 
 def render(page: Page, links: Links, **more: Any) -> str:
-    """The HTML of a page. `bare` leaves out the frame, for pieces of a page."""
-    return environment().get_template(page.template).render(page=page, url=links, **{**page.data, **more})
+    """The HTML of a page."""
+    context = {"LIMIT": text.CLIP, **page.data, **more}
+    return environment().get_template(page.template).render(page=page, url=links, **context)
 
 
 def number(value: float | None) -> str:

@@ -14,11 +14,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from pier.job.figures import standing_of
 from pier.job.results import main_reward
 from pier.job.view import CONFIG, LOCK, RESULT, TRIAL_LOG, TrialRow, TrialView
 from pier.record.reader import Call, Recording, call_times
 from pier.record.reader import read as read_recording
+from pier.review.read import critiques_of, read_analysis
 from pier.trajectory.paged import PagedTrajectory
 from pier.tree import Entry, Tree, TreeError
 from pier.view.cards import edits_of, step_card, sub_agents
@@ -49,6 +52,8 @@ class TrialPage:
     job: str
     view: TrialView
     row: Mapping[str, Any] | None
+    whole: bool = False
+    """Whether a page has all steps, sub-agents included, as in an export."""
 
     @property
     def directory(self) -> Path:
@@ -113,7 +118,7 @@ class TrialPage:
             "network": network,
             "integrity": bool(self._integrity()),
             "terminal": bool(self._casts()),
-            "reviews": bool(self.reviews()["critiques"] or self.reviews()["analysis"]),
+            "reviews": any(self.reviews().values()),
             "config": True,
             "notes": True,
         }
@@ -183,9 +188,12 @@ class TrialPage:
         if wanted:
             start = max(0, min(wanted, total) - 1 - PAGE_STEPS // 4)
         start = min(start, total)
-        stop = _page_end(trajectory, start, _number(query.get("to"), total))
+        stop = total if self.whole else _page_end(trajectory, start, _number(query.get("to"), total))
         agent, final = trajectory.agent, trajectory.final_metrics
         subs = sub_agents(trajectory, sub)
+        if self.whole:
+            for each, inner in zip(subs, trajectory.subs, strict=True):
+                each["cards"] = self._page(part, inner, each["place"], {})["cards"]
         times, cards = self._times(part), list[dict[str, Any]]()
         previous = trajectory.step(start - 1).timestamp if start else None
         for index in range(start, stop):
@@ -347,7 +355,10 @@ class TrialPage:
         return [_file(entry) for entry in entries if entry.kind == "file" and entry.path.endswith(".cast")]
 
     def reviews(self) -> dict[str, Any]:
-        return {"critiques": [], "analysis": None}
+        if self.index.library.file is not None:
+            return {"critiques": [], "analysis": None}
+        critiques, analysis = critiques_of(self.directory.parent, self.view.name), read_analysis(self.directory)
+        return {"critiques": to_jsonable_python(critiques), "analysis": to_jsonable_python(analysis)}
 
     # Calls
 

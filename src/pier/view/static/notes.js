@@ -25,10 +25,10 @@ export function openNote(step) {
   made.querySelector("textarea").focus();
 }
 
-let ready = false;
+let listening = false;
 export function initNotes() {
-  if (ready || document.body.dataset.static) return;
-  ready = true;
+  if (listening || document.body.dataset.static) return;
+  listening = true;
   document.addEventListener("click", async (event) => {
     const button = event.target.closest("[data-note], [data-remove]");
     if (!button) return;

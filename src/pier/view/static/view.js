@@ -35,6 +35,7 @@ document.addEventListener("click", (event) => {
   }
 });
 document.addEventListener("change", (event) => { if (event.target.matches("form.filter select")) event.target.form.requestSubmit(); });
+addEventListener("pier-page", initPage);
 initKeys();
 initPage();
 initLive();
