@@ -235,7 +235,22 @@ def test_all_promises_hold_on_any_tree(model: Model) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(model=trees(), form=st.sampled_from(sorted(FORMATS)))
+@given(model=trees(), form=st.sampled_from(("verl", "trl", "skyrl")))
+def test_a_trainers_row_has_the_same_tokens(model: Model, form: str) -> None:
+    for sample in from_threads(model.lineage.threads())[0]:
+        row = FORMATS[form](sample, ORIGIN)
+        assert json.loads(json.dumps(row)) == row
+        if sample.input_ids is None or form == "trl":
+            ids, mask = row.get("input_ids", []), row.get("completion_mask", [])
+        elif form == "verl":
+            ids, mask = row["prompt_ids"] + row["response_ids"], row["response_mask"]
+        else:
+            ids, mask = row["prompt_token_ids"] + row["response_ids"], row["loss_masks"]
+        assert tuple(ids) == (sample.input_ids or ()) and sum(mask) == sample.trained
+
+
+@settings(max_examples=30, deadline=None)
+@given(model=trees(), form=st.sampled_from(("pier", "sft")))
 def test_every_format_says_the_same_of_any_tree(model: Model, form: str) -> None:
     for sample in from_threads(model.lineage.threads())[0]:
         row = FORMATS[form](sample, ORIGIN)
@@ -297,7 +312,12 @@ def test_origins_are_found_with_rewards_of_trials_and_steps(tmp_path: Path) -> N
     (tmp_path / "job/result.json").write_text(json.dumps({"stats": {}}))
     (tmp_path / "job/t1/result.json").write_text(json.dumps(result))
     whole, step = origins(tmp_path)
-    assert (whole.rollout, whole.reward, whole.fault, whole.termination) == ("t1", 0.25, "provider", "provider_error")
+    assert (whole.rollout, whole.reward, whole.fault, whole.termination_reason) == (
+        "t1",
+        0.25,
+        "provider",
+        "provider_error",
+    )
     assert (step.rollout, step.reward, step.fault, step.step) == ("t1/one", 1, None, "one")
     (tmp_path / "none").mkdir()
     with pytest.raises(UsageError, match="no recording"):

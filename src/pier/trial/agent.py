@@ -297,7 +297,7 @@ async def find_fault(agent: Agent, failed: AgentError | None, session: Session |
         return failed
     await session.drain()
     how = f"; {failed}" if failed else ""
-    if fault := await _providers_fault(session, how):
+    if fault := await provider_fault(session, how):
         return fault
     if failed is not None and failed.code == "agent_timeout" and await _never_answered(session):
         return ProviderError(f"the model gave no answer at all{how}", code="provider_no_answer", retryable=True)
@@ -306,7 +306,7 @@ async def find_fault(agent: Agent, failed: AgentError | None, session: Session |
     return failed
 
 
-async def _providers_fault(session: Session, how: str) -> PierError | None:
+async def provider_fault(session: Session, how: str = "") -> PierError | None:
     """The fault that the agent's work ended with, if that is not the agent's own."""
     counts = session.counts
     if not any(fault != "agent" for fault in counts.faults):
