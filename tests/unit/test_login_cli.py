@@ -17,7 +17,7 @@ KEYS = {"ANTHROPIC_API_KEY": "", "OPENAI_API_KEY": "", "GEMINI_API_KEY": "", "GO
 
 
 def _rows(home: Path, **env: str) -> dict[str, dict[str, Any]]:
-    said = pier("login", "status", "--json", cwd=home, image=None, **{**KEYS, "HOME": str(home), **env}).stdout
+    said = pier("login", "status", "--json", cwd=home, code=0, image=None, **{**KEYS, "HOME": str(home), **env}).stdout
     return {row["client"]: row for row in json.loads(said)}
 
 
@@ -34,7 +34,7 @@ def test_every_state_is_told_apart(tmp_path: Path) -> None:
     }
     assert rows["claude-code"]["account"] == "max" and "login of Claude Code" in rows["claude-code"]["used"]
     assert rows["gemini-cli"]["used"] is None and "has expired" in rows["gemini-cli"]["detail"]
-    said = pier("login", "status", cwd=tmp_path, image=None, **{**KEYS, "HOME": str(tmp_path)}).stdout
+    said = pier("login", "status", cwd=tmp_path, code=0, image=None, **{**KEYS, "HOME": str(tmp_path)}).stdout
     assert "expired, will be refreshed" in said and "try: gemini" in said and "0123456789" not in said
     (tmp_path / ".claude" / ".credentials.json").write_text("{")
     assert _rows(tmp_path)["claude-code"]["state"] == "unreadable"
