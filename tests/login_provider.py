@@ -3,6 +3,7 @@ request with another route, header or token than the client itself sends is refu
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import time
@@ -44,6 +45,8 @@ class LoginProvider:
     access: str = "access-token-number-0"
     refresh: str = "refresh-token-number-0"
     refreshes: list[dict[str, Any]] = field(default_factory=list)
+    slow: asyncio.Event | None = None
+    """Refreshed tokens are given once this is set."""
     dead: bool = False
     """Whether refresh tokens are refused."""
     turn: Turn = HELLO
@@ -64,7 +67,10 @@ class LoginProvider:
 
     async def __call__(self, request: web.BaseRequest, raw: bytes) -> web.StreamResponse:
         if request.path.endswith("/oauth/token"):
-            return self._token(request, raw)
+            answer = self._token(request, raw)
+            if self.slow is not None:
+                await self.slow.wait()
+            return answer
         if request.headers.get("Authorization") != f"Bearer {self.access}" or "x-api-key" in request.headers:
             return web.json_response({"error": {"message": "invalid bearer token"}}, status=401)
         if request.path == "/v1/messages":

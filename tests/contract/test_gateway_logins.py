@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from pier.record.reader import read
 from tests.gateway_fakes import PATHS, STREAM_PATHS, post, request_body
 from tests.login_provider import CLAUDE_BETAS, USER_AGENTS, LoginProvider, jwt, login_provider, write_login
 
+pytestmark = pytest.mark.plain
 CLIENTS = {
     "claude-code": ("anthropic", "claude-sonnet-4-5"),
     "codex": ("responses", "gpt-5.1-codex"),
@@ -132,6 +134,38 @@ async def test_a_login_that_cannot_be_refreshed_says_what_to_type(
     assert path.read_text() == before
     call = read(recording).generations()[0]
     assert call.outcome == "error" and call.error
+
+
+async def test_a_refresh_is_finished_when_its_agent_leaves(provider: LoginProvider, tmp_path: Path) -> None:
+    path = _expired("claude-code", tmp_path, provider)
+    provider.slow = asyncio.Event()
+    asking = asyncio.ensure_future(_ask(_directory(provider, tmp_path), "claude-code"))
+    while not provider.refreshes:
+        await asyncio.sleep(0.01)
+    asking.cancel()  # the agent goes, and the gateway with it
+    await asyncio.sleep(0.1)
+    provider.slow.set()
+    await asyncio.wait({asking})
+    assert provider.refresh in path.read_text()
+    assert not (path.parent / ".oauth_refresh.lock").exists()
+
+
+async def test_a_login_that_cannot_be_written_back_is_not_refreshed(provider: LoginProvider, tmp_path: Path) -> None:
+    path = _expired("codex", tmp_path, provider)
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    path.chmod(0o400)
+    status, raw, _ = await _ask(_directory(provider, tmp_path), "codex")
+    assert status == 400 and b"is read-only" in raw and provider.refreshes == []
+
+
+async def test_a_lock_that_a_dead_client_left_is_taken_over(provider: LoginProvider, tmp_path: Path) -> None:
+    path = _expired("claude-code", tmp_path, provider)
+    lock = path.parent / ".oauth_refresh.lock"
+    lock.mkdir()
+    os.utime(lock, (1000, 1000))
+    assert (await _ask(_directory(provider, tmp_path), "claude-code"))[0] == 200
+    assert not lock.exists()
 
 
 async def test_a_refused_token_is_refreshed_once(provider: LoginProvider, tmp_path: Path) -> None:

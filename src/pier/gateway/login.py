@@ -14,7 +14,7 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,8 @@ from pier.wire.turn import DialectName
 
 _EARLY = 300.0
 """Seconds before its end at which a token is replaced."""
+_PATIENCE = 30.0
+"""Seconds that a refresh may take."""
 FILE_LIMIT = 1024 * 1024
 """Bytes of a login file, and of the answer to a refresh."""
 
@@ -177,12 +179,7 @@ class Login(ABC):
         provider did not take."""
         async with self._renewing:
             if self.tokens.access == refused or self.tokens.is_stale():
-                try:
-                    await self._renew(send)
-                except OSError as error:
-                    raise LoginRefused(
-                        f"the login of {self.title} could not be refreshed: {error}", passing=True
-                    ) from None
+                await self._renew(send)
             return await self._dress(send, path, headers, data, model)
 
     async def refusal(self, answer: LoginAnswer) -> str:
@@ -202,20 +199,30 @@ class Login(ABC):
     async def _renew(self, send: Send) -> None:
         if self.path is None:
             raise LoginRefused(f"the token in {self.source} was refused; make another: claude setup-token")
-        async with self._locked():
-            document, tokens = self._read()
-            if tokens.access != self.tokens.access and not tokens.is_stale():
-                self._tokens = tokens
-                return
-            if not tokens.refresh:
-                raise LoginRefused(f"the login of {self.title} has expired; run: {self.command}")
-            if not os.access(self._target, os.W_OK) or not os.access(self._target.parent, os.W_OK):
-                raise LoginRefused(
-                    f"the login of {self.title} has expired, and a refreshed one could not be kept: "
-                    f"{self.path} is read-only"
-                )
-            said = await self._refresh(send, tokens.refresh)
-            self._tokens = await asyncio.to_thread(self._keep, document, said)
+        try:
+            async with self._locked():
+                await self._read_or_refresh(send)
+        except OSError as error:
+            words = f"the login of {self.title} could not be refreshed: {error or type(error).__name__}"
+            raise LoginRefused(words, passing=True) from None
+
+    async def _read_or_refresh(self, send: Send) -> None:
+        document, tokens = self._read()
+        if tokens.access != self.tokens.access and not tokens.is_stale():
+            self._tokens = tokens
+            return
+        if not tokens.refresh:
+            raise LoginRefused(f"the login of {self.title} has expired; run: {self.command}")
+        if not os.access(self._target, os.W_OK) or not os.access(self._target.parent, os.W_OK):
+            raise LoginRefused(
+                f"the login of {self.title} has expired, and a refreshed one could not be kept: "
+                f"{self.path} is read-only"
+            )
+        await _to_its_end(self._refresh_and_keep(send, document, tokens.refresh))
+
+    async def _refresh_and_keep(self, send: Send, document: dict[str, Any], refresh: str) -> None:
+        said = await self._refresh(send, refresh)
+        self._tokens = await asyncio.to_thread(self._keep, document, said)
 
     @property
     def _target(self) -> Path:
@@ -244,8 +251,9 @@ class Login(ABC):
 
     async def _refresh(self, send: Send, refresh: str) -> dict[str, Any]:
         headers, data = self._refresh_request(refresh)
-        answer = await send(self._token_address, CIMultiDict(headers), data)
-        status, raw = answer.status, await read_small(answer)
+        async with asyncio.timeout(_PATIENCE):
+            answer = await send(self._token_address, CIMultiDict(headers), data)
+            status, raw = answer.status, await read_small(answer)
         said = json_object(raw)
         if status != 200 or not isinstance(said.get("access_token"), str):
             why = refusal_text(said, status)
@@ -269,6 +277,21 @@ class Login(ABC):
 
     @abstractmethod
     def _refresh_request(self, refresh: str) -> tuple[dict[str, str], bytes]: ...
+
+
+async def _to_its_end(renewal: Coroutine[Any, Any, None]) -> None:
+    """Finish a refresh that has begun, also if the agent leaves meanwhile: its refresh token is used up."""
+    task = asyncio.ensure_future(renewal)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        task.exception()
+        raise asyncio.CancelledError
+    task.result()
 
 
 async def read_small(answer: LoginAnswer) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -205,9 +206,9 @@ def find_login(kind: type[Login], environ: Mapping[str, str]) -> Login | str | N
     if kind is ClaudeLogin and (token := environ.get("CLAUDE_CODE_OAUTH_TOKEN")):
         return ClaudeLogin(None, environ, token)
     path = login_path(kind, environ)
+    if path is None or not os.path.isfile(path):  # noqa: PTH113 - a home that may not be entered has no login
+        return None
     try:
-        if path is None or not path.is_file():
-            return None
         document = json.loads(path.read_bytes()[:FILE_LIMIT])
     except (OSError, ValueError):
         document = None
