@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -130,7 +131,7 @@ def test_logs_behind_links_and_broken_logs_are_passed_over(home: Path, work: Pat
 def test_a_full_disk_is_reported_and_leaves_nothing(home: Path, work: Path) -> None:
     claude_log(home, work, "ffff", "x" * 200_000)
     line = f"ulimit -f 8; exec {' '.join(PIER)} capture"
-    env = {"HOME": str(home), "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {**os.environ, "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(["bash", "-c", line], cwd=work, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and "could not be saved" in done.stderr, done.stderr
     assert list((work / ".pier" / "trials").iterdir()) == []
