@@ -278,6 +278,6 @@ def origin_of(state: State) -> SampleOrigin:
         task=str(state.get("task")),
         agent="command",
         rewards=None if reward is None else {**metrics, "reward": reward},
-        termination=state.get("termination_reason") or "unknown",
+        termination_reason=state.get("termination_reason") or "unknown",
         fault=getattr(error, "blame", "user") if is_fault(error) else None,
     )
