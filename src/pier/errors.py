@@ -14,7 +14,8 @@
     ├── AgentError       the agent program failed
     ├── ProviderError    the model provider failed
     ├── VerifierError    the verifier gave no usable verdict
-    └── JobError         a job directory is broken or owned by another process
+    ├── JobError         a job directory is broken or owned by another process
+    └── WorkspaceError   a workspace cannot be found, started or used
 
 Each error says where the fault lies (`blame`), whether doing the same again may help (`retryable`) and has a stable
 `code` for machines. Retry policy reads those three, never class names nor the text of a message. `hint` is the one
@@ -160,3 +161,8 @@ class StorageError(InfraError):
 class JobError(PierError):
     blame = "user"
     code = "job"
+
+
+class WorkspaceError(PierError):
+    blame = "user"
+    code = "workspace"

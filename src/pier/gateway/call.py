@@ -104,6 +104,11 @@ class Caller:
     def key(self) -> str:
         return self.origin.key
 
+    @property
+    def user_agent(self) -> str:
+        """The name that the client gives itself."""
+        return self.request.headers.get("User-Agent", "")
+
     def facts(self) -> dict[str, Any]:
         """What is recorded of the request, without secrets."""
         return {
@@ -192,6 +197,7 @@ class Exchange:
         """Of the weights that answer."""
         self.usage: Usage | None = None
         self.error: str | None = None
+        self.error_kind: ErrorKind | None = None
         self.ended = False
         self.outcome: tuple[Outcome, int, Fault | None] | None = None
         """How the call ended, with which status, and the blame."""
@@ -285,6 +291,7 @@ class Exchange:
     ) -> None:
         """Report a failure to the agent, in whatever way is still possible. Without `fault`, the status says whose it
         is."""
+        self.error_kind = kind
         if self.started:
             data = self.renderer.error(status, message, kind)
             self.record.chunk("added", data)

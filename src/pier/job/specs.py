@@ -26,7 +26,7 @@ from pier.job.config import AgentConfig, EnvironmentConfig, JobConfig
 from pier.job.ledger import Ledger
 from pier.job.load import fill, job_secrets
 from pier.job.plan import Plan, PlannedTask, PlannedTrial
-from pier.plugin import find
+from pier.plugin import find, load
 from pier.redact import Redactor
 from pier.sandbox import BACKENDS
 from pier.sandbox.contract import Backend, Limits, Mount, OnOutput, Result, Sandbox
@@ -38,8 +38,11 @@ from pier.trial.collect import STATE, has_state, restore_state
 from pier.trial.images import ImageRequest
 from pier.trial.plan import agent_plan
 from pier.trial.spec import AgentChoice, Multipliers, SandboxChoice, TrialSpec, VerifierChoice
+from pier.wire.turn import Sampling
 
 AGENT = "pier.job.specs:KeptState"
+REVIEW = "pier.review.critic:as_review"
+"""What a review adds to the spec of its trial: the reviewed trial as a mount, and the check of the output."""
 
 
 class KeptState(Agent):
@@ -146,7 +149,7 @@ class Specs:
         task, agent = self._task(trial.task), self._agents[trial.agent]
         if self._config.regrade_of is not None:
             agent = stand_in(Path(self._config.regrade_of), trial.name, task)
-        return TrialSpec(
+        spec = TrialSpec(
             name=trial.name,
             task=task,
             directory=directory,
@@ -161,6 +164,7 @@ class Specs:
             keep_state=self._config.keep_state or not self._config.environment.delete,
             secrets=self._secrets,
         )
+        return load(REVIEW)(spec) if self._config.review else spec
 
     def build_request(self, place: int) -> ImageRequest | None:
         """The image that has to be built for the agents of a task; None if there is nothing to build."""
@@ -222,8 +226,23 @@ def _agent(agent: AgentConfig, env: Mapping[str, str]) -> AgentChoice:
         hosts=tuple(agent.extra_allowed_hosts),
         mcp_servers=_read(tuple[McpServerTable, ...], agent.mcp_servers, "agents.mcp_servers"),
         budget=agent.budget.model_dump(exclude_none=True),
+        sampling=_sampling(agent.sampling),
         connection=fill(agent.connection, env, "agents"),
     )
+
+
+def _sampling(given: Mapping[str, Any]) -> Sampling | None:
+    """Sampling parameters from a job's file or its flags; one stop sequence may be given as text."""
+    known = Sampling.__dataclass_fields__
+    for name in given.keys() - known.keys():
+        raise UsageError(f"invalid value '{name}={given[name]}' for --sampling: expected one of {', '.join(known)}")
+    values = {name: [value] if name == "stop" and isinstance(value, str) else value for name, value in given.items()}
+    try:
+        return TypeAdapter(Sampling).validate_python(values) if values else None
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        shown, expected = f"{name}={given[name]}", f"a value of the type {known[name].type}"
+        raise UsageError(f"invalid value {shown!r} for --sampling: expected {expected}") from None
 
 
 def _check_options(agent: Agent, choice: AgentChoice) -> None:

@@ -17,11 +17,10 @@ from typing import Any
 
 from pier import files
 from pier.errors import UsageError
+from pier.record import FILE_NAMES, RECORDING
 from pier.tree import Tree, find_files, open_regular
 from pier.wire.sse import Framer, data_of, events_of, name_of
 from pier.wire.turn import Usage
-
-FILE_NAMES = ("calls.jsonl", "recording.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +303,7 @@ def find(path: Path) -> Path:
     if path.is_file():
         return path
     with Tree(path.resolve()) as tree:
-        for name in (f"{folder}{name}" for folder in ("", "agent/") for name in FILE_NAMES):
+        for name in (*FILE_NAMES, f"agent/{RECORDING}"):
             if (found := tree.find(name)) is not None and found.kind == "file":
                 return path / name
     deeper = sorted(found for name in FILE_NAMES for found in find_files(path, name))
@@ -320,6 +319,31 @@ def read(path: Path) -> Recording:
     reader = Reader(find(path))
     reader.poll()
     return reader.recording
+
+
+def call_times(path: Path, limit: int = 64 << 20) -> dict[int, tuple[float, float]]:
+    """When each call of a recording began and ended, by its number, without reading any body. Calls beyond `limit`
+    bytes are left out."""
+    found: dict[int, tuple[float, float]] = {}
+    numbers: dict[int, int] = {}
+    with open_regular(path) as stream:
+        for line in stream:
+            kind = line[:12]
+            if kind.startswith((b'{"t":"call"', b'{"t":"end"', b'{"t":"sess')) and line.endswith(b"\n"):
+                try:
+                    value = json.loads(line)
+                    if value["t"] == "session":
+                        numbers = {}
+                    elif value["t"] == "call":
+                        numbers[value["c"]] = len(found) + 1
+                        found[len(found) + 1] = (value["at"], 0.0)
+                    elif (number := numbers.get(value["c"])) is not None:
+                        found[number] = (found[number][0], value["at"])
+                except (ValueError, KeyError, TypeError):
+                    continue
+            if stream.tell() > limit:
+                break
+    return found
 
 
 def _events(chunks: list[Chunk]) -> Iterator[Event]:
