@@ -7,7 +7,6 @@ import sys
 
 if sys.argv[1] == "pier":
     import pier.rollout as vf
-    from pier.rollout.client import ModelSource
     from pier.rollout.results import Results, ResultsHeader, output_of
     from pier.rollout.state import RolloutTiming
 else:
