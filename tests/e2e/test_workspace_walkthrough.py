@@ -22,7 +22,7 @@ from pier.trajectory.model import read
 from pier.workspace.workspace import Workspace
 from tests.agent_rig import PACKS, need_pack
 from tests.busybox import import_busybox
-from tests.engine import Engine, engine, missing
+from tests.engine import engine, missing
 from tests.job_tasks import make_task, pier, wait_for
 from tests.workspaces import Terminal, stop_all
 
@@ -34,19 +34,29 @@ turns:
 TEST = "grep -q hi answer.txt; echo $((! $?)) > /logs/verifier/reward.txt"
 DOCKERFILE = "FROM test/busybox\nWORKDIR /app\nCOPY notes.txt /app/\nCOPY skills /skills\n"
 SKILL = "---\nname: greet\ndescription: How to greet.\n---\nSay hi.\n"
+GIVEN = os.environ.get("PIER_TEST_ENGINE", "")
+"""An engine that a plain user may use."""
 BACKENDS = [
     pytest.param("local", marks=pytest.mark.plain),
     pytest.param(
         "docker",
-        marks=[pytest.mark.docker, pytest.mark.skipif(missing() is not None, reason=str(missing()))],
+        marks=[
+            pytest.mark.docker,
+            pytest.mark.plain,
+            pytest.mark.skipif(missing() is not None and not GIVEN, reason=str(missing())),
+        ],
     ),
 ]
 
 
 @pytest.fixture(scope="module")
-def docker() -> Iterator[Engine]:
+def docker() -> Iterator[str]:
+    """The address of an engine."""
+    if GIVEN:
+        yield GIVEN
+        return
     with engine() as running:
-        yield running
+        yield running.url
         assert running.containers() == []
 
 
@@ -58,7 +68,7 @@ def backend(
     need_pack("claude-code")
     monkeypatch.setenv("PIER_PACKS", str(PACKS))
     if request.param == "docker":
-        monkeypatch.setenv("DOCKER_HOST", request.getfixturevalue("docker").url)
+        monkeypatch.setenv("DOCKER_HOST", request.getfixturevalue("docker"))
     import_busybox(tmp_path)
     yield request.param
     stop_all(pier_home)
