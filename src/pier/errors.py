@@ -3,16 +3,17 @@
     PierError
     ├── UsageError       the command line, a config file or an API call is wrong
     ├── TaskError        a task directory or dataset is wrong
-    ├── ImageError       an image cannot be found, read, pulled or built
-    ├── SandboxError     a sandbox could not be started, reached or controlled
-    │   ├── PolicyError  a network policy cannot be enforced here, so nothing was started
-    │   ├── ArgumentError   an argument of a call is wrong; also a ValueError
-    │   └── PathError    a path in a sandbox is missing, not allowed or not of the kind that the call needs; also an
-    │                    OSError: its subclasses are FileNotFoundError, PermissionError, IsADirectoryError, ...
+    ├── InfraError       something that agents run on failed
+    │   ├── ImageError       an image cannot be found, read, pulled or built
+    │   ├── SandboxError     a sandbox could not be started, reached or controlled
+    │   │   ├── PolicyError  a network policy cannot be enforced here, so nothing was started
+    │   │   ├── ArgumentError   an argument of a call is wrong; also a ValueError
+    │   │   └── PathError    a path in a sandbox is missing, not allowed or not of the kind that the call needs; also
+    │   │                    an OSError: its subclasses are FileNotFoundError, PermissionError, ...
+    │   └── StorageError     this machine could not keep, read or hand on a file
     ├── AgentError       the agent program failed
     ├── ProviderError    the model provider failed
     ├── VerifierError    the verifier gave no usable verdict
-    ├── StorageError     this machine could not keep, read or hand on a file
     ├── JobError         a job directory is broken or owned by another process
     └── WorkspaceError   a workspace cannot be found, started or used
 
@@ -72,13 +73,16 @@ class TaskError(PierError):
     code = "task"
 
 
-class ImageError(PierError):
+class InfraError(PierError):
     blame = "infra"
+    code = "infra"
+
+
+class ImageError(InfraError):
     code = "image"
 
 
-class SandboxError(PierError):
-    blame = "infra"
+class SandboxError(InfraError):
     retryable = True
     code = "sandbox"
 
@@ -149,8 +153,7 @@ class VerifierError(PierError):
     code = "verifier"
 
 
-class StorageError(PierError):
-    blame = "infra"
+class StorageError(InfraError):
     retryable = True
     code = "storage"
 

@@ -6,17 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pier.gateway.budget import Budget, Meter
+    from pier.gateway.policy import Policy, Replicas
     from pier.gateway.providers import Directory, Provider
     from pier.gateway.server import Gateway
     from pier.gateway.session import Session
 
-__all__ = ["Budget", "Directory", "Gateway", "Meter", "Provider", "Session"]
+__all__ = ["Budget", "Directory", "Gateway", "Meter", "Policy", "Provider", "Replicas", "Session"]
 
 _HOMES = {
     "Budget": "budget",
     "Meter": "budget",
     "Directory": "providers",
+    "Policy": "policy",
     "Provider": "providers",
+    "Replicas": "policy",
     "Gateway": "server",
     "Session": "session",
 }

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from pier.wire.turn import Usage
 
@@ -77,6 +78,19 @@ class Budget:
     def counts_tokens(self) -> bool:
         counted = (self.input_tokens, self.output_tokens, self.total_tokens, self.cost_usd)
         return any(limit is not None for limit in counted)
+
+
+BudgetStop = Literal[
+    "max_turns", "max_input_tokens", "max_output_tokens", "max_tokens", "max_cost", "max_time", "stopped"
+]
+"""Why a session gives no further turn: a limit of its budget by name, or another reason."""
+
+
+class Limit(NamedTuple):
+    """A limit that is used up, by name and as a description."""
+
+    reason: BudgetStop
+    description: str
 
 
 class Reservation:
@@ -182,20 +196,26 @@ class Meter:
 
     def exhausted(self) -> str | None:
         """A description of the limit that is used up for good; None if there is room for a turn, or may yet be."""
+        reached = self.reached()
+        return reached.description if reached else None
+
+    def reached(self) -> Limit | None:
+        """The limit that is used up for good; None if there is room for a turn, or may yet be."""
         budget = self.budget
-        rows = (
-            ("turns", self.turns, budget.turns),
-            ("input tokens", self.input_tokens, budget.input_tokens),
-            ("output tokens", self.output_tokens, budget.output_tokens),
-            ("tokens", self.input_tokens + self.output_tokens, budget.total_tokens),
+        rows: tuple[tuple[BudgetStop, str, int, int | None], ...] = (
+            ("max_turns", "turns", self.turns, budget.turns),
+            ("max_input_tokens", "input tokens", self.input_tokens, budget.input_tokens),
+            ("max_output_tokens", "output tokens", self.output_tokens, budget.output_tokens),
+            ("max_tokens", "tokens", self.input_tokens + self.output_tokens, budget.total_tokens),
         )
-        for name, used, limit in rows:
+        for reason, name, used, limit in rows:
             if limit is not None and used >= limit:
-                return f"{used} of {limit} {name} of this {self.owner} are used"
+                return Limit(reason, f"{used} of {limit} {name} of this {self.owner} are used")
         if budget.cost_usd is not None and self.cost_usd >= budget.cost_usd:
-            return f"${self.cost_usd:.4f} of ${budget.cost_usd:.4f} of this {self.owner} are spent"
+            spent = f"${self.cost_usd:.4f} of ${budget.cost_usd:.4f} of this {self.owner} are spent"
+            return Limit("max_cost", spent)
         if (left := self.seconds_left) is not None and left <= _TICK:
-            return f"the {budget.wall_time:g} seconds of this {self.owner} are over"
+            return Limit("max_time", f"the {budget.wall_time:g} seconds of this {self.owner} are over")
         return None
 
     async def pace(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -27,7 +27,7 @@ from pier.wire.dialects import DIALECTS, BadRequest, Dialect, Route, recognise
 from pier.wire.faults import Fault, fault_of
 from pier.wire.sse import EventRenderer
 from pier.wire.translate import Memory
-from pier.wire.turn import Edit, ErrorKind, Request, Usage, cost_of
+from pier.wire.turn import Edit, ErrorKind, Request, Sampling, Turn, Usage, cost_of
 
 MAX_BODY = 64 * 1024 * 1024
 
@@ -176,16 +176,27 @@ class Exchange:
         memory: Memory,
         *,
         keep_alive: float,
+        sampling: Sampling | None = None,
+        collects: bool = False,
     ) -> None:
         self.caller = caller
         self.body = body
+        self.sampling = sampling
+        """What the session prescribes instead of the agent's own parameters."""
+        self.collects = collects
+        """Whether `answer` is wanted."""
+        self.answer: Turn | None = None
+        """The whole turn that the agent gets, with its tokens."""
         self.record = record
         self.turn = turn
         self.upstreams = upstreams
         self.memory = memory
         self.stream = caller.route.stream if caller.route.stream is not None else bool(body.value.get("stream"))
         self.target: Target | None = None
+        self.version: str | None = None
+        """Of the weights that answer."""
         self.usage: Usage | None = None
+        self.error: str | None = None
         self.ended = False
         self.outcome: tuple[Outcome, int, Fault | None] | None = None
         """How the call ended, with which status, and the blame."""
@@ -203,7 +214,8 @@ class Exchange:
     def request(self) -> Request:
         """The call without its dialect; `BadRequest` if the body is not of the dialect."""
         if self._request is None:
-            self._request = self.caller.dialect.parse_request(self.body.value, self.caller.route)
+            request = self.caller.dialect.parse_request(self.body.value, self.caller.route)
+            self._request = replace(request, sampling=request.sampling.overridden_by(self.sampling))
         return self._request
 
     @property
@@ -221,6 +233,7 @@ class Exchange:
     def edit(self, value: Mapping[str, Any], edits: list[Edit]) -> None:
         """Go on with another body than the agent sent, for the reasons given."""
         self.body = parse(dump(value))
+        self._request = None
         self.edited = True
         self.record.edited([asdict(edit) for edit in edits])
 
@@ -259,7 +272,7 @@ class Exchange:
             fault = fault or fault_of(status, error or "")
         elif outcome == "cancelled":
             fault = self.record.fault
-        self.outcome = outcome, status, fault
+        self.outcome, self.error = (outcome, status, fault), error
         provider, model = (self.target.provider.name, self.target.model) if self.target else ("", None)
         if self.turn.spent:
             self.turn.add(self.usage, cost_of(self.usage, model, provider))

@@ -137,7 +137,7 @@ class GatewayMetrics:
 
     def measured(self, record: CallRecord, facts: Mapping[str, Any]) -> CallRecord:
         """The same record, counted as it goes."""
-        return MeasuredRecord(record.recorder, record.number, record._unwritten, self, facts)
+        return MeasuredRecord(record.recorder, record.number, record.at, record._unwritten, self, facts)
 
     def text(self) -> str:
         """All of it as Prometheus reads it."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, cast
 from urllib.parse import quote
 
 from pier.errors import ProviderError
 from pier.gateway.call import Exchange
+from pier.gateway.policy import as_sampled, begin, check_tokens, checked, guarded
 from pier.gateway.providers import Target
 from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
 from pier.record.redact import Scrubber, without_key
@@ -31,7 +32,6 @@ from pier.wire.turn import (
     Delta,
     ModelFailed,
     StreamError,
-    Text,
     Tokens,
     Turn,
     TurnBuilder,
@@ -40,7 +40,7 @@ from pier.wire.turn import (
 )
 
 if TYPE_CHECKING:
-    from pier.gateway.session import Policy
+    from pier.gateway.policy import Policy
     from pier.gateway.upstream import Answer
 
 
@@ -101,6 +101,9 @@ async def _whole(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, s
     watch = AnswerWatch(x.caller.route.dialect)
     watch.see_whole(value)
     x.usage = watch.usage
+    if x.collects:
+        with suppress(BadResponse):
+            x.answer = x.caller.dialect.parse_response(value)
     if sampler:
         sampler.see_whole(value)
     if extras:
@@ -119,12 +122,15 @@ async def _stream(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, 
     await x.start(answer.status, answer.headers)
     x.sign_of_life = x.caller.dialect.keep_alive
     framer, watch, held = Framer(), AnswerWatch(x.caller.route.dialect), b""
+    parser, whole = x.caller.dialect.stream_parser(), TurnBuilder()
     try:
         data, waiting = _after_first(await next_chunk(answer, scrub))
         while data:
             x.record.chunk("upstream", data)
             if sampler:
                 sampler.see(data)
+            if x.collects and whole.extend(parser.feed(data)).ended:
+                x.answer = whole.turn()
             ready = held + await _pass_on(x, framer.feed(data), watch, extras)
             held = b""
             if watch.done:
@@ -186,7 +192,7 @@ async def _stream_whole(x: Exchange, answer: Answer, scrub: Scrubber) -> None:
     except (ValueError, BadResponse, AttributeError, TypeError):
         words = f"the provider answered with {answer.content_type} instead of a stream: {_glimpse(raw)}"
         raise UpstreamFailed(502, words, "server") from None
-    x.usage = turn.usage
+    x.usage, x.answer = turn.usage, turn
     data = b"".join(x.renderer.render(delta) for delta in stream_turn(turn))
     x.record.status("delivered", 200, {"content-type": x.renderer.content_type}, True)
     x.record.chunk("delivered", data)
@@ -251,25 +257,34 @@ def _outgoing(translation: Translation, target: Target) -> Outgoing:
 
 async def decided(x: Exchange, policy: Policy) -> None:
     """Ask a policy. What it raises as a `ProviderError` reaches the agent as a provider's failure would."""
+    request = as_sampled(x.request, x.memory)
     try:
         async with x.kept_alive():
-            answer = policy(x.request)
+            answer = begin(policy, request)
             if inspect.isawaitable(answer):
-                turn = await cast("Awaitable[Turn | str]", answer)
+                said = await guarded(cast("Awaitable[Turn | str]", answer), x.upstreams.silence)
+                turn = checked(said, policy, x.sampling)
                 x.turn.spend()
-                return await _deliver(x, Turn((Text(turn),)) if isinstance(turn, str) else turn)
-            async with aclosing(_begun(x, cast("AsyncIterator[Delta]", answer))) as deltas:
+                x.memory.remember(turn)
+                return await _deliver(x, turn)
+            async with aclosing(_begun(x, policy, cast("AsyncIterator[Delta]", answer))) as deltas:
                 return await _render(x, deltas)
     except ModelFailed as failed:
         return await x.fail(failed.status, str(failed), failed.kind)
     except ProviderError as error:
-        return await x.fail(502, str(error), "server")
+        return await x.fail(502, str(error), "server", fault="provider")
 
 
-async def _begun(x: Exchange, deltas: AsyncIterator[Delta]) -> AsyncGenerator[Delta, None]:
+async def _begun(x: Exchange, policy: Policy, deltas: AsyncIterator[Delta]) -> AsyncGenerator[Delta, None]:
     """A policy's stream, which costs a turn once it gives something, and ends when the agent leaves."""
+    whole = TurnBuilder()
     try:
-        async for delta in deltas:
+        while (delta := await guarded(anext(deltas, None), x.upstreams.silence)) is not None:
+            whole.add(delta)
+            if isinstance(delta, TurnEnd):
+                turn = whole.turn()
+                check_tokens(turn.tokens, policy, x.sampling)
+                x.memory.remember(turn)
             if not isinstance(delta, StreamError):
                 x.turn.spend()
             yield delta
@@ -310,7 +325,7 @@ async def _deliver(x: Exchange, turn: Turn) -> None:
         return await _render(x, _all(turn))
     if turn.tokens and x.target is None:
         _note_tokens(x, turn.tokens)
-    x.usage = turn.usage
+    x.usage, x.answer = turn.usage, turn
     data = dump(x.caller.dialect.render_response(turn, x.request))
     x.record.status("delivered", 200, {"content-type": "application/json"}, False)
     x.record.chunk("delivered", data)
@@ -336,7 +351,7 @@ async def _render(x: Exchange, deltas: AsyncIterator[Delta]) -> None:
         if builder.error:
             return await x.fail(builder.error.status, builder.error.message, builder.error.kind)
         return await _deliver(x, builder.turn())
-    begun = False
+    begun, whole = False, TurnBuilder()
     async for delta in deltas:
         if isinstance(delta, StreamError):
             return await x.fail(delta.status, delta.message, delta.kind)
@@ -348,8 +363,9 @@ async def _render(x: Exchange, deltas: AsyncIterator[Delta]) -> None:
             await x.start()
         if data := x.renderer.render(delta):
             x.record.chunk("delivered", data)
+        whole.add(delta)
         if isinstance(delta, TurnEnd):
-            x.usage = delta.usage
+            x.usage, x.answer = delta.usage, whole.turn() if x.collects else None
             await x.end("ok")
         await x.write(data)
     if not x.ended:

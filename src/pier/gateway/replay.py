@@ -16,6 +16,7 @@ from pier.errors import UsageError
 from pier.gateway.call import Exchange
 from pier.record.reader import Call, read
 from pier.redact import REDACTED
+from pier.trajectory.lineage import turn_of
 
 _VOLATILE = frozenset({"metadata", "user", "prompt_cache_key", "client_metadata", "safety_identifier"})
 """Fields that identify a client's run and change nothing in what is asked."""
@@ -45,6 +46,8 @@ class Replay:
         if answer.status < 400:
             x.turn.spend()
         x.usage = call.usage
+        if x.collects:
+            x.answer = turn_of(call, x.request)
         x.record.note(replayed=call.number)
         x.record.status("delivered", answer.status, answer.headers, answer.streamed)
         for chunk in answer.chunks:

@@ -8,6 +8,7 @@ import resource
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -17,15 +18,17 @@ from pier.gateway.budget import Budget, Meter, Retry
 from pier.gateway.call import Caller, CallerGone
 from pier.gateway.http import Server
 from pier.gateway.metrics import GatewayMetrics
-from pier.gateway.providers import Directory, Provider, with_tokens
+from pier.gateway.policy import Upstream
+from pier.gateway.providers import Directory, with_tokens
 from pier.gateway.request import HttpRequest
-from pier.gateway.session import Answerer, ByProvider, Policy, Session, Terms, answerer
+from pier.gateway.session import Answerer, ByProvider, Session, Terms, answerer
 from pier.gateway.upstream import Upstreams
 from pier.record.writer import Durable, Flusher
 from pier.redact import Redactor
+from pier.trajectory.lineage import OnGeneration
 from pier.wire.body import Body, Earlier, dump
-from pier.wire.dialects import DIALECTS
-from pier.wire.turn import is_priced
+from pier.wire.dialects import DIALECTS, rollout_in
+from pier.wire.turn import Sampling, is_priced
 
 _CACHED = 32 * 1024 * 1024
 """Characters of all cached arrays."""
@@ -131,7 +134,7 @@ class Gateway:
         self,
         model: str | None = None,
         *,
-        upstream: str | Provider | Policy | None = None,
+        upstream: Upstream | None = None,
         models: Mapping[str, str] | None = None,
         budget: Budget | None = None,
         pool: Meter | None = None,
@@ -143,10 +146,13 @@ class Gateway:
         max_output_tokens: int | None = None,
         labels: Mapping[str, str] | None = None,
         redactor: Redactor | None = None,
+        sampling: Sampling | None = None,
+        on_generation: OnGeneration | None = None,
     ) -> Session:
         """A new session. `model` serves every name that the agent uses, but for those in `models` (patterns to model
         names); without one, each name finds its own provider. `pool` is a budget shared with other sessions;
-        `redactor` removes secrets from the recording."""
+        `redactor` removes secrets from the recording; `sampling` replaces those of the agent's parameters that it
+        names; `on_generation` is called with each generation when it is over."""
         terms = Terms(
             model=model,
             models=models or {},
@@ -160,6 +166,8 @@ class Gateway:
             max_output_tokens=max_output_tokens,
             labels=labels or {},
             redactor=redactor,
+            sampling=sampling,
+            on_generation=on_generation,
         )
         if upstream is not None and model is None:
             raise UsageError("an upstream needs a model", hint="give the model's name too")
@@ -168,10 +176,11 @@ class Gateway:
         self._sessions[_digest(session.key)] = session
         return session
 
-    def answerer(self, model: str, terms: Terms, upstream: str | Provider | Policy | None = None) -> Answerer:
+    def answerer(self, model: str, terms: Terms, upstream: Upstream | None = None) -> Answerer:
         """The upstream for `model`; `UsageError` if there is none, or a limit cannot be enforced."""
         limits = (terms.budget, terms.shared)
-        found = answerer(model, upstream, self.directory, usage=any(limit.counts_tokens for limit in limits))
+        usage = any(limit.counts_tokens for limit in limits)
+        found = answerer(model, upstream, self.directory, usage=usage, labels=terms.labels)
         if not isinstance(found, ByProvider):
             return found
         provider = found.target.provider
@@ -183,7 +192,7 @@ class Gateway:
                 hint="limit tokens instead",
                 code="price-unknown",
             )
-        return ByProvider(with_tokens(found.target), found.usage) if terms.tokens else found
+        return replace(found, target=with_tokens(found.target)) if terms.tokens else found
 
     def forget(self, session: Session) -> bool:
         """The session's key is dead from now on. Whether it was alive."""
@@ -231,6 +240,8 @@ class Gateway:
         if caller.route.kind == "probe":
             return await caller.reply(200, b"{}")
         session = self._find(caller.key, bound)
+        if session is not None and (named := rollout_in(request.path)) and named != session.terms.labels.get("rollout"):
+            session = None
         if session is None:
             if caller.route.kind == "unknown":
                 message = f"unknown route {request.method} {request.path}"

@@ -11,18 +11,21 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import UsageError
-from pier.gateway.budget import Budget, Meter, Reservation
+from pier.gateway.budget import Budget, BudgetStop, Meter, Reservation
 from pier.gateway.call import Caller, CallerGone, Exchange
 from pier.gateway.metrics import CallCounts, Measured
+from pier.gateway.policy import Policy, Upstream, for_session, version_of
 from pier.gateway.providers import Directory, Provider, Target
 from pier.gateway.relay import relay
 from pier.gateway.request import BadCoding, BadMessage, TooLarge
@@ -30,18 +33,16 @@ from pier.gateway.upstream import Outgoing, UpstreamFailed, Upstreams, read_answ
 from pier.record.redact import Scrubber
 from pier.record.writer import CallRecord, Durable, Outcome, Recorder
 from pier.redact import Redactor
+from pier.trajectory.lineage import RECENT, Generation, Node, OnGeneration, settle, with_version
 from pier.wire.body import Body, parse
-from pier.wire.checks import check_recordable, close_book, is_closed
+from pier.wire.checks import check_recordable, close_book, is_closed, prescribe
 from pier.wire.dialects import BadRequest
+from pier.wire.faults import Fault
 from pier.wire.translate import Memory
-from pier.wire.turn import Delta, ErrorKind, Request, Turn
+from pier.wire.turn import ErrorKind, Sampling, Turn
 
 if TYPE_CHECKING:
     from pier.gateway.server import Gateway
-
-
-Policy = Callable[[Request], Awaitable[Turn | str] | AsyncIterator[Delta]]
-"""A model as a Python callable: given a request, an awaitable turn (or just its text), or a stream of deltas."""
 
 
 class Answerer(Protocol):
@@ -61,10 +62,16 @@ class ByProvider:
 
     target: Target
     usage: bool = False
+    owner: object = None
+    """What chose the provider, and may know the version of its weights."""
 
     @property
     def model(self) -> str:
         return self.target.model
+
+    @property
+    def version(self) -> str | None:
+        return version_of(self.owner)
 
     async def answer(self, x: Exchange) -> None:
         x.target, login = self.target, self.target.provider.login
@@ -107,6 +114,11 @@ class ByPolicy:
 
     policy: Policy
     model: str
+    owner: object = None
+
+    @property
+    def version(self) -> str | None:
+        return version_of(self.policy) or version_of(self.owner)
 
     async def answer(self, x: Exchange) -> None:
         from pier.gateway.relay import decided
@@ -115,9 +127,15 @@ class ByPolicy:
 
 
 def answerer(
-    model: str, upstream: str | Provider | Policy | None, directory: Directory, *, usage: bool = False
+    model: str,
+    given: Upstream | None,
+    directory: Directory,
+    *,
+    usage: bool = False,
+    labels: Mapping[str, str] = MappingProxyType({}),
 ) -> Answerer:
-    """Who answers for `model`: `script:PATH`, `replay:PATH`, or a model's name, at `upstream` if that is given."""
+    """Who answers for `model`: `script:PATH`, `replay:PATH`, or a model's name, at the upstream that is `given`."""
+    upstream = for_session(given, labels)
     scheme, _, rest = model.partition(":")
     if upstream is None and scheme == "script":
         from pier.gateway.script import Script
@@ -128,9 +146,9 @@ def answerer(
 
         return Replay.load(Path(rest))
     if isinstance(upstream, Provider):
-        return ByProvider(Target(upstream, model), usage)
+        return ByProvider(Target(upstream, model), usage, given)
     if callable(upstream):
-        return ByPolicy(upstream, model)
+        return ByPolicy(upstream, model, given)
     return ByProvider(directory.target(model, upstream), usage)
 
 
@@ -157,6 +175,10 @@ class Terms:
     labels: Mapping[str, str] = field(default_factory=dict)
     redactor: Redactor | None = None
     """Removes secrets from the recording."""
+    sampling: Sampling | None = None
+    """What replaces the agent's own sampling parameters."""
+    on_generation: OnGeneration | None = None
+    """Is called with each generation when it is over; the session keeps them too."""
 
 
 class Session:
@@ -172,6 +194,10 @@ class Session:
         """Why no further turn is given, once that is so."""
         self.pool_ended = False
         """Whether that is because the pool, which this session shares with others, is used up."""
+        self.stop_reason: BudgetStop | None = None
+        """The same as one word."""
+        self.generations: list[Generation] = []
+        """What is over so far, in memory; only with `on_generation`."""
         self._gateway = gateway
         self._meters = (self.meter, pool) if pool else (self.meter,)
         self._answer = answer
@@ -179,6 +205,8 @@ class Session:
         self._others: dict[str, Answerer] = {}
         self._calls: set[asyncio.Task[Any]] = set()
         info = {"id": self.id, "model": terms.model, "labels": dict(terms.labels), "closed_book": terms.closed_book}
+        if terms.sampling:
+            info["sampling"] = terms.sampling.given()
         self.recorder = Recorder(
             terms.recording, info, durable=terms.durable, flusher=gateway.flusher, redactor=terms.redactor
         )
@@ -206,7 +234,7 @@ class Session:
 
     def stop(self, reason: str) -> None:
         """Give no further turn; calls under way may end."""
-        self.ended = self.ended or reason
+        self.ended, self.stop_reason = self.ended or reason, self.stop_reason or "stopped"
         for meter in self._meters:
             meter.wake()
 
@@ -221,7 +249,9 @@ class Session:
         """The key is dead, calls under way are cut off, the recording is complete. Idempotent."""
         if not self._gateway.forget(self):
             return
-        self.stop(reason)
+        self.ended = self.ended or reason
+        for meter in self._meters:
+            meter.wake()
         await self.drain()
         try:
             self.recorder.close(self.ended or reason)
@@ -319,7 +349,17 @@ class Session:
         record = self._gateway.metrics.measured(self.recorder.call(facts, body), facts)
         with Reservation(self._meters) as turn:
             gateway = self._gateway
-            x = Exchange(caller, body, record, turn, gateway.upstreams, self._memory, keep_alive=gateway.keep_alive)
+            x = Exchange(
+                caller,
+                body,
+                record,
+                turn,
+                gateway.upstreams,
+                self._memory,
+                keep_alive=gateway.keep_alive,
+                sampling=self.terms.sampling,
+                collects=self.terms.on_generation is not None,
+            )
             try:
                 return await self._within_time(x, asked)
             except (asyncio.CancelledError, CallerGone):
@@ -336,6 +376,35 @@ class Session:
             finally:
                 if x.outcome:
                     self.counts.add(*x.outcome)
+                    self._collect(x, *x.outcome)
+
+    def _collect(self, x: Exchange, outcome: Outcome, status: int, fault: Fault | None) -> None:
+        """Keep a generation that is over. One whose request no dialect can read is left out."""
+        if self.terms.on_generation is None:
+            return
+        try:
+            request = x.request
+        except BadRequest:
+            return
+        turn = x.answer if outcome == "ok" else None
+        if turn is not None:
+            named = (turn.model or x.target.model) if x.target else request.model
+            tokens = None if self._spells_secret(x, turn) else turn.tokens
+            turn = with_version(replace(turn, model=named, usage=x.usage or turn.usage, tokens=tokens), x.version)
+        headers = {name.lower(): value for name, value in x.caller.origin.headers.items()}
+        node = Node(x.record.number, request, turn, x.record.at, time.time(), headers)
+        settle(node, [each.node for each in self.generations[-RECENT:]])
+        generation = Generation(node, outcome, status, x.error, fault, x.started or outcome != "cancelled")
+        self.generations.append(generation)
+        self.terms.on_generation(generation)
+
+    def _spells_secret(self, x: Exchange, turn: Turn) -> bool:
+        """Whether the tokens of a call would spell a secret."""
+        redactor = self.recorder.redactor
+        if not redactor or self.recorder.on:
+            return x.record.is_redacted
+        texts = (x.body.text, *(str(part) for part in turn.parts))
+        return any(redactor.text(text) != text for text in texts)
 
     async def _within_time(self, x: Exchange, asked: str) -> None:
         left = min((left for meter in self._meters if (left := meter.seconds_left) is not None), default=None)
@@ -363,7 +432,21 @@ class Session:
             closed, edits = close_book(x.caller.route.dialect, x.body.value)
             if edits:
                 x.edit(closed, edits)
-        return await self._answerer(asked).answer(x)
+        if self.terms.sampling:
+            self._prescribe(x, self.terms.sampling)
+        chosen = self._answerer(asked)
+        if version := getattr(chosen, "version", None):
+            x.version = version
+            x.record.note(policy_version=version)
+        return await chosen.answer(x)
+
+    def _prescribe(self, x: Exchange, sampling: Sampling) -> None:
+        """Put the session's sampling parameters in place of the agent's."""
+        asked = x.caller.dialect.parse_request(x.body.value, x.caller.route).sampling
+        body, edits = prescribe(x.caller.route.dialect, x.body.value, asked, sampling)
+        if edits:
+            x.edit(body, edits)
+            x.record.note(sampling=sampling.given())
 
     async def _wait_for_turn(self, turn: Reservation) -> str | None:
         """Wait until the turn is reserved; else the reason, as a message to the agent."""
@@ -379,8 +462,8 @@ class Session:
     def _refusal(self) -> str | None:
         """Why there is no further turn, as a message to the agent; None if there is one, or may yet be."""
         for meter in self._meters:
-            if not self.ended and (why := meter.exhausted()):
-                self.ended = f"budget: {why}"
+            if not self.ended and (limit := meter.reached()):
+                self.ended, self.stop_reason = f"budget: {limit.description}", limit.reason
                 self.pool_ended = meter is not self.meter
         return f"pier gives no further turn ({self.ended}); finish without the model" if self.ended else None
 

@@ -191,7 +191,8 @@ class Recorder:
         """
         self._calls += 1
         self._open += 1
-        return CallRecord(self, self._calls, (time.time(), facts, body) if self.on else None)
+        at = time.time()
+        return CallRecord(self, self._calls, at, (facts, body) if self.on else None)
 
     def write(self, value: Mapping[str, Any]) -> None:
         if self._journal:
@@ -359,7 +360,8 @@ class CallRecord:
 
     recorder: Recorder
     number: int
-    _unwritten: tuple[float, Mapping[str, Any], Body | bytes] | None = None
+    at: float
+    _unwritten: tuple[Mapping[str, Any], Body | bytes] | None = None
     _given: bytes = field(default=b"", init=False)
     """What the upstream sent last."""
     fault: Fault | None = field(default=None, init=False)
@@ -372,6 +374,11 @@ class CallRecord:
     """Whether a secret was found in an answer that is over."""
     _tokens: list[dict[str, Any]] = field(default_factory=list, init=False)
     """Notes of tokens, which wait until it is known whether they spell a secret."""
+
+    @property
+    def is_redacted(self) -> bool:
+        """Whether a secret was removed from what is recorded of this call."""
+        return self._secret or self._found
 
     def edited(self, edits: list[Mapping[str, Any]]) -> None:
         """The gateway changed the request, for the reasons given."""
@@ -479,9 +486,9 @@ class CallRecord:
     def _first_lines(self) -> list[bytes]:
         if self._unwritten is None:
             return []
-        (at, facts, body), self._unwritten = self._unwritten, None
+        (facts, body), self._unwritten = self._unwritten, None
         lines, pieces, self._secret = self.recorder.pieces(body)
-        return [*lines, _line_of("call", self.number, at, {**facts, "body": pieces})]
+        return [*lines, _line_of("call", self.number, self.at, {**facts, "body": pieces})]
 
 
 def _line(value: Mapping[str, Any]) -> bytes:

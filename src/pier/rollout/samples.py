@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pier.errors import UsageError
-from pier.record.reader import FILE_NAMES, Recording, read
-from pier.trajectory.lineage import Kind, Lineage, Node, Thread, read_call
+from pier.record import FILE_NAMES, RECORDING
+from pier.record.reader import Recording, read
+from pier.trajectory.lineage import Generation, Kind, Lineage, Node, Thread, read_call
 from pier.trajectory.model import file_content
 from pier.tree import TreeError, find_files
 from pier.wire.dialects import DIALECTS
@@ -153,11 +154,30 @@ class Counts:
 def samples_of(recording: Path | Recording, kinds: Collection[str] = KINDS) -> tuple[list[Sample], Counts]:
     """The samples of a recording (a file, a trial's directory, or read already) and what became of its calls."""
     found = read(recording) if isinstance(recording, Path) else recording
+    return from_nodes((known.node for call in found.generations() if (known := read_call(call))), kinds)
+
+
+def from_nodes(nodes: Iterable[Node], kinds: Collection[str] = KINDS) -> tuple[list[Sample], Counts]:
+    """The same for calls in the order of their requests."""
     lineage = Lineage()
-    for call in found.generations():
-        if known := read_call(call):
-            lineage.add(known.node)
+    for node in nodes:
+        lineage.add(node)
     return from_threads(lineage.threads(), kinds)
+
+
+class SampleBuilder:
+    """Takes the generations of one session as they end, from memory, and makes its samples. `add` is what a session
+    takes as `on_generation`."""
+
+    def __init__(self) -> None:
+        self.generations: list[Generation] = []
+
+    def add(self, generation: Generation) -> None:
+        self.generations.append(generation)
+
+    def samples(self, kinds: Collection[str] = KINDS) -> tuple[list[Sample], Counts]:
+        """The samples of what is over so far, and what became of its calls."""
+        return from_nodes(sorted((each.node for each in self.generations), key=lambda node: node.number), kinds)
 
 
 def from_threads(threads: list[Thread], kinds: Collection[str] = KINDS) -> tuple[list[Sample], Counts]:
@@ -386,6 +406,8 @@ def origins(place: Path) -> Iterator[SampleOrigin]:
 def _is_piers(recording: Path) -> bool:
     """Whether a recording of a trial lies where pier writes it, and not among the files that an agent left."""
     trial = _trial_of(recording)
+    if trial is not None and recording.name != RECORDING:
+        return False
     inside = recording.relative_to(trial).parts[:-1] if trial is not None else ("agent",)
     return inside in ((), ("agent",)) or (len(inside) == 3 and (inside[0], inside[2]) == ("steps", "agent"))
 

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
 
 from pier.record.reader import Call, RecordedAnswer, read
@@ -113,6 +113,38 @@ class ReadCall:
     priced: Priced
 
 
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A call that is over, as the gateway saw it or as a recording has it: what was asked and answered, and how it
+    ended. `answered` says that the agent got some of an answer or an error."""
+
+    node: Node
+    outcome: str
+    status: int = 0
+    error: str | None = None
+    fault: str | None = None
+    answered: bool = True
+
+
+OnGeneration = Callable[[Generation], None]
+
+
+def generations_of(recording: Path) -> list[Generation]:
+    """The generations of a recording, in the order of their requests."""
+    return [
+        Generation(found.node, call.outcome, call.status or 0, call.error, call.fault, call.answer is not None)
+        for call in read(recording).generations()
+        if (found := read_call(call))
+    ]
+
+
+def with_version(turn: Turn, version: str | None) -> Turn:
+    """A turn whose tokens say which weights sampled them, if they do not already."""
+    if version is None or turn.tokens is None or turn.tokens.weights is not None:
+        return turn
+    return replace(turn, tokens=replace(turn.tokens, weights=version))
+
+
 def read_call(call: Call) -> ReadCall | None:
     """A generation as a node of the lineage, with its price; None if its request cannot be read."""
     parsed = _request_of(call)
@@ -122,6 +154,9 @@ def read_call(call: Call) -> ReadCall | None:
     # The parsed body is as big as the whole history; what is needed of it is in the node.
     call.__dict__.pop("request", None)
     headers = {name.lower(): value for name, value in call.headers.items()}
+    if used := _noted(call, "sampling"):
+        used = {name: tuple(value) if isinstance(value, list) else value for name, value in used.items()}
+        parsed = replace(parsed, sampling=replace(parsed.sampling, **used))
     node = Node(call.number, parsed, turn, call.at, _end_of(call), headers)
     return ReadCall(node, _price(call, turn))
 
@@ -150,7 +185,13 @@ def turn_of(call: Call, request: Request) -> Turn | None:
         tokens = None  # a secret was removed, and its tokens with it
     native = source.native_stop if source else turn.native_stop
     named = (source.model if source else turn.model if call.upstream else None) or served or request.model
-    return replace(turn, usage=usage, tokens=tokens, model=named, native_stop=native)
+    answer = replace(turn, usage=usage, tokens=tokens, model=named, native_stop=native)
+    return with_version(answer, _noted(call, "policy_version"))
+
+
+def _noted(call: Call, name: str) -> Any:
+    """What the gateway noted of a call under this name; None if it did not."""
+    return next((note[name] for note in call.notes if name in note), None)
 
 
 def _parse_answer(answer: RecordedAnswer | None, dialect: str) -> Turn | None:
@@ -258,7 +299,7 @@ def key_of(message: Message) -> bytes:
 
 
 BESIDE = re.compile(r"\btitle|summar[iy]|\bquota\b|topic|short name|branch name|condense|compact", re.IGNORECASE)
-_RECENT = 8
+RECENT = 8
 """How many calls back a shared history is looked for."""
 _ENOUGH = 40
 """A match of this many characters is significant; fewer will do if they come from a call for a summary."""
@@ -291,7 +332,7 @@ class Lineage:
 
     def add(self, node: Node) -> None:
         if not node.chain:
-            settle(node, self.nodes[-_RECENT:])
+            settle(node, self.nodes[-RECENT:])
         self.nodes.append(node)
         node.parent = self._find_parent(node)
         self._requests[node.chain[-1]] = self._requests[node.id_chain[-1]] = node
@@ -508,13 +549,12 @@ class Ending:
     error: str | None
 
 
-def how_work_ended(recording: Path) -> Ending | None:
+def how_work_ended(generations: Iterable[Generation]) -> Ending | None:
     """How the last call of the work ended; None if no call belongs to it."""
-    calls = {call.number: call for call in read(recording).generations() if call.ended is not None}
+    calls = {each.node.number: each for each in generations if each.node.ended is not None}
     lineage = Lineage()
-    for call in calls.values():
-        if found := read_call(call):
-            lineage.add(found.node)
+    for number in sorted(calls):
+        lineage.add(calls[number].node)
     threads = lineage.threads()
     if not threads:
         return None
@@ -525,10 +565,10 @@ def how_work_ended(recording: Path) -> Ending | None:
     if last is None:
         return Ending(None, 0, None)
     call = calls[last.number]
-    return Ending(call.fault, call.status or 0, call.error)
+    return Ending(call.fault, call.status, call.error)
 
 
-def _last(nodes: list[Node], calls: Mapping[int, Call]) -> Node | None:
+def _last(nodes: list[Node], calls: Mapping[int, Generation]) -> Node | None:
     """The last call that was answered, failed or met the end of a budget. One that the agent gave up says nothing; the
     one before it does."""
     for node in reversed(nodes):
@@ -537,13 +577,12 @@ def _last(nodes: list[Node], calls: Mapping[int, Call]) -> Node | None:
     return None
 
 
-def waited_in_vain(recording: Path, until: float) -> bool:
+def waited_in_vain(calls: Sequence[Generation], until: float) -> bool:
     """Whether the agent spent its time, up to `until`, waiting for a first answer that never began. Calls at the same
     time are one wait, and those that it cut off itself before a model could answer are none."""
-    calls = read(recording).generations()
-    if not calls or any(call.outcome not in ("cancelled", "interrupted") or call.answer for call in calls):
+    if not calls or any(call.outcome not in ("cancelled", "interrupted") or call.answered for call in calls):
         return False
-    waits = [(call.at, min(call.ended or until, until)) for call in calls]
+    waits = [(call.node.at, min(call.node.ended or until, until)) for call in calls]
     waited, seen = 0.0, 0.0
     for begin, end in sorted(waits):
         if end - begin >= _PATIENT or until - end < _AT_LAST:

@@ -22,6 +22,7 @@ from pier.agent.oracle import OracleAgent
 from pier.agent.registry import check_options, find_agent
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import AgentError, JobError, PierError, ProviderError, StorageError, UsageError
+from pier.record import RECORDING
 from pier.redact import Redactor
 from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
 from pier.task import Task, TaskStep
@@ -29,11 +30,12 @@ from pier.task.model import resolve_headers
 from pier.tree import Tree
 from pier.trial.record import TrialRecord
 from pier.trial.result import AgentResult, captured, storage_fault
-from pier.trial.spec import AgentChoice, TrialServices, TrialSpec, user_text
+from pier.trial.spec import Accept, AgentChoice, TrialServices, TrialSpec, user_text
 
 if TYPE_CHECKING:
     from pier.gateway.session import Session
     from pier.trajectory.derive import TrajectorySummary
+    from pier.trajectory.lineage import Generation
 
 
 _GRACE = 60.0
@@ -41,8 +43,6 @@ _GRACE = 60.0
 
 _FLOOD = 32
 """An agent with more model calls at once than this may have caused a rate limit itself, so it is graded."""
-
-RECORDING = "recording.jsonl"
 
 
 def make_agent(choice: AgentChoice) -> Agent:
@@ -171,6 +171,7 @@ async def model_session(
     *,
     closed_book: bool = False,
     redactor: Redactor | None = None,
+    step: str | None = None,
 ) -> AsyncIterator[Session | None]:
     """A session at the gateway, served inside the sandbox while the agent runs; None if no model is asked for, or the
     agent calls its provider itself.
@@ -189,7 +190,7 @@ async def model_session(
 
     labels = {"trial": spec.name, "task": spec.task.name}
     budget = Budget(**spec.agent.budget)
-    model, upstream = spec.agent.model, None
+    model, upstream = spec.agent.model, spec.agent.policy
     if spec.agent.connection:
         target = services.gateway.directory.connected(model, services.environ, **spec.agent.connection)
         model, upstream = target.model, target.provider
@@ -198,10 +199,12 @@ async def model_session(
         upstream=upstream,
         budget=budget,
         pool=services.pool,
-        recording=logs / RECORDING,
+        recording=logs / RECORDING if spec.recorded else None,
         closed_book=closed_book,
         labels=labels,
         redactor=redactor,
+        sampling=spec.agent.sampling,
+        on_generation=_watcher(spec, step),
     )
     try:
         listener = await sandbox.listen(GATEWAY_PORT, services.gateway.protocol_factory(session))
@@ -211,6 +214,13 @@ async def model_session(
             await asyncio.shield(listener.close())
     finally:
         await asyncio.shield(session.close())
+
+
+def _watcher(spec: TrialSpec, step: str | None) -> Callable[[Generation], None] | None:
+    """What is called with each generation; without a recording the session must keep them, to judge the agent by."""
+    if (watch := spec.on_generation) is not None:
+        return lambda generation: watch(step, generation)
+    return None if spec.recorded else lambda generation: None
 
 
 async def outside_endpoint(session: Session | None, services: TrialServices, agent: Agent) -> Endpoint | None:
@@ -244,6 +254,27 @@ async def run_agent(agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: On
     return None
 
 
+async def run_until_accepted(
+    agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: OnOutput, accept: Accept
+) -> AgentError | None:
+    """Run the agent, and again as long as `accept` asks for more; all runs share the agent's time. Output that is
+    accepted counts, however the agent ended; an agent that failed is not run again."""
+    began, number = time.monotonic(), 0
+    while True:
+        left = None if run.seconds is None else run.seconds - (time.monotonic() - began)
+        if left is not None and left <= 0:
+            return AgentError(f"the agent {agent.name!r} took longer than {run.seconds:g} s", code="agent_timeout")
+        failed = await run_agent(agent, sandbox, replace(run, seconds=left), on_output)
+        try:
+            instruction = await accept(sandbox, number)
+        except AgentError as error:
+            return failed or error
+        if instruction is None or failed is not None:
+            return None if instruction is None else failed
+        run, number = replace(run, instruction=instruction), number + 1
+        run.warn(f"the agent's output was not accepted, so the agent runs again ({number})")
+
+
 def check_job_budget(session: Session | None) -> None:
     """`JobError` if the budget of the whole job cut the agent off: what it left is not a result."""
     if session is not None and session.pool_ended:
@@ -266,7 +297,7 @@ async def find_fault(agent: Agent, failed: AgentError | None, session: Session |
         return failed
     await session.drain()
     how = f"; {failed}" if failed else ""
-    if fault := await _providers_fault(session, how):
+    if fault := await provider_fault(session, how):
         return fault
     if failed is not None and failed.code == "agent_timeout" and await _never_answered(session):
         return ProviderError(f"the model gave no answer at all{how}", code="provider_no_answer", retryable=True)
@@ -275,15 +306,14 @@ async def find_fault(agent: Agent, failed: AgentError | None, session: Session |
     return failed
 
 
-async def _providers_fault(session: Session, how: str) -> PierError | None:
+async def provider_fault(session: Session, how: str = "") -> PierError | None:
     """The fault that the agent's work ended with, if that is not the agent's own."""
     counts = session.counts
     if not any(fault != "agent" for fault in counts.faults):
         return None
     from pier.trajectory.lineage import Ending, how_work_ended
 
-    recording = session.terms.recording
-    ending = await asyncio.to_thread(how_work_ended, recording) if recording is not None else None
+    ending = await asyncio.to_thread(lambda: how_work_ended(_generations(session)))
     fault, status, error = astuple(ending or Ending(*counts.last, None))
     said = f"status {status}{f': {error}' if error else ''}{how}"
     match fault:
@@ -306,8 +336,17 @@ async def _never_answered(session: Session) -> bool:
     """Whether an agent that was killed at its deadline had waited for its first answer until then."""
     from pier.trajectory.lineage import waited_in_vain
 
+    return await asyncio.to_thread(lambda: waited_in_vain(_generations(session), time.time()))
+
+
+def _generations(session: Session) -> list[Generation]:
+    """The session's calls that are over, from memory or from its recording."""
+    from pier.trajectory.lineage import generations_of
+
     recording = session.terms.recording
-    return recording is not None and await asyncio.to_thread(waited_in_vain, recording, time.time())
+    if session.terms.on_generation is not None or recording is None:
+        return session.generations
+    return generations_of(recording)
 
 
 def usage_of(session: Session | None) -> AgentResult:
@@ -327,6 +366,8 @@ def usage_of(session: Session | None) -> AgentResult:
         metadata["model_wait_seconds"] = round(session.counts.waited, 3)
     if session.ended:
         metadata["ended"] = session.ended
+    if session.stop_reason:
+        metadata["stop_reason"] = session.stop_reason
     return AgentResult(**known, metadata=metadata)
 
 

@@ -41,6 +41,7 @@ from pier.trial.agent import (
     outside_endpoint,
     prepare_agent,
     run_agent,
+    run_until_accepted,
     usage_of,
 )
 from pier.trial.collect import STATE, collect, keep_state, seal_artifacts, take_logs
@@ -296,9 +297,16 @@ class _Trial:
             with self.clock.phase("agent") as outcome.agent_execution:
                 async with (
                     model_session(
-                        spec, self.services, agent, sandbox, logs, closed_book=closed, redactor=self.redactor
+                        spec,
+                        self.services,
+                        agent,
+                        sandbox,
+                        logs,
+                        closed_book=closed,
+                        redactor=self.redactor,
+                        step=step.name,
                     ) as session,
-                    live_trajectory(logs, header, recorded=session is not None),
+                    live_trajectory(logs, header, recorded=session is not None and spec.recorded),
                 ):
                     if session is not None and session.served_by:
                         record.log(f"model {spec.agent.model}: {session.served_by}")
@@ -306,7 +314,11 @@ class _Trial:
                         outside = await outside_endpoint(session, self.services, agent)
                         endpoint = session.endpoint() if session is not None else None
                         run = replace(run, endpoint=endpoint, outside=outside, warn=record.warn)
-                        failed = await find_fault(agent, await run_agent(agent, sandbox, run, output), session)
+                        if spec.accept is None:
+                            ended = await run_agent(agent, sandbox, run, output)
+                        else:
+                            ended = await run_until_accepted(agent, sandbox, run, output, spec.accept)
+                        failed = await find_fault(agent, ended, session)
                     outcome.agent_result = usage_of(session)
         check_job_budget(session)
         check_recording(session)

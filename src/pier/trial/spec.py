@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from pier.lease import Lease, sweep
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import open_backend
-from pier.sandbox.contract import Backend, Limits, Mount
+from pier.sandbox.contract import Backend, Limits, Mount, Sandbox
 from pier.task import Task
 from pier.task.model import Artifact, McpServerTable
 from pier.trial.images import open_images
+from pier.wire.turn import Sampling
 
 if TYPE_CHECKING:
     from pier.gateway import Gateway, Meter
+    from pier.gateway.policy import Upstream
+    from pier.trajectory.lineage import Generation
     from pier.trial.images import TrialImages
 
 
@@ -25,6 +28,11 @@ Phase = Literal["prepare", "start", "health", "setup", "agent", "collect", "veri
 """The phases of a trial, in order. In a task with steps, `health` to `verify` come once for each step."""
 
 OnPhase = Callable[[Phase], None]
+
+
+Accept = Callable[[Sandbox, int], Awaitable[str | None]]
+"""Looks at what an agent wrote, after each of its runs, which are counted from 0. None accepts it; a text is the
+instruction to run the agent again with; `AgentError` rejects it for good."""
 
 
 def user_text(user: str | int | None) -> str | None:
@@ -52,6 +60,10 @@ class AgentChoice:
     """The agent is installed in the sandbox, with the network open while that lasts, instead of mounted in a pack."""
     budget: Mapping[str, Any] = field(default_factory=dict)
     """Limits of the model session, by the names of the fields of `pier.gateway.Budget`."""
+    policy: Upstream | None = None
+    """What answers the agent's calls in place of the model's provider: a callable, servers, a provider."""
+    sampling: Sampling | None = None
+    """What replaces the agent's own sampling parameters."""
     connection: Mapping[str, str] = field(default_factory=dict)
     """What replaces the model's own address, key and format: `base_url`, `model_api_key_name`, `model_api_format`."""
 
@@ -123,6 +135,12 @@ class TrialSpec:
     """Keep what the agent left behind, so that it can be graded again (`pier.trial.collect`)."""
     secrets: tuple[str, ...] = ()
     """Values that may stand in no file, in addition to those of variables whose name looks secret."""
+    accept: Accept | None = None
+    """Checks the agent's output before the trial goes on; None takes whatever it is."""
+    recorded: bool = True
+    """Whether model calls are recorded on disk, with the trajectory that is derived from them."""
+    on_generation: Callable[[str | None, Generation], None] | None = None
+    """Is called with each model call when it is over, and the name of its step if the task has steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from typing import Any
 
 from pier.wire.contract import REMOVED, BadRequest, Dialect
 from pier.wire.dialects import DIALECTS
-from pier.wire.turn import DialectName, Edit
+from pier.wire.turn import DialectName, Edit, Sampling
 
-__all__ = ["REMOVED", "check_recordable", "close_book", "is_closed"]
+__all__ = ["REMOVED", "check_recordable", "close_book", "is_closed", "prescribe"]
 
 _WHY = "this session has no internet"
 _NESTED = ("content", "parts", "output", "source", "functionResponse", "function_response")
@@ -45,6 +45,23 @@ def close_book(dialect: DialectName, body: Mapping[str, Any]) -> tuple[dict[str,
         if place in closed:
             closed[place] = _close_item(closed[place], own, edits)
     return (closed, edits) if edits else (dict(body), [])
+
+
+def prescribe(
+    dialect: DialectName, body: Mapping[str, Any], asked: Sampling, sampling: Sampling
+) -> tuple[dict[str, Any], list[Edit]]:
+    """The body of a request that `asked` for its own sampling parameters, with those of the session, and what was
+    changed; no edits, no change."""
+    changed = {name: value for name, value in sampling.given().items() if getattr(asked, name) != value}
+    edits = [
+        Edit("changed", f"{name} from {_said(getattr(asked, name))} to {_said(value)}", "the session prescribes it")
+        for name, value in changed.items()
+    ]
+    return (DIALECTS[dialect].with_sampling(body, sampling), edits) if edits else (dict(body), [])
+
+
+def _said(value: Any) -> str:
+    return "unset" if value in (None, ()) else str(list(value) if isinstance(value, tuple) else value)
 
 
 def is_closed(dialect: DialectName, body: Mapping[str, Any]) -> bool:

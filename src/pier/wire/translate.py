@@ -306,6 +306,13 @@ class Memory:
             known = ()
         return Message(message.role, (*(part for part in known if part.origin == dialect), *parts))
 
+    def as_sampled(self, message: Message) -> Message:
+        """An assistant message with the arguments of its calls as sampled; the same one if it has them already."""
+        if not any(isinstance(part, ToolCall) and part.id in self._calls for part in message.parts):
+            return message
+        parts = tuple(self._sampled(part) if isinstance(part, ToolCall) else part for part in message.parts)
+        return Message(message.role, parts)
+
     def arguments(self, id_: str, written: str) -> str:
         """The arguments of a call as sampled, if what is written says the same."""
         known = self._calls.get(id_)

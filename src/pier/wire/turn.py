@@ -169,6 +169,15 @@ class Sampling:
     logprobs: bool = False
     top_logprobs: int | None = None
 
+    def given(self) -> dict[str, Any]:
+        """The parameters that say something, by name."""
+        names = self.__dataclass_fields__
+        return {name: value for name in names if (value := getattr(self, name)) not in (None, (), False)}
+
+    def overridden_by(self, other: Sampling | None) -> Sampling:
+        """The same but for what `other` says."""
+        return replace(self, **other.given()) if other else self
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

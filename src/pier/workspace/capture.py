@@ -75,7 +75,8 @@ def capture_session(
             place = directory or (workspace.root if workspace else Path.cwd())
             found = _from_host(place, logs, agent, session, environ)
     if found is not None and redactor:
-        redactor.tree(logs)
+        with Tree(logs) as tree:
+            redactor.tree(tree)
     return found
 
 
