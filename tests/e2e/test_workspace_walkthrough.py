@@ -96,15 +96,19 @@ def test_a_harbor_task(backend: str, task: Path, tmp_path: Path) -> None:
     workspace = tmp_path / "workspace"
     key = "sk-ant-0123456789abcdef0123"
     port = 20000 + os.getpid() % 20000
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "SKILL.md").write_text(SKILL)
     ask(
         *("start", "./tasks/my-task", "-d", "./workspace", "--agent", "claude-code", "--env", backend),
         *("-e", f"ANTHROPIC_API_KEY={key}", "-m", "script:script.yaml", "--ports", f"{port}:8888"),
+        *("--skill", "./mine"),
         cwd=tmp_path,
     )
     assert (workspace / ".task" / "instruction.md").read_text() == (task / "instruction.md").read_text()
     assert (workspace / "notes.txt").read_text() == "from the image\n"
     assert key not in ask("exec", "env", cwd=workspace)
     assert ask("exec", "sh", "-c", "cat $CLAUDE_CONFIG_DIR/skills/greet/SKILL.md", cwd=workspace) == SKILL
+    assert ask("exec", "sh", "-c", "cat $CLAUDE_CONFIG_DIR/skills/mine/SKILL.md", cwd=workspace) == SKILL
 
     terminal = Terminal("exec", "claude", "--dangerously-skip-permissions", cwd=workspace)
     terminal.wait_for("bypass permissions on")
