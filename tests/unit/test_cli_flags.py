@@ -29,19 +29,20 @@ MEANING = {
     "-k": {"--n-attempts", "--attempts"},
     "-l": {"--n-tasks"},
     "-m": {"--model"},
-    "-n": {"--n-concurrent", "--concurrency"},
+    "-n": {"--n-concurrent", "--concurrency", "--num-examples"},
     "-o": {"--jobs-dir", "--output", "--recording", "--out"},
-    "-p": {"--path", "--job-path"},
+    "-p": {"--path", "--job-path", "--prompt"},
     "-q": {"--quiet"},
-    "-r": {"--max-retries"},
-    "-t": {"--task"},
+    "-r": {"--max-retries", "--rubric", "--rollouts"},
+    "-t": {"--task", "--trial-name"},
     "-u": {"--user"},
     "-v": {"--verbose"},
     "-w": {"--workdir"},
     "-x": {"--exclude-task-name", "--exclude"},
     "-y": {"--yes"},
 }
-"""What each short flag stands for; several names where one idea has them (`-o` is where results are written)."""
+"""What each short flag stands for; several names where one idea has them (`-o` is where results are written).
+Reviews and `pier rollout` take the short flags of the programs whose users they take over."""
 
 
 def commands(command: click.Command, context: click.Context) -> Iterator[tuple[click.Command, click.Context]]:

@@ -229,10 +229,10 @@ def _whole(call: Call) -> dict[str, Any]:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["pier", "sft"]),
+    type=click.Choice(["pier", "sft", "verl", "trl", "skyrl"]),
     default="pier",
     show_default=True,
-    help="Output format: all fields, or messages for supervised fine-tuning.",
+    help="Output format: all fields, messages for supervised fine-tuning, or what a trainer loads.",
 )
 @click.option(
     "--kind",

@@ -45,6 +45,18 @@ def run_and_report(config: JobConfig, env: Mapping[str, str], show: Show, *, yes
         return _run(job, env, show)
 
 
+def run_without_report(
+    config: JobConfig, env: Mapping[str, str], show: Show, *, again: Wanted | None = None
+) -> tuple[Path, int]:
+    """The same for callers that report in their own way: the job's directory, and the exit code. Finished trials that
+    `again` takes are run once more."""
+    with open_for(config, env, check=lambda: _check(config, env)) as job:
+        if again is not None:
+            void(job, again)
+        interrupted = _run_owed(job, env, _progress(job, show))
+        return job.directory, exit_code(job.ledger, graded=not config.verifier.disable, interrupted=interrupted)
+
+
 class _Warnings(list[str]):
     """What is odd about a job's tasks; the first of many is enough to know what to look for."""
 

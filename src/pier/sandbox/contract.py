@@ -9,6 +9,7 @@ A Dockerfile that is to be built, as a backend with a builder of its own is told
 from __future__ import annotations
 
 import asyncio
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -433,6 +434,11 @@ class Sandbox(ABC):
         """Put a TCP socket inside the sandbox's own network namespace and serve it from outside: for each connection
         `factory()` gives an asyncio protocol (aiohttp's `web.Server` is such a factory). Works in every network mode.
         No process, credential or file is added inside."""
+
+    async def dial(self, port: int) -> socket.socket:
+        """A connection to a TCP port on the sandbox's own loopback; works in every network mode. OSError if nothing
+        listens there, `SandboxError` with code `cannot_dial` if this backend cannot."""
+        raise SandboxError("this backend cannot connect to a port inside", code="cannot_dial", retryable=False)
 
     def service(self, name: str) -> Sandbox | None:
         """The sandbox of a service of the same trial; `main` is this one. None if there is no such service."""

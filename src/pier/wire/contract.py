@@ -12,13 +12,30 @@ import json
 import re
 import secrets
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pier.errors import ProviderError, UsageError
-from pier.wire.turn import DialectName, Edit, ErrorKind, Json, Reasoning, Request, Sampling, Tool, Turn, Usage
+from pier.wire.turn import (
+    DialectName,
+    Edit,
+    ErrorKind,
+    Json,
+    Media,
+    Message,
+    Opaque,
+    Part,
+    Reasoning,
+    Request,
+    Sampling,
+    Text,
+    Tool,
+    ToolResult,
+    Turn,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from pier.wire.sse import EventParser, EventRenderer
@@ -135,11 +152,14 @@ class Dialect:
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
         raise NotImplementedError
 
+    parser: type[EventParser]
+    renderer: type[EventRenderer]
+
     def stream_parser(self) -> EventParser:
-        raise NotImplementedError
+        return self.parser()
 
     def stream_renderer(self, request: Request, route: Route | None = None) -> EventRenderer:
-        raise NotImplementedError
+        return self.renderer(request)
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
         raise NotImplementedError
@@ -171,16 +191,20 @@ class Dialect:
     model_in_path = False
     """The model is in the path, and not in the body."""
 
+    path: str
+    """Where a call goes, below the provider's base URL (`/v1/messages`)."""
+    counting_path: str | None = None
+    """Where tokens are counted; None if the dialect has no such route."""
+
     def generate_path(self, model: str, stream: bool) -> str:
-        """Where a call goes, below the provider's base URL without its version (`/v1/messages`), query included."""
-        raise NotImplementedError
+        """Where this call goes, query included."""
+        return self.path
 
     def request_path(self, request: Request) -> str:
         return self.generate_path(request.model, request.stream)
 
     def count_path(self, model: str) -> str | None:
-        """Where tokens are counted; None if the dialect has no such route."""
-        return None
+        return self.counting_path
 
     # Relayed answers
 
@@ -420,6 +444,48 @@ def unsign(signature: str | None, dialect: str) -> tuple[str | None, str | None]
 def take(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """The fields of `body` that are not among `names`."""
     return {key: value for key, value in body.items() if key not in names}
+
+
+def split_results(parts: Iterable[Part]) -> list[tuple[Part, ...]]:
+    """The parts of a user's message as those of one or two messages: tool results come by themselves, and first."""
+    listed = list(parts)
+    results = tuple(part for part in listed if isinstance(part, ToolResult))
+    others = tuple(part for part in listed if not isinstance(part, ToolResult))
+    return [group for group in (results, others) if group] or [()]
+
+
+def join_results(rows: Iterable[tuple[Message, str, list[Any]]], key: str) -> list[dict[str, Any]]:
+    """Messages, each with its role and its rendered parts, under `key`. The other way round: what the user says after
+    tool results is in one message with them. A message of which nothing is left is left out."""
+    joined: list[dict[str, Any]] = []
+    after_results = False
+    for message, role, parts in rows:
+        if not parts:
+            continue
+        if after_results and role == "user":
+            joined[-1][key].extend(parts)
+        else:
+            joined.append({"role": role, key: parts})
+        after_results = role == "user" and isinstance(message.parts[0], ToolResult)
+    return joined
+
+
+def parse_parts(content: Any, parse: Callable[[dict[str, Any]], Part]) -> list[Part]:
+    """Content that is a text or a list of parts."""
+    if content is None or isinstance(content, str):
+        return [Text(content)] if content else []
+    return [parse(need_dict(part, "a content part")) for part in need_list(content, "content")]
+
+
+def result_parts(parts: Iterable[Part]) -> tuple[Text | Media | Opaque, ...]:
+    """What a tool result may hold."""
+    return tuple(part for part in parts if isinstance(part, Text | Media | Opaque))
+
+
+def media_at(url: str) -> Media:
+    """A file by its address, which may hold it."""
+    inline = parse_data_url(url)
+    return Media(*inline) if inline else Media(url=url)
 
 
 def need_list(value: Any, what: str) -> list[Any]:

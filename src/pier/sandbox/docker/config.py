@@ -19,7 +19,7 @@ from pier.network.plumbing import GATEWAY
 from pier.sandbox.contract import Mount, SandboxSpec
 from pier.sandbox.docker import idle
 from pier.sandbox.docker.box import passing_container
-from pier.sandbox.docker.client import Client, engine_error, is_no_driver
+from pier.sandbox.docker.client import Client, bring_image, engine_error, is_no_driver
 from pier.sandbox.docker.holding import holding
 from pier.sandbox.docker.images import REPOSITORY
 from pier.sandbox.host import masks
@@ -171,17 +171,5 @@ async def idle_image(docker: Client, machine: str) -> AsyncIterator[str]:
     data = idle.archive(machine)
     name = f"{REPOSITORY}/{idle.IDLE}:{hashlib.sha256(data).hexdigest()[:24]}"
     async with holding(name):
-        await _bring(docker, name, data)
+        await bring_image(docker, name, lambda: data, "pier's program that waits")
         yield name
-
-
-async def _bring(docker: Client, name: str, data: bytes) -> None:
-    """Bring an image that has nothing but the program that waits."""
-    try:
-        await docker.images.inspect(name)
-    except DockerError as error:
-        if error.status != 404:
-            raise
-        query = {"fromSrc": "-", "repo": name, "message": "pier's program that waits"}
-        async with docker._query("images/create", "POST", params=query, data=data) as answer:
-            await answer.text()

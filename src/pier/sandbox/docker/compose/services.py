@@ -18,8 +18,8 @@ from pier.sandbox.closing import close_all, close_in_turn
 from pier.sandbox.compose.model import MAIN, Compose, Composition, Service
 from pier.sandbox.contract import Change, Limits, Sandbox, SandboxSpec
 from pier.sandbox.docker.compose.process import ServiceProcess, health_of
-from pier.sandbox.docker.compose.volumes import TrialVolumes
 from pier.sandbox.docker.sandbox import DockerSandbox
+from pier.sandbox.docker.volumes import TrialVolumes
 
 if TYPE_CHECKING:
     from pier.sandbox.docker.backend import DockerBackend
