@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Each target prepares what it needs.
 
-.PHONY: help demo test lint format bench soak errors docs venv dev system clients clean
+.PHONY: help demo test lint format bench soak errors reference docs venv dev system clients clean
 
 help:
 	@echo "make demo    run the example tasks on the embedded sandbox (no Docker, no key)"
@@ -10,7 +10,8 @@ help:
 	@echo "make soak    run the property tests with new examples each time, for MINUTES=10"
 	@echo "make bump    raise the agents' pinned versions to the newest ones that pass their tests"
 	@echo "make errors  write docs/reference/errors.md from the source"
-	@echo "make docs    check that the documentation's links and commands exist"
+	@echo "make reference  write docs/reference/commands.md and python.md from the source"
+	@echo "make docs    build the documentation as a site and check its links"
 
 venv: .venv/.ready
 
@@ -54,8 +55,11 @@ bump: dev system
 errors: dev
 	@.venv/bin/python .ci/errors
 
+reference: dev
+	@.venv/bin/python .ci/reference
+
 docs: dev
-	@.venv/bin/python -m pytest -q tests/unit/test_docs.py
+	@.ci/docs
 
 clean:
 	rm -rf .venv .cache dist build

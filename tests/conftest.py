@@ -31,9 +31,11 @@ settings.load_profile("steady")
 
 @pytest.fixture(autouse=True)
 def pier_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Each test has a `PIER_HOME` of its own, so that tests see nothing of one another or of the user's."""
+    """Each test has a `PIER_HOME` of its own, so that tests see nothing of one another or of the user's, and no test
+    uses a login of the user who runs it."""
     home = tmp_path_factory.mktemp("home") / "pier"
     monkeypatch.setenv("PIER_HOME", str(home))
+    monkeypatch.setenv("PIER_LOGINS", "off")
     return home
 
 

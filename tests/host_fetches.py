@@ -78,7 +78,7 @@ from pier.image.build import build_image
 from pier.lease import Lease
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import open_backend
-from pier.sandbox.order import BuildOrder
+from pier.sandbox.contract import BuildOrder
 from pier.trial.images import ImageRequest, open_images
 from tests.engine import engine
 from tests.host_fetches import BUILDS, PLAIN, REALMS, REGISTRIES, SECURE, SPECIAL

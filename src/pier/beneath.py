@@ -13,11 +13,12 @@ import errno
 import itertools
 import os
 import struct
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 NO_MAGICLINKS, NO_SYMLINKS, BENEATH, IN_ROOT = 0x02, 0x04, 0x08, 0x10
-DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 STRICT = NO_SYMLINKS | NO_MAGICLINKS | BENEATH
 """How paths of a tree that is not trusted are resolved."""
 READ_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -48,8 +49,8 @@ def open_in(root: int, path: str, flags: int, resolve: int, mode: int = 0) -> in
     name = os.fsencode(path) or b"."
     if b"\0" in name:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
-    number = errno.EAGAIN
-    for _ in range(100):
+    number = errno.EAGAIN if sys.platform == "linux" else errno.ENOSYS
+    for _ in range(100 if sys.platform == "linux" else 0):
         fd = _libc.syscall(_OPENAT2, root, ctypes.c_char_p(name), ctypes.c_char_p(how), ctypes.c_size_t(24))
         if fd >= 0:
             return fd

@@ -3,17 +3,19 @@
     PierError
     ├── UsageError       the command line, a config file or an API call is wrong
     ├── TaskError        a task directory or dataset is wrong
-    ├── ImageError       an image cannot be found, read, pulled or built
-    ├── SandboxError     a sandbox could not be started, reached or controlled
-    │   ├── PolicyError  a network policy cannot be enforced here, so nothing was started
-    │   ├── ArgumentError   an argument of a call is wrong; also a ValueError
-    │   └── PathError    a path in a sandbox is missing, not allowed or not of the kind that the call needs; also an
-    │                    OSError: its subclasses are FileNotFoundError, PermissionError, IsADirectoryError, ...
+    ├── InfraError       something that agents run on failed
+    │   ├── ImageError       an image cannot be found, read, pulled or built
+    │   ├── SandboxError     a sandbox could not be started, reached or controlled
+    │   │   ├── PolicyError  a network policy cannot be enforced here, so nothing was started
+    │   │   ├── ArgumentError   an argument of a call is wrong; also a ValueError
+    │   │   └── PathError    a path in a sandbox is missing, not allowed or not of the kind that the call needs; also
+    │   │                    an OSError: its subclasses are FileNotFoundError, PermissionError, ...
+    │   └── StorageError     this machine could not keep, read or hand on a file
     ├── AgentError       the agent program failed
     ├── ProviderError    the model provider failed
     ├── VerifierError    the verifier gave no usable verdict
-    ├── StorageError     this machine could not keep, read or hand on a file
-    └── JobError         a job directory is broken or owned by another process
+    ├── JobError         a job directory is broken or owned by another process
+    └── WorkspaceError   a workspace cannot be found, started or used
 
 Each error says where the fault lies (`blame`), whether doing the same again may help (`retryable`) and has a stable
 `code` for machines. Retry policy reads those three, never class names nor the text of a message. `hint` is the one
@@ -71,13 +73,16 @@ class TaskError(PierError):
     code = "task"
 
 
-class ImageError(PierError):
+class InfraError(PierError):
     blame = "infra"
+    code = "infra"
+
+
+class ImageError(InfraError):
     code = "image"
 
 
-class SandboxError(PierError):
-    blame = "infra"
+class SandboxError(InfraError):
     retryable = True
     code = "sandbox"
 
@@ -148,8 +153,7 @@ class VerifierError(PierError):
     code = "verifier"
 
 
-class StorageError(PierError):
-    blame = "infra"
+class StorageError(InfraError):
     retryable = True
     code = "storage"
 
@@ -157,3 +161,8 @@ class StorageError(PierError):
 class JobError(PierError):
     blame = "user"
     code = "job"
+
+
+class WorkspaceError(PierError):
+    blame = "user"
+    code = "workspace"

@@ -117,28 +117,27 @@ class Redactor:
                 self._known[text] = known
         return known
 
-    def tree(self, root: Path, *, mode: int | None = None) -> None:
-        """Remove secrets from all files, names and links below the directory `root`, which came out of a sandbox: no
-        link is followed. `mode` becomes the mode of each file. A file that cannot be rewritten is removed, and its
-        error is raised in the end."""
+    def tree(self, tree: Tree, *, mode: int | None = None) -> None:
+        """Remove secrets from all files, names and links of a tree that came out of a sandbox: no link is followed.
+        `mode` becomes the mode of each file. A file that cannot be rewritten is removed, and its error is raised in
+        the end."""
         if not self and mode is None:
             return
         failed: OSError | None = None
         named: list[str] = []
-        with Tree(root) as tree:
-            for entry in tree.entries(limit=sys.maxsize):
-                try:
-                    self._clean_entry(tree, entry, mode)
-                except OSError as error:
-                    failed = error
-                    tree.unlink(entry.path)
-                name = entry.path.rpartition("/")[2]
-                if self and self.text(name) != name:
-                    named.append(entry.path)
-            for place in reversed(named):
-                with tree.reached(place) as path:
-                    if os.path.lexists(path):
-                        path.rename(_unused(path.with_name(self.text(path.name))))
+        for entry in tree.entries(limit=sys.maxsize):
+            try:
+                self._clean_entry(tree, entry, mode)
+            except OSError as error:
+                failed = error
+                tree.unlink(entry.path)
+            name = entry.path.rpartition("/")[2]
+            if self and self.text(name) != name:
+                named.append(entry.path)
+        for place in reversed(named):
+            with tree.reached(place) as path:
+                if os.path.lexists(path):
+                    path.rename(_unused(path.with_name(self.text(path.name))))
         if failed is not None:
             raise failed
 

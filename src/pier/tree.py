@@ -10,8 +10,10 @@ trial that an agent could have made.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ from pier.beneath import (
     write_all,
 )
 
-__all__ = ["ENTRIES", "FAULTS", "Entry", "Tree", "TreeError", "drop_links", "find_files", "open_regular"]
+__all__ = ["ENTRIES", "FAULTS", "Entry", "Tree", "TreeError", "drop_links", "find_entry", "find_files", "open_regular"]
 
 FAULTS = frozenset(
     {
@@ -146,6 +148,8 @@ class Tree:
             raise
 
     def _walk(self, below: str) -> Descent:
+        if not below:
+            return Descent(self.fd)
         top = open_in(self.fd, below, READ_DIRECTORY, STRICT)
         try:
             return Descent(top)
@@ -189,19 +193,18 @@ class Tree:
         """A path of this process that leads to an entry and passes no link on its way, for functions that take one.
         Its last part may be a link itself."""
         with self._parent(path) as (above, name):
-            yield Path(f"/proc/self/fd/{above}/{name}")
+            yield _path_of(above) / name
 
     @contextmanager
     def _parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
         parent, _, name = path.strip("/").rpartition("/")
         if name in ("", ".", ".."):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), f"{self.path}/{path}")
+        if not parent:
+            yield self.fd, name
+            return
         try:
-            fd = (
-                make_directory(self.fd, parent or ".", STRICT)[0]
-                if make
-                else open_in(self.fd, parent or ".", DIRECTORY, STRICT)
-            )
+            fd = make_directory(self.fd, parent, STRICT)[0] if make else open_in(self.fd, parent, DIRECTORY, STRICT)
         except OSError as error:
             if make and error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EXDEV, errno.EEXIST):
                 raise TreeError("not_directory", f"{self.path}/{path} lies behind a link or a file") from None
@@ -212,6 +215,13 @@ class Tree:
             os.close(fd)
 
 
+def _path_of(directory: int) -> Path:
+    """A path to an open directory that holds even if the directory is moved, where the system has one."""
+    if sys.platform == "darwin":
+        return Path(os.fsdecode(fcntl.fcntl(directory, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")))
+    return Path(f"/proc/self/fd/{directory}")
+
+
 def _listed(here: int, above: str) -> list[Entry]:
     """What is in a directory, last name first. `above` is its path with a slash."""
     with os.scandir(here) as entries:
@@ -219,7 +229,12 @@ def _listed(here: int, above: str) -> list[Entry]:
     return [found for name in names if (found := _entry(here, name, f"{above}{name}")) is not None]
 
 
-def _entry(above: int, name: str, path: str) -> Entry | None:
+def find_entry(path: Path) -> Entry | None:
+    """What has a path of which all but the last part is trusted."""
+    return _entry(None, str(path), str(path))
+
+
+def _entry(above: int | None, name: str, path: str) -> Entry | None:
     try:
         status = os.stat(name, dir_fd=above, follow_symlinks=False)
     except FileNotFoundError:

@@ -36,14 +36,14 @@ def test_run_takes_limits_and_mounts(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mounted\n")
     options = ["--cpus", "1", "--memory", "256M", "--processes", "40", "--disk", "1G", "--open-files", "99"]
     script = "cat /data/file; ulimit -n; echo x > /data/file"
-    done = pier("sandbox", "run", *options, "-v", f"{tmp_path}:/data", "--", "sh", "-c", script)
+    done = pier("sandbox", "run", *options, "--volume", f"{tmp_path}:/data", "--", "sh", "-c", script)
     assert done.stdout == "mounted\n99\n" and "Read-only file system" in done.stderr
 
 
 def test_wrong_usage_is_told() -> None:
     for options, told in (
-        (["-v", "nowhere", "--", "true"], "SRC:DST"),
-        (["-v", "/does/not/exist:/x", "--", "true"], "does not exist"),
+        (["--volume", "nowhere", "--", "true"], "SRC:DST"),
+        (["--volume", "/does/not/exist:/x", "--", "true"], "does not exist"),
         (["--memory", "much", "--", "true"], "expected a size"),
         (["--allow", "example.org", "--network", "public", "--", "true"], "--allow"),
         (["--image", "no/such:image-at-all", "--", "true"], "no/such"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pier.agent.nop import NopAgent
+from pier.agent.oracle import NopAgent
 from pier.errors import AgentError, PierError
 from pier.gateway import Gateway
 from pier.gateway.budget import Retry

@@ -22,7 +22,7 @@ from pier.agent.contract import AgentRun
 from pier.agent.harbor import SandboxEnvironment
 from pier.errors import SandboxError, UsageError
 from pier.image.build import build_image
-from pier.image.host import host_image
+from pier.image.model import host_image
 from pier.image.store import ImageStore
 from pier.lease import Lease
 from pier.record.reader import find as find_recording
@@ -390,8 +390,21 @@ def test_forged_recordings_are_no_samples(tmp_path: Path) -> None:
     (trial / "result.json").write_text(json.dumps(real))
     for folder in ("artifacts/app/forged", "verifier"):
         (trial / folder / "result.json").write_text(json.dumps(forged))
+    (trial / "agent" / "calls.jsonl").write_text("")
     (origin,) = origins(tmp_path / "job")
     assert origin.recording == trial / "agent" / "recording.jsonl" and origin.reward == 0
+    assert find_recording(trial) == origin.recording
+
+
+@everywhere
+@route("grading", "leave files with the names of recordings among the logs", "they are not kept")
+async def test_forged_recordings_do_not_come_out(place: str, tmp_path: Path) -> None:
+    script = "cd /logs/agent; touch other.jsonl calls.jsonl; ln -s /etc/passwd recording.jsonl; touch /app/done"
+    async with open_place(place, tmp_path / "trials") as bench:
+        agent = AgentChoice("command", options={"command": script})
+        assert (await bench.run(write_task(tmp_path / "task"), agent)).rewards == {"reward": 1}
+        kept = set(os.listdir(bench.last / "agent"))
+        assert "other.jsonl" in kept and not kept & {"calls.jsonl", "recording.jsonl"}
 
 
 @everywhere
@@ -626,6 +639,13 @@ async def test_the_host_image_shows_what_is_listed(backend: LocalBackend) -> Non
             secrets[place] = Path(tempfile.mkdtemp(prefix="pier-redteam-", dir=place))
             (secrets[place] / "secret").write_text("secret")
             (secrets[place] / "bin").mkdir()
+        deep = Path(tempfile.mkdtemp(prefix="pier-redteam-", dir="/opt"))
+        deep.chmod(0o755)
+        for name in ("bin", "app/config/production/eu"):
+            (deep / name).mkdir(parents=True)
+        (deep / "app/config/production/eu/tool").write_text("public")
+        secrets["deep"] = deep / "app/config/production/eu"
+        (secrets["deep"] / "secret").touch(0o640)
     try:
         async with await backend.start(SandboxSpec(host_image())) as sandbox:
             for path in (*NOT_SHOWN, *(str(path / "secret") for path in secrets.values())):
@@ -633,13 +653,15 @@ async def test_the_host_image_shows_what_is_listed(backend: LocalBackend) -> Non
             assert (await sandbox.exec("ls -A /root /home /srv /run /mnt /media /var/log /var/spool")).ok
             assert (await sandbox.exec("find /root /home /srv /mnt /media /var/log /var/spool -type f")).text == ""
             assert set((await sandbox.exec("ls -A /")).text.split()) <= SHOWN
+            if "deep" in secrets:
+                assert (await sandbox.exec(["cat", str(secrets["deep"] / "tool")])).text == "public"
             works = (
                 "id root && python3 -c 'import ssl; assert ssl.create_default_context().get_ca_certs()' && ldconfig -p"
             )
             assert (await sandbox.exec(f"{works} && dpkg -s bash && bash -lc true")).ok
     finally:
         for path in secrets.values():
-            shutil.rmtree(path)
+            shutil.rmtree(Path(*path.parts[:3]) if path.parts[1] == "opt" else path)
 
 
 @route(

@@ -13,7 +13,13 @@ from pier.cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("README.md")]
+    [
+        ROOT / "README.md",
+        ROOT / "CHANGELOG.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "examples").rglob("README.md"),
+    ]
 )
 
 
@@ -50,9 +56,17 @@ def test_the_page_of_errors_is_complete() -> None:
     assert checked.returncode == 0, checked.stderr
 
 
+def test_the_pages_of_commands_and_names_are_current() -> None:
+    checked = subprocess.run(
+        [sys.executable, ROOT / ".ci/reference", "--check"], capture_output=True, text=True, timeout=60
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
 def test_named_tests_exist() -> None:
-    text = (ROOT / "docs/reference/acceptance.md").read_text()
+    pages = ("docs/reference/acceptance.md", "docs/concepts/promises.md")
+    text = "".join((ROOT / page).read_text() for page in pages)
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
-    assert len(named) > 50
+    assert len(named) > 60
     for file, name in named:
         assert re.search(rf"^(async )?def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{file}::{name}"

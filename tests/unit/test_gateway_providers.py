@@ -63,7 +63,7 @@ def test_unknown_names_and_missing_keys_say_what_to_do(tmp_path: Path) -> None:
     assert misspelt.value.hint == "write anthropic/MODEL"
     with pytest.raises(UsageError, match="missing API key") as keyless:
         directory.target("openai/gpt-5").provider.check()
-    assert keyless.value.hint == "export OPENAI_API_KEY=..."
+    assert keyless.value.hint == "export OPENAI_API_KEY=..., or log in to Codex: codex login"
 
 
 def test_providers_of_ones_own(tmp_path: Path) -> None:

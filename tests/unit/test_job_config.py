@@ -16,8 +16,7 @@ from pier.cli.run import run
 from pier.errors import UsageError
 from pier.job.config import BudgetConfig, JobConfig
 from pier.job.config import settings as settings_of_jobs
-from pier.job.load import apply_flags, fill, hide, merge, parse, read_env_file, read_job, to_disk
-from pier.job.unsupported import UNSUPPORTED
+from pier.job.load import UNSUPPORTED, apply_flags, fill, hide, merge, parse, read_env_file, read_job, to_disk
 from pier.secret import HIDDEN, secrets_in
 
 pytestmark = pytest.mark.plain

@@ -18,6 +18,7 @@ from pier.record.reader import read
 from pier.redact import REDACTED, Redactor, StreamRedactor
 from pier.rollout.samples import samples_of
 from pier.secret import is_secret, looks_secret, secrets_in_text
+from pier.tree import Tree
 from pier.wire.turn import Text, Tokens, Turn
 from tests.gateway_fakes import PATHS, fake_provider, post, request_body, streams
 
@@ -143,13 +144,15 @@ def test_files_names_and_links_are_cleaned(tmp_path: Path) -> None:
     (place / "link").symlink_to(f"/{SECRET}")
     (place / "outside").symlink_to("/etc/passwd")
     (place / "big").write_bytes(b"\0" * ((1 << 20) - 5) + SECRET.encode() + b"\0" * 9)
-    Redactor([SECRET]).tree(tmp_path)
+    with Tree(tmp_path) as tree:
+        Redactor([SECRET]).tree(tree)
     clean = tmp_path / f"dir-{REDACTED}"
     assert (clean / "run.sh").read_text() == f"echo {REDACTED}\n" and os.stat(clean / "run.sh").st_mode & 0o777 == 0o755
     assert str((clean / "link").readlink()) == f"/{REDACTED}" and str((clean / "outside").readlink()) == "/etc/passwd"
     assert (clean / "big").read_bytes() == b"\0" * ((1 << 20) - 5) + REDACTED.encode() + b"\0" * 9
     before = os.stat("/etc/passwd").st_mode
-    Redactor().tree(tmp_path, mode=0o600)
+    with Tree(tmp_path) as tree:
+        Redactor().tree(tree, mode=0o600)
     assert os.stat(clean / "run.sh").st_mode & 0o777 == 0o600 and os.stat("/etc/passwd").st_mode == before
 
 

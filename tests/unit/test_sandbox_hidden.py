@@ -8,7 +8,7 @@ import pytest
 
 from pier.errors import SandboxError
 from pier.sandbox.contract import Mount
-from pier.sandbox.hidden import masks, refuse_hidden
+from pier.sandbox.host import masks, refuse_hidden
 
 pytestmark = pytest.mark.plain
 

@@ -134,8 +134,8 @@ def test_unknown_fields_and_other_files_are_refused(tmp_path: Path) -> None:
 
 def test_counts() -> None:
     found = stats(Trajectory.model_validate(good()))
-    assert (found.agent_steps, found.llm_calls, found.tool_calls, found.tools) == (1, 1, 1, {"bash": 1})
-    assert (found.seconds, found.cost_usd, found.peak_context_tokens) == (2.0, None, 7)
+    assert (found["agent_steps"], found["llm_calls"], found["tool_calls"], found["tools"]) == (1, 1, 1, {"bash": 1})
+    assert (found["seconds"], found["cost_usd"], found["peak_context_tokens"]) == (2.0, None, 7)
 
 
 def test_the_command_line(tmp_path: Path) -> None:

@@ -124,7 +124,8 @@ def test_redacting_and_judging_stay_inside(
     tmp_path_factory: pytest.TempPathFactory, entries: list[tuple[str, str, str]]
 ) -> None:
     with ground(tmp_path_factory, entries) as made:
-        Redactor(["a-secret-value"]).tree(made.top)
+        with Tree(made.top) as tree:
+            Redactor(["a-secret-value"]).tree(tree)
         assert all(b"a-secret" not in file.read_bytes() for file in find_files(made.top, "*"))
         with Tree(made.top.parent) as tree:
             judged = judge_artifact(tree, "top", "/app/out")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pier.errors import VerifierError
 from pier.sandbox.contract import Change
 from pier.verifier.changes import NOTE_LIMIT, Note, judge, limited
-from pier.verifier.reward import RewardFiles, read_verdict
+from pier.verifier.grade import RewardFiles, read_verdict
 
 
 def code(**files: bytes) -> str:

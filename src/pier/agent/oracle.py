@@ -1,6 +1,8 @@
 """The agent that knows the answer: it runs the task's own solution.
 
 How the solution's script ends is not judged, the tests do that; its exit code is kept in `exit-code.txt`.
+
+The agent that does nothing: what a task gives to it is what the task gives for free.
 """
 
 from __future__ import annotations
@@ -43,3 +45,13 @@ class OracleAgent(Agent):
         if result.exit_code:
             await sandbox.write_file(f"{AGENT_LOGS}/exit-code.txt", f"{result.exit_code}\n".encode())
         return result
+
+
+class NopAgent(Agent):
+    name = "nop"
+
+    def launch(self, run: AgentRun) -> Launch:
+        return Launch(("true",))
+
+    async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
+        return Result(0)

@@ -8,13 +8,12 @@ from difflib import get_close_matches
 from typing import Any
 
 from pier.agent.contract import Agent, PackSpec
-from pier.agent.harbor import adapt, is_harbor_agent
 from pier.errors import UsageError
 from pier.plugin import find, names
 
 AGENTS: dict[str, str] = {
     "oracle": "pier.agent.oracle:OracleAgent",
-    "nop": "pier.agent.nop:NopAgent",
+    "nop": "pier.agent.oracle:NopAgent",
     "command": "pier.agent.command:CommandAgent",
     "claude-code": "pier.agent.claude_code:ClaudeCode",
     "codex": "pier.agent.codex:Codex",
@@ -39,8 +38,10 @@ def find_agent(name: str) -> type[Agent]:
     (`name@version`) it comes in a pack of that version."""
     plain, _, version = name.partition("@")
     found = find("agent", plain, AGENTS)
-    if is_harbor_agent(found) and not issubclass(found, Agent):
-        found = adapt(found)
+    if not (isinstance(found, type) and issubclass(found, Agent)):
+        from pier.agent.harbor import adapt, is_harbor_agent
+
+        found = adapt(found) if is_harbor_agent(found) else found
     if not (isinstance(found, type) and issubclass(found, Agent)):
         raise UsageError(
             f"{name!r} is not an agent: expected a subclass of pier.agent.contract.Agent or of Harbor's BaseAgent",

@@ -33,6 +33,11 @@ def doctor(as_json: bool) -> None:
     raise click.exceptions.Exit(0 if usable else 1)
 
 
+def usable_backends() -> dict[str, bool]:
+    """Each built-in backend, and whether it can start sandboxes here."""
+    return {name: _is_usable(rows) for name, rows in asyncio.run(_examine()).items()}
+
+
 def _is_usable(rows: list[Finding]) -> bool:
     """A backend that tried to start a sandbox is as good as that went; of others everything must be well."""
     tried = [one.ok for one in rows if one.subject == "sandboxes"]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from pier.agent.command import endpoint_variables
 from pier.agent.contract import Agent, AgentRun
 from pier.agent.registry import AGENTS, find_agent
 from pier.endpoint import Endpoint
@@ -23,16 +24,8 @@ _FOR_LITELLM = ("OPENAI_API_KEY", "OPENAI_API_BASE")
 def exports(endpoint: Endpoint) -> list[str]:
     """Lines for a shell, by agent; an endpoint without a model leaves each agent to its own."""
     lines = ["# OpenAI, Anthropic and Gemini clients"]
-    lines += _lines(
-        {
-            "OPENAI_BASE_URL": f"{endpoint.url}/v1",
-            "OPENAI_API_KEY": endpoint.key,
-            "ANTHROPIC_BASE_URL": endpoint.url,
-            "ANTHROPIC_API_KEY": endpoint.key,
-            "GOOGLE_GEMINI_BASE_URL": endpoint.url,
-            "GEMINI_API_KEY": endpoint.key,
-        }
-    )
+    known = endpoint_variables(endpoint).items()
+    lines += _lines({name: value for name, value in known if not name.startswith("PIER_")})
     for name in AGENTS:
         try:
             agent = find_agent(name)()

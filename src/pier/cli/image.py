@@ -15,8 +15,8 @@ import click
 from pier.sizes import parse_size, size_text
 
 if TYPE_CHECKING:
+    from pier.image.layers import ImageRecord
     from pier.image.model import Image
-    from pier.image.records import ImageRecord
     from pier.image.store import ImageStore
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")

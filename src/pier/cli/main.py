@@ -20,22 +20,50 @@ from pier.errors import PierError
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("pier.cli.run:run", "Run agents on tasks and grade the results."),
-    "job": ("pier.cli.job:job", "Look at, resume, retry and regrade jobs."),
-    "trial": ("pier.cli.trial:trial", "Look at single trials."),
-    "task": ("pier.cli.task:task", "Make, check and list tasks."),
-    "agent": ("pier.cli.agent:agent", "Build and look at agent packs."),
-    "gateway": ("pier.cli.gateway:gateway", "Intercept, record and replay model calls."),
-    "samples": ("pier.cli.samples:samples", "Export and check training samples."),
-    "trajectory": ("pier.cli.trajectory:trajectory", "Convert, validate and show trajectories."),
-    "sandbox": ("pier.cli.sandbox:sandbox", "Run commands in sandboxes."),
-    "image": ("pier.cli.image:image", "Import, pull, build and remove images."),
-    "doctor": ("pier.cli.doctor:doctor", "Check this machine and suggest fixes."),
-    "gc": ("pier.cli.gc:gc", "Remove what dead runs left behind."),
-    "completion": ("pier.cli.completion:completion", "Print shell completion for bash, zsh or fish."),
+SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
+    "Evaluate": {
+        "run": ("pier.cli.run:run", "Run agents on tasks and grade the results."),
+        "job": ("pier.cli.job:job", "Look at, resume, retry and regrade jobs."),
+        "trial": ("pier.cli.trial:trial", "Look at single trials."),
+        "task": ("pier.cli.task:task", "Make, check and list tasks."),
+    },
+    "Read and review": {
+        "critique": ("pier.cli.review:critique", "Review finished trials with a fresh agent."),
+        "analyze": ("pier.cli.review:analyze", "Find out why trials failed."),
+        "summarize": ("pier.cli.review:summarize", "Summarize the failures of a workspace or job."),
+        "check": ("pier.cli.review:check", "Check the quality of tasks."),
+    },
+    "Workspaces": {
+        "start": ("pier.cli.workspace:start", "Start a workspace: a live sandbox around a directory."),
+        "exec": ("pier.cli.workspace:exec_", "Run a command or an agent in a workspace."),
+        "verify": ("pier.cli.workspace:verify", "Grade the present state of a workspace."),
+        "diff": ("pier.cli.workspace:diff", "Show what changed in a workspace since its start."),
+        "fork": ("pier.cli.workspace:fork", "Make a second workspace from the present state."),
+        "stop": ("pier.cli.workspace:stop", "Stop a workspace; its files stay."),
+        "list": ("pier.cli.workspace:list_", "List workspaces."),
+        "capture": ("pier.cli.traces:capture", "Save the trajectory of an agent session, here or in a workspace."),
+        "traces": ("pier.cli.traces:traces", "List, show and export captured sessions."),
+        "skills": ("pier.cli.skills:skills", "Register a task's skills for the agents in use."),
+        "login": ("pier.cli.login:login", "Show the logins that pier can use instead of keys."),
+    },
+    "Train and record": {
+        "rollout": ("pier.cli.rollout:rollout", "Roll out environments for evaluation and training."),
+        "gateway": ("pier.cli.gateway:gateway", "Intercept, record and replay model calls."),
+        "samples": ("pier.cli.samples:samples", "Export and check training samples."),
+        "trajectory": ("pier.cli.trajectory:trajectory", "Convert, validate and show trajectories."),
+    },
+    "This machine": {
+        "agent": ("pier.cli.agent:agent", "Build and look at agent packs."),
+        "sandbox": ("pier.cli.sandbox:sandbox", "Run commands in sandboxes."),
+        "image": ("pier.cli.image:image", "Import, pull, build and remove images."),
+        "doctor": ("pier.cli.doctor:doctor", "Check this machine and suggest fixes."),
+        "gc": ("pier.cli.gc:gc", "Remove what dead runs left behind."),
+        "completion": ("pier.cli.completion:completion", "Print shell completion for bash, zsh or fish."),
+    },
 }
-"""Every command: where it is (`module:attribute`) and its one line of help, so that help imports no command."""
+"""Every command by section of the help: where it is (`module:attribute`) and its line of help, so that help imports no
+command."""
+COMMANDS = {name: row for section in SECTIONS.values() for name, row in section.items()}
 
 FIRST_STEPS = """\
 pier runs coding agents in sandboxes, records everything they do, and grades the result.
@@ -101,8 +129,10 @@ class LazyGroup(click.Group):
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for title, commands in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), text) for name, (_, text) in commands.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -123,15 +153,34 @@ class LazyGroup(click.Group):
     invoke_without_command=True,
     params=[_debug_option()],
 )
-@click.version_option(__version__, prog_name="pier")
+@click.option("--version", is_flag=True, help="Print the version; with -v also Python, platform and backends.")
+@click.option("-v", "--verbose", is_flag=True, help="Say more with --version.")
 @click.pass_context
-def cli(ctx: click.Context) -> None:
+def cli(ctx: click.Context, version: bool, verbose: bool) -> None:
     """Run coding agents in sandboxes, record everything they do, and grade the result so that it can be trusted."""
+    if version:
+        _print_version(verbose)
+        ctx.exit()
+    if verbose:
+        raise click.UsageError("-v goes with --version", ctx)
     if ctx.invoked_subcommand is None:
         from pathlib import Path
 
         fresh = not any(Path(name).exists() for name in ("jobs", "tasks", "task.toml"))
         click.echo(FIRST_STEPS if fresh else ctx.get_help())
+
+
+def _print_version(verbose: bool) -> None:
+    click.echo(f"pier, version {__version__}")
+    if verbose:
+        import platform
+
+        from pier.cli.doctor import usable_backends
+
+        click.echo(f"python   {platform.python_version()} ({sys.executable})")
+        click.echo(f"platform {platform.platform()}")
+        for name, usable in usable_backends().items():
+            click.echo(f"backend  {name}: {'usable' if usable else 'not usable here; see pier doctor'}")
 
 
 def _expected(kind: click.ParamType[object]) -> str | None:

@@ -167,7 +167,7 @@ class GroupedCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            from pier.job.unsupported import unsupported
+            from pier.job.load import unsupported
 
             if refused := unsupported(error.option_name):
                 raise refused from None

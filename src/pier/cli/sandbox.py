@@ -21,7 +21,6 @@ from pier.sizes import parse_size
 
 if TYPE_CHECKING:
     from pier.sandbox.contract import Mount, Process
-    from pier.sandbox.remote import Running
 
 _SHELL = "/bin/sh"
 
@@ -69,7 +68,7 @@ def sandbox() -> None:
 @click.option("--processes", type=int, help="How many processes; 0 for unlimited.  [default: 4096]")
 @click.option("--disk", type=Size(), help="How much may be written; 0 for unlimited.  [default: half of what is free]")
 @click.option("--open-files", type=int, help="How many open files a process may have.")
-@click.option("-v", "--volume", multiple=True, metavar="SRC:DST[:ro|rw]", help="Mount a path of this machine.")
+@click.option("--volume", multiple=True, metavar="SRC:DST[:ro|rw]", help="Mount a path of this machine.")
 @click.option("--name", default="", help="A name for `pier sandbox exec`.")
 @click.option("--hostname", default="pier", show_default=True)
 @click.option("--no-new-privileges", is_flag=True, help="Let nothing inside gain rights, sudo included.")
@@ -91,7 +90,8 @@ def list_(as_json: bool) -> None:
 
     rows = list_running()
     if as_json:
-        click.echo(json.dumps([_as_json(one) for one in rows], indent=2))
+        facts = ("id", "name", "image", "pid", "started", "command")
+        click.echo(json.dumps([{name: getattr(one, name) for name in facts} for one in rows], indent=2))
         return
     if not rows:
         click.echo("no sandboxes run", err=True)
@@ -124,17 +124,6 @@ def stop(names: tuple[str, ...]) -> None:
     for name in names:
         asyncio.run(_stop(name))
         click.echo(name)
-
-
-def _as_json(one: Running) -> dict[str, Any]:
-    return {
-        "id": one.id,
-        "name": one.name,
-        "image": one.image,
-        "pid": one.pid,
-        "started": one.started,
-        "command": one.command,
-    }
 
 
 async def _until_terminated(work: Coroutine[Any, Any, int]) -> int:

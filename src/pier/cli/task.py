@@ -83,18 +83,18 @@ def check(
 
         tasks = [load_task(path) for path in paths]
         show = None if as_json else _print_proof
-        proofs, leaks = asyncio.run(_prove(tasks, attempts, image, backend, concurrency, output, show))
+        proofs, leaks = asyncio.run(prove_tasks(tasks, attempts, image, backend, concurrency, output, show))
         problems += leaks
         failed = failed or not all(proof.ok for proof in proofs) or (strict and bool(leaks))
         for leak in () if as_json else leaks:
             click.echo(str(leak))
     if as_json:
         rows = [{"level": p.level, "rule": p.rule, "where": p.where, "message": p.message} for p in problems]
-        click.echo(json.dumps({"ok": not failed, "problems": rows, "runs": [_proof_row(p) for p in proofs]}, indent=2))
+        click.echo(json.dumps({"ok": not failed, "problems": rows, "runs": [proof_row(p) for p in proofs]}, indent=2))
     sys.exit(1 if failed else 0)
 
 
-async def _prove(
+async def prove_tasks(
     tasks: list[Task], attempts: int, image: str | None, backend: str, concurrency: int, output: Path | None, show: Any
 ) -> tuple[list[Proof], list[Problem]]:
     from pier.trial.check import find_history, prove
@@ -150,7 +150,7 @@ def _print_proof(proof: Proof) -> None:
         click.echo(f"        {printable(problem)[:300]}")
 
 
-def _proof_row(proof: Proof) -> dict[str, Any]:
+def proof_row(proof: Proof) -> dict[str, Any]:
     return {
         "task": proof.task,
         "agent": proof.agent,

@@ -101,11 +101,11 @@ def stats(places: tuple[Path, ...], as_json: bool) -> None:
 
     counted = [(file, count(read(file))) for file in map(find, places)]
     if as_json:
-        click.echo(json.dumps([{"file": str(file), **found.as_dict()} for file, found in counted], indent=2))
+        click.echo(json.dumps([{"file": str(file), **found} for file, found in counted], indent=2))
         return
     for file, found in counted:
         click.echo(str(file))
-        for name, value in found.as_dict().items():
+        for name, value in found.items():
             if name == "tools":
                 value = ", ".join(f"{tool} {number}" for tool, number in value.items()) or "none"
             click.echo(f"  {name.replace('_', ' '):20} {'unknown' if value is None else value}")

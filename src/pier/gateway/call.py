@@ -104,6 +104,11 @@ class Caller:
     def key(self) -> str:
         return self.origin.key
 
+    @property
+    def user_agent(self) -> str:
+        """The name that the client gives itself."""
+        return self.request.headers.get("User-Agent", "")
+
     def facts(self) -> dict[str, Any]:
         """What is recorded of the request, without secrets."""
         return {

@@ -1,7 +1,8 @@
 """Who serves a model: providers from the environment and from `providers.toml`, and the names that lead to them.
 
-A provider is an address per dialect, a key and headers. Keys are read when a session is made, are sent to the
-provider's own address only, and are shown nowhere.
+A provider is an address per dialect, a key or a login, and headers. Keys are read when a session is made, are sent to
+the provider's own address only, and are shown nowhere. A provider without a key is asked with the login of the user's
+own client, if there is one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from pier.errors import UsageError
+from pier.gateway.login import Login
+from pier.gateway.logins import LOGINS, find_login
 from pier.home import pier_home
 from pier.record.redact import is_secret_name
 from pier.wire.dialects import DIALECTS, check_name
@@ -46,6 +49,8 @@ class Provider:
     """Ask for token ids and log-probs, as vLLM gives them, and keep them in the recording."""
     usage: bool = True
     """Ask for the count of tokens in streams of Chat Completions, also where the agent does not."""
+    login: Login | None = None
+    """The user's own login, which is used instead of a key."""
 
     def address(self, path: str) -> str:
         """The full address of a dialect's path (`/v1/messages`); an address that ends in a version keeps its own."""
@@ -67,13 +72,28 @@ class Provider:
     def secrets(self) -> tuple[str, ...]:
         """What proves who asks, wherever it is set; a header's scheme (`Bearer`) is none of it."""
         tokens = (value.rpartition(" ")[2] for name, value in self.headers.items() if is_secret_name(name))
-        return (*((self.key,) if self.key else ()), *tokens)
+        return (*((self.key,) if self.key else ()), *(self.login.secrets if self.login else ()), *tokens)
+
+    @property
+    def credential(self) -> str:
+        """What proves who asks, as a text for people."""
+        if self.login:
+            return f"the login of {self.login.title} ({self.login.source})"
+        if not self.key:
+            return "no key"
+        return f"the key in {self.key_name}" if self.key_name else "a key"
 
     def check(self) -> None:
-        """`UsageError` if the key that this provider needs is missing."""
-        if self.key_name and not self.key:
+        """`UsageError` if the key that this provider needs is missing, or the login in its place cannot be used."""
+        if self.login:
+            self.login.check()
+        elif self.key_name and not self.key:
+            client = next((kind for kind in LOGINS if kind.key_name == self.key_name), None)
+            also = f", or log in to {client.title}: {client.command}" if client else ""
             raise UsageError(
-                f"missing API key for {self.name}", hint=f"export {self.key_name}=...", code="provider-key-missing"
+                f"missing API key for {self.name}",
+                hint=f"export {self.key_name}=...{also}",
+                code="provider-key-missing",
             )
 
 
@@ -148,6 +168,8 @@ class Directory:
             if own and name == "openai":
                 dialects = ("chat", "responses")
             found[name] = Provider(name, own or url, dialects, key, None if own else keys[0])
+            if not key and not own:
+                found[name] = _with_login(found[name], env)
         path = config or pier_home() / "providers.toml"
         return cls({**found, **_read(path, env)})
 
@@ -185,9 +207,10 @@ class Directory:
         provider = found.provider
         if base_url:
             dialects = ("chat", "responses") if provider.name == "openai" else provider.dialects
-            provider = replace(provider, url=base_url, dialects=dialects, key_name=None)
+            provider = replace(provider, url=base_url, dialects=dialects, key_name=None, login=None)
         if model_api_key_name:
-            provider = replace(provider, key=env.get(model_api_key_name), key_name=model_api_key_name)
+            key = env.get(model_api_key_name)
+            provider = replace(provider, key=key, key_name=model_api_key_name, login=None)
         if model_api_format:
             provider = replace(provider, dialects=(_FORMATS[model_api_format],))
         return Target(provider, found.model)
@@ -212,6 +235,20 @@ class Directory:
             hint=f"name a provider: openrouter/{model}, or its address: --base-url, or gateway serve --upstream",
             code="model-unknown",
         )
+
+
+def _with_login(provider: Provider, env: Mapping[str, str]) -> Provider:
+    """The provider with the login, or the key, that the user's own client for it has."""
+    kind = next((kind for kind in LOGINS if kind.provider == provider.name), None)
+    found = find_login(kind, env) if kind else None
+    if isinstance(found, Login):
+        return replace(provider, url=found.base, dialects=(found.dialect,), login=found)
+    return replace(provider, key=found) if found else provider
+
+
+def key_variables() -> frozenset[str]:
+    """The variables that hold keys of the built-in providers: the gateway uses them, and no sandbox needs them."""
+    return frozenset(name for row in _BUILT_IN for name in row[3])
 
 
 def at_address(url: str, *, key: str | None = None, name: str = "custom") -> Provider:

@@ -27,7 +27,7 @@ from pier.record.writer import Durable, Flusher
 from pier.redact import Redactor
 from pier.trajectory.lineage import OnGeneration
 from pier.wire.body import Body, Earlier, dump
-from pier.wire.dialects import DIALECTS
+from pier.wire.dialects import DIALECTS, rollout_in
 from pier.wire.turn import Sampling, is_priced
 
 _CACHED = 32 * 1024 * 1024
@@ -240,6 +240,8 @@ class Gateway:
         if caller.route.kind == "probe":
             return await caller.reply(200, b"{}")
         session = self._find(caller.key, bound)
+        if session is not None and (named := rollout_in(request.path)) and named != session.terms.labels.get("rollout"):
+            session = None
         if session is None:
             if caller.route.kind == "unknown":
                 message = f"unknown route {request.method} {request.path}"

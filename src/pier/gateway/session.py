@@ -74,7 +74,10 @@ class ByProvider:
         return version_of(self.owner)
 
     async def answer(self, x: Exchange) -> None:
-        x.target = self.target
+        x.target, login = self.target, self.target.provider.login
+        if login and not (login.dialect == x.caller.route.dialect and login.serves(x.caller.user_agent)):
+            words = f"the login of {login.title} serves {login.title} alone; other agents need {login.key_name}"
+            return await x.fail(400, words, "invalid_request")
         if x.caller.route.dialect in self.target.provider.dialects and (x.caller.route.sse or not x.stream):
             return await relay(x, self.target, usage=self.usage)
         from pier.gateway.relay import translated
@@ -84,7 +87,10 @@ class ByProvider:
     async def count(self, caller: Caller, body: Body, record: CallRecord, upstreams: Upstreams) -> bytes | None:
         """The provider's own count of tokens; None if it has none."""
         path = caller.dialect.count_path(quote(self.target.model, safe=""))
+        login = self.target.provider.login
         if caller.route.dialect not in self.target.provider.dialects or path is None:
+            return None
+        if login and not login.serves(caller.user_agent):
             return None
         if "model" in body.fields:
             body = body.with_fields(model=self.target.model)
@@ -212,6 +218,13 @@ class Session:
     def model(self) -> str:
         """The name that the agent sees."""
         return self._answer.model if self._answer else "any"
+
+    @property
+    def served_by(self) -> str | None:
+        """Who answers, and with whose credential, as a text for people; None if that depends on the model's name, or no
+        provider is asked."""
+        provider = self._answer.target.provider if isinstance(self._answer, ByProvider) else None
+        return f"{provider.name} with {provider.credential}" if provider else None
 
     def endpoint(self, url: str | None = None) -> Endpoint:
         """What an agent needs to call: at `url`, or on a sandbox's own loopback."""

@@ -44,6 +44,8 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from pier.gateway.budget import Limiter, Retry, pause
+from pier.gateway.code_assist import Unwrapper
+from pier.gateway.login import LoginRefused
 from pier.gateway.providers import Provider
 from pier.record.redact import Scrubber, redacted_path
 from pier.record.writer import CallRecord
@@ -132,6 +134,7 @@ class Upstreams:
         """Send a POST; the beginning of its answer. `NoAnswer` if there is none; a cancelled caller closes the
         connection."""
         assert self._http is not None, "the gateway is not open"
+        headers["Accept-Encoding"] = "identity"
         sending = _Sending()
         token = _SENDING.set(sending)
         try:
@@ -194,16 +197,22 @@ class Upstreams:
 
     async def _attempt(self, out: Outgoing, record: CallRecord) -> Answer:
         provider = out.provider
-        address = provider.address(out.path)
-        facts = {"provider": provider.name, "dialect": out.dialect, "url": redacted_path(address), "model": out.model}
-        headers = CIMultiDict(out.headers)
-        headers.update(provider.credentials(out.dialect))
-        headers["Accept-Encoding"] = "identity"
-        record.attempt(facts, out.body)
+        facts = {"provider": provider.name, "dialect": out.dialect, "model": out.model}
         try:
-            answer = await self.send(address, headers, out.data)
+            if provider.login:
+                answer = await self._send_with_login(out, facts, record)
+            else:
+                address = provider.address(out.path)
+                headers = CIMultiDict(out.headers)
+                headers.update(provider.credentials(out.dialect))
+                record.attempt({**facts, "url": redacted_path(address)}, out.body)
+                answer = await self.send(address, headers, out.data)
         except NoAnswer as error:
             raise _Fault(_unreachable(error, provider), error.passing, stale=error.stale) from None
+        except LoginRefused as error:
+            # 400: some agents take a 401 for a fault that passes, and ask again for minutes
+            status = 503 if error.passing else 400
+            raise _Fault(UpstreamFailed(status, str(error), "authentication"), error.passing) from None
         if answer.status >= 300:
             raise await _refused(answer, out, record)
         try:
@@ -212,6 +221,28 @@ class Upstreams:
             answer.close()
             raise
         return answer
+
+    async def _send_with_login(self, out: Outgoing, facts: Mapping[str, Any], record: CallRecord) -> Answer:
+        """Send with the user's login. A token that is refused is refreshed once."""
+        login, refused = out.provider.login, None
+        assert login is not None
+        facts = {**facts, "url": login.base, "login": login.title}
+        while True:
+            try:
+                sent = await login.request(self.send, out.path, out.headers, out.data, out.model, refused)
+                facts["url"] = redacted_path(sent.address)
+            finally:
+                record.attempt(facts, out.body)
+            answer = await self.send(sent.address, CIMultiDict(sent.headers), sent.data)
+            if answer.status != 401:
+                if answer.status < 300:
+                    answer.unwrapper = login.unwrapper(stream=_is_stream(answer))
+                return answer
+            said = await login.refusal(answer)
+            if refused is not None:
+                raise LoginRefused(f"{said}; run: {login.command}")
+            refused = login.tokens.access
+            record.failed(said, 0.0, None)
 
 
 class NoAnswer(Exception):
@@ -234,6 +265,8 @@ class Answer:
         self._response = response
         self._sending = sending
         self._ahead = b""
+        self.unwrapper: Unwrapper | None = None
+        """Takes answers out of what some providers wrap them in."""
         self.status = response.status
         self.headers = response.headers
         self.content_type = response.content_type if "Content-Type" in response.headers else ""
@@ -241,7 +274,8 @@ class Answer:
     @property
     def ended(self) -> bool:
         """Whether all of the body is here and was read."""
-        return self._response.content.at_eof() and not self._ahead
+        held = self.unwrapper is not None and self.unwrapper.held
+        return self._response.content.at_eof() and not self._ahead and not held
 
     def unread(self, data: bytes) -> None:
         """Let the next `read` give this."""
@@ -254,7 +288,13 @@ class Answer:
             data, self._ahead = self._ahead, b""
             return data
         try:
-            return await self._response.content.readany()
+            data = await self._response.content.readany()
+            while self.unwrapper is not None:
+                found = self.unwrapper.feed(data) if data else self.unwrapper.rest()
+                if found or not data:
+                    return found
+                data = await self._response.content.readany()
+            return data
         except ClientError as error:
             if isinstance(error, TimeoutError):
                 raise

@@ -15,8 +15,7 @@ from pathlib import Path
 from pier.errors import ImageError, PierError
 from pier.image.copying import Ignore, read_ignore
 from pier.image.dockerfile import Dockerfile, Instruction, expand, read, split
-from pier.image.host import host_refusal
-from pier.image.model import HOST, SCRATCH, Image, OnProgress, architecture
+from pier.image.model import HOST, SCRATCH, Image, OnProgress, architecture, host_refusal
 from pier.image.stage import DEFAULT_PATH, SETTINGS, BuildStage, StepRunner, arg_pairs, key_of, located
 from pier.image.store import ImageStore, canonical
 from pier.network.policy import PUBLIC, NetworkPolicy

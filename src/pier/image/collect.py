@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pier.sizes import parse_size
 
 if TYPE_CHECKING:
-    from pier.image.records import ImageRecord
+    from pier.image.layers import ImageRecord
     from pier.image.store import CacheDirectory, ImageStore
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from pier.errors import ImageError
 from pier.image import owner
 from pier.image.disk import told_by_disk
+from pier.image.layers import Origin
 from pier.image.model import Image, ImageConfig, choose_platform, digest_of, is_digest, parse
-from pier.image.records import Origin
 from pier.image.store import ImageStore, canonical
 from pier.image.unpack import decompressed, entries, unpack
 from pier.image.view import View

@@ -2,10 +2,16 @@
 
 Names (`ubuntu`, `ghcr.io/org/name:tag`, `localhost:5000/name@sha256:...`) are read as Docker reads them. Of several
 platforms in a manifest the one that this machine runs is chosen.
+
+The built-in image `host`: this machine's own root. Importing this loads nothing of the store.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import os
 import platform
 import re
 from collections.abc import Callable
@@ -13,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pier.errors import ImageError
+from pier.errors import ImageError, TaskError
 
 HOST = "host"
 """The reference of the built-in image that is this machine's own root, copy-on-write."""
@@ -161,3 +167,23 @@ def digest_of(descriptor: Any) -> str:
     if not isinstance(digest, str) or not is_digest(digest):
         raise ImageError(f"a manifest has {digest!r} where a sha256 digest should be", code="manifest")
     return digest
+
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def host_image() -> Image:
+    """This machine's own root as an image; its digest tells machines and releases of their system apart."""
+    facts = [os.uname().machine]
+    for path in ("/etc/machine-id", "/etc/os-release"):
+        with contextlib.suppress(OSError):
+            facts.append(Path(path).read_text())
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    config = ImageConfig(env={"PATH": _PATH, "LANG": "C.UTF-8"})
+    return Image(HOST, f"sha256:{digest}", config=config, on_host=True)
+
+
+def host_refusal(where: str) -> TaskError:
+    """The error for a task that asks for this machine's root: only the user gives that away."""
+    message = f"{where}: a task cannot choose the image {HOST!r}, which shows this machine's software"
+    return TaskError(message, hint=f"run it with --image {HOST}", code="host_image")

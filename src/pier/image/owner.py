@@ -2,7 +2,12 @@
 
 As root the store's files have the owners that the image says (0 to 65535), and operations run in a thread. As a plain
 user those owners are the user's subordinate ids, which only a process inside a user namespace may handle: operations
-then run in one (`pier.image.operations`). With a single id all files are the user's.
+then run in one (`pier.image.owner`). With a single id all files are the user's.
+
+The operations on a store's directories by name, and the program that runs one inside a user namespace.
+
+The program reads `[operation, arguments]` from its stdin and writes the answer to its stdout, both JSON. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -11,20 +16,56 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pier
 from pier.errors import ImageError
-from pier.idmap import IdMap
-from pier.image.operations import OWNING, perform
+from pier.idmap import IdMap, enter
+from pier.image.adopt import adopt_layer, copy_tree, measure, remove_tree, unpack_archive
+from pier.image.copying import copy_into, make_directories
+from pier.image.disk import told_by_disk
+from pier.image.packing import digest_layer
 
-_PROGRAM = "import sys; sys.path += sys.argv[1:]; from pier.image.operations import main; main()"
+OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "unpack_archive": unpack_archive,
+    "copy_tree": copy_tree,
+    "remove_tree": remove_tree,
+    "measure": measure,
+    "digest_layer": digest_layer,
+    "adopt_layer": adopt_layer,
+    "copy_into": copy_into,
+    "make_directories": make_directories,
+}
+OWNING = frozenset({"unpack_archive", "copy_tree", "copy_into", "make_directories"})
+"""The operations that give files their owners, and take `owners` to be told not to."""
+
+
+def perform(operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run an operation by name."""
+    with told_by_disk(operation.replace("_", " ")):
+        return OPERATIONS[operation](**arguments)
+
+
+def main() -> None:
+    """Enter the namespace, perform the operation, answer."""
+    enter(IdMap.detect())
+    operation, arguments = json.load(sys.stdin)
+    try:
+        answer = perform(operation, arguments)
+    except ImageError as error:
+        about = {"code": error.code, "blame": error.blame, "hint": error.hint, "retryable": error.retryable}
+        answer = {"error": error.message, "about": about}
+    json.dump(answer, sys.stdout)
+
+
+_PROGRAM = "import sys; sys.path += sys.argv[1:]; from pier.image.owner import main; main()"
 """Starts without running the hooks of site-packages, which takes half of the time."""
 
 
 async def run(operation: str, **arguments: Any) -> dict[str, Any]:
-    """Run one of `pier.image.operations.OPERATIONS`. When this is cancelled no file is written any more."""
+    """Run one of `pier.image.owner.OPERATIONS`. When this is cancelled no file is written any more."""
     if operation in OWNING:
         arguments["owners"] = IdMap.detect().mode != "single"
     if os.geteuid() == 0:

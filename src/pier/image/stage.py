@@ -10,7 +10,7 @@ import json
 import posixpath
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,11 @@ from pier.network.policy import PUBLIC, NetworkPolicy
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 _NANOSECONDS = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}
+
+
+_LISTS = ("exposed_ports", "volumes")
+_SETTINGS = tuple(each.name for each in fields(ImageConfig) if each.name != "on_build")
+"""What a stage takes over from its base."""
 
 
 @dataclass(slots=True)
@@ -39,7 +44,7 @@ class BuildStage:
     cmd: tuple[str, ...] = ()
     shell: tuple[str, ...] = ("/bin/sh", "-c")
     labels: dict[str, str] = field(default_factory=dict)
-    ports: list[str] = field(default_factory=list)
+    exposed_ports: list[str] = field(default_factory=list)
     volumes: list[str] = field(default_factory=list)
     stop_signal: str = ""
     healthcheck: dict[str, Any] | None = None
@@ -49,23 +54,10 @@ class BuildStage:
     @classmethod
     def start(cls, image: Image, host_key: str) -> BuildStage:
         """A stage on top of an image."""
-        config = image.config
-        return cls(
-            layers=list(image.layers),
-            on_host=image.is_host,
-            host_key=host_key,
-            env=dict(config.env),
-            workdir=config.workdir or "/",
-            user=config.user,
-            entrypoint=config.entrypoint,
-            cmd=config.cmd,
-            shell=config.shell,
-            labels=dict(config.labels),
-            ports=list(config.exposed_ports),
-            volumes=list(config.volumes),
-            stop_signal=config.stop_signal,
-            healthcheck=config.healthcheck,
-        )
+        settings = {name: getattr(image.config, name) for name in _SETTINGS}
+        copies = {name: dict(settings[name]) for name in ("env", "labels")}
+        lists = {name: list(settings[name]) for name in _LISTS}
+        return cls(list(image.layers), image.is_host, host_key, **{**settings, **copies, **lists})
 
     @property
     def key(self) -> str:
@@ -73,19 +65,9 @@ class BuildStage:
         return key_of(self.host_key, [layer.parent.name for layer in self.layers])
 
     def config(self) -> ImageConfig:
-        return ImageConfig(
-            env=dict(self.env),
-            workdir=self.workdir,
-            user=self.user,
-            entrypoint=self.entrypoint,
-            cmd=self.cmd,
-            shell=self.shell,
-            labels=dict(self.labels),
-            exposed_ports=tuple(self.ports),
-            volumes=tuple(self.volumes),
-            stop_signal=self.stop_signal,
-            healthcheck=self.healthcheck,
-        )
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        lists = {name: tuple(settings[name]) for name in _LISTS}
+        return ImageConfig(**{**settings, "env": dict(self.env), "labels": dict(self.labels), **lists})
 
     def image(self) -> Image:
         """The stage so far, for a step to run on."""
@@ -156,8 +138,8 @@ def _expose(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> No
         port = port if "/" in port else f"{port}/tcp"
         if not re.fullmatch(r"\d+(-\d+)?/(tcp|udp|sctp)", port.lower()):
             raise file.error(instruction, f"{word!r} is not a port such as 80 or 53/udp")
-        if port.lower() not in stage.ports:
-            stage.ports.append(port.lower())
+        if port.lower() not in stage.exposed_ports:
+            stage.exposed_ports.append(port.lower())
 
 
 def _volume(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:

@@ -28,10 +28,8 @@ from pier.files import write_json
 from pier.home import pier_home
 from pier.image import owner
 from pier.image.disk import only_one, told_by_disk
-from pier.image.host import host_image
-from pier.image.layers import Layers
-from pier.image.model import HOST, SCRATCH, Image, ImageConfig, OnProgress, is_digest, parse
-from pier.image.records import ConfigRecord, ImageRecord, Origin, Users, image_digest
+from pier.image.layers import ConfigRecord, ImageRecord, Layers, Origin, Users, image_digest
+from pier.image.model import HOST, SCRATCH, Image, ImageConfig, OnProgress, host_image, is_digest, parse
 
 
 @dataclass(frozen=True, slots=True)

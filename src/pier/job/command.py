@@ -47,6 +47,18 @@ def run_and_report(
         return _run(job, env, show, hook)
 
 
+def run_without_report(
+    config: JobConfig, env: Mapping[str, str], show: Show, *, again: Wanted | None = None
+) -> tuple[Path, int]:
+    """The same for callers that report in their own way: the job's directory, and the exit code. Finished trials that
+    `again` takes are run once more."""
+    with open_for(config, env, check=lambda: _check(config, env)) as job:
+        if again is not None:
+            void(job, again)
+        interrupted = _run_owed(job, env, _progress(job, show))
+        return job.directory, exit_code(job.ledger, graded=not config.verifier.disable, interrupted=interrupted)
+
+
 class _Warnings(list[str]):
     """What is odd about a job's tasks; the first of many is enough to know what to look for."""
 
@@ -141,7 +153,7 @@ async def run_quietly(
         return job.directory
 
 
-def _run_owed(job: OpenJob, env: Mapping[str, str], progress: Progress, hook: TrialHook | None) -> bool:
+def _run_owed(job: OpenJob, env: Mapping[str, str], progress: Progress, hook: TrialHook | None = None) -> bool:
     """Run what is owed, if anything is; a finished job is opened without loading what runs trials."""
     if progress.done == progress.total and job.ledger.finished_at and size_of(job.directory):
         if hook:

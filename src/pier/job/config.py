@@ -411,6 +411,11 @@ class JobConfig(_Part):
         default=False, description="Keep what agents leave behind, for `pier job regrade`."
     )
     regrade_of: str | None = Field(default=None, description="The job that this one grades again.")
+    review: bool = Field(
+        default=False,
+        exclude_if=_is_empty,
+        description="Whether the tasks are reviews, as `pier critique run` makes them.",
+    )
     strict: Annotated[bool, Flag("--strict", group="Tasks")] = Field(
         default=False, description="Refuse tasks with unknown keys."
     )

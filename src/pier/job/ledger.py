@@ -180,13 +180,9 @@ class Ledger:
 
     def sync(self) -> None:
         """Have everything that was written on disk, so that it outlives a power cut. Blocks."""
-        if self._dirty:
+        if self._dirty and self._journal is not None:
             self._dirty = False
-            fd = os.open(self.directory / JOURNAL, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fdatasync(fd)
-            finally:
-                os.close(fd)
+            self._journal.sync()
 
     def close(self) -> None:
         if self._journal is not None:

@@ -48,25 +48,21 @@ class Outcome:
     """The size of the result file, by which a torn one is detected without reading it."""
 
     def to_line(self) -> dict[str, Any]:
-        line: dict[str, Any] = {"rewards": self.rewards, "seconds": round(self.seconds, 4), "size": self.size}
-        if self.fault is not None:
-            f = self.fault
-            line["fault"] = [f.type, f.code, f.blame, f.retryable, f.message[:500]]
-        if self.cancelled:
-            line["cancelled"] = True
-        if any(count is not None for count in self.tokens):
-            line["tokens"] = list(self.tokens)
-        if self.cost is not None:
-            line["cost"] = self.cost
-        if self.steps is not None:
-            line["steps"] = list(self.steps)
-        return line
+        """The outcome as a line of the journal has it; what is not there is left out."""
+        f, known = self.fault, any(count is not None for count in self.tokens)
+        more = {
+            "fault": [f.type, f.code, f.blame, f.retryable, f.message[:500]] if f else None,
+            "cancelled": self.cancelled or None,
+            "tokens": list(self.tokens) if known else None,
+            "cost": self.cost,
+            "steps": list(self.steps) if self.steps else None,
+        }
+        line = {"rewards": self.rewards, "seconds": round(self.seconds, 4), "size": self.size}
+        return line | {name: value for name, value in more.items() if value is not None}
 
     @classmethod
     def from_line(cls, line: dict[str, Any]) -> Outcome:
-        fault = line.get("fault")
-        tokens = line.get("tokens")
-        steps = line.get("steps")
+        fault, tokens, steps = line.get("fault"), line.get("tokens"), line.get("steps")
         return cls(
             rewards=line["rewards"],
             fault=Fault(*fault) if fault else None,

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pier.agent.registry import find_agent
 from pier.errors import PierError, UsageError
 from pier.job.config import AgentConfig, BudgetConfig, JobConfig
 from pier.job.directory import OpenJob, explained, is_full, write_result
@@ -287,7 +288,7 @@ def check_models(config: JobConfig, env: Mapping[str, str]) -> None:
     if not agents:
         return
     from pier.gateway import Budget, Directory, Gateway
-    from pier.gateway.session import Terms
+    from pier.gateway.session import ByProvider, Terms
 
     gateway = Gateway(providers=Directory.load(env))
     shared = Budget(**config.budget.model_dump(exclude_none=True))
@@ -297,7 +298,14 @@ def check_models(config: JobConfig, env: Mapping[str, str]) -> None:
             target = gateway.directory.connected(model, env, **fill(agent.connection, env))
             model, upstream = target.model, target.provider
         own = Budget(**agent.budget.model_dump(exclude_none=True))
-        gateway.answerer(model, Terms(model=model, budget=own, shared=shared), upstream)
+        found = gateway.answerer(model, Terms(model=model, budget=own, shared=shared), upstream)
+        login = found.target.provider.login if isinstance(found, ByProvider) else None
+        if login and find_agent(agent.label).name != login.client:
+            raise UsageError(
+                f"cannot run {agent.name} with the login of {login.title}: it serves {login.title} alone",
+                hint=f"export {login.key_name}=..., or choose -a {login.client}",
+                code="login-client",
+            )
 
 
 @asynccontextmanager

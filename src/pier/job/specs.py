@@ -26,7 +26,7 @@ from pier.job.config import AgentConfig, EnvironmentConfig, JobConfig
 from pier.job.ledger import Ledger
 from pier.job.load import fill, job_secrets
 from pier.job.plan import Plan, PlannedTask, PlannedTrial
-from pier.plugin import find
+from pier.plugin import find, load
 from pier.redact import Redactor
 from pier.sandbox import BACKENDS
 from pier.sandbox.contract import Backend, Limits, Mount, OnOutput, Result, Sandbox
@@ -41,6 +41,8 @@ from pier.trial.spec import AgentChoice, Multipliers, SandboxChoice, TrialSpec, 
 from pier.wire.turn import Sampling
 
 AGENT = "pier.job.specs:KeptState"
+REVIEW = "pier.review.critic:as_review"
+"""What a review adds to the spec of its trial: the reviewed trial as a mount, and the check of the output."""
 
 
 class KeptState(Agent):
@@ -147,7 +149,7 @@ class Specs:
         task, agent = self._task(trial.task), self._agents[trial.agent]
         if self._config.regrade_of is not None:
             agent = stand_in(Path(self._config.regrade_of), trial.name, task)
-        return TrialSpec(
+        spec = TrialSpec(
             name=trial.name,
             task=task,
             directory=directory,
@@ -162,6 +164,7 @@ class Specs:
             keep_state=self._config.keep_state or not self._config.environment.delete,
             secrets=self._secrets,
         )
+        return load(REVIEW)(spec) if self._config.review else spec
 
     def build_request(self, place: int) -> ImageRequest | None:
         """The image that has to be built for the agents of a task; None if there is nothing to build."""

@@ -17,11 +17,10 @@ from typing import Any
 
 from pier import files
 from pier.errors import UsageError
+from pier.record import FILE_NAMES, RECORDING
 from pier.tree import Tree, find_files, open_regular
 from pier.wire.sse import Framer, data_of, events_of, name_of
 from pier.wire.turn import Usage
-
-FILE_NAMES = ("calls.jsonl", "recording.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +303,7 @@ def find(path: Path) -> Path:
     if path.is_file():
         return path
     with Tree(path.resolve()) as tree:
-        for name in (f"{folder}{name}" for folder in ("", "agent/") for name in FILE_NAMES):
+        for name in (*FILE_NAMES, f"agent/{RECORDING}"):
             if (found := tree.find(name)) is not None and found.kind == "file":
                 return path / name
     deeper = sorted(found for name in FILE_NAMES for found in find_files(path, name))

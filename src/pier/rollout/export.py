@@ -2,8 +2,8 @@
 
 A file is there whole or not at all. Samples that break a promise are a fault of this program and are never written.
 Each format is one function from a sample and its origin to a row: `pier` has all fields, with exact tokens, mask and
-log-probs where the server gave them; `sft` has the messages alone. What a trainer computes itself (advantages, padding)
-is in neither.
+log-probs where the server gave them; `sft` has the messages alone; `pier.rollout.formats` has those of trainers. What a
+trainer computes itself (advantages, padding) is in none.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pier.errors import PierError, UsageError
+from pier.rollout.formats import TRAINERS
 from pier.rollout.samples import Counts, Sample, SampleOrigin, broken_promises, origins, samples_of
 from pier.trajectory.model import whole_characters
 
@@ -27,6 +28,11 @@ Row = dict[str, Any]
 def is_trainable(sample: Sample, origin: SampleOrigin) -> bool:
     """Whether the sample has a reward that the agent earned, and something to train."""
     return origin.reward is not None and origin.fault is None and (sample.trained > 0 or not sample.exact)
+
+
+def is_wanted(sample: Sample, origin: SampleOrigin, form: str) -> bool:
+    """Whether a format has a row for this sample: a trainer's only if it can learn from it."""
+    return form not in TRAINERS or (sample.exact and is_trainable(sample, origin))
 
 
 def pier_row(sample: Sample, origin: SampleOrigin) -> Row:
@@ -64,7 +70,7 @@ def sft_row(sample: Sample, origin: SampleOrigin) -> Row:
     return {"messages": said, **({"tools": tools} if tools else {})}
 
 
-FORMATS: dict[str, Callable[[Sample, SampleOrigin], Row]] = {"pier": pier_row, "sft": sft_row}
+FORMATS: dict[str, Callable[[Sample, SampleOrigin], Row]] = {"pier": pier_row, "sft": sft_row, **TRAINERS}
 
 
 def sample_id(sample: Sample, origin: SampleOrigin) -> str:
@@ -179,7 +185,8 @@ def export(
         report.recordings += 1
         report.counts.add(counts)
         for sample in samples:
-            if report.add(sample, origin) or not trainable_only:
+            good = report.add(sample, origin)
+            if is_wanted(sample, origin, form) and (good or not trainable_only):
                 report.written += 1
                 if sink is not None:
                     sink.add(write(sample, origin))
@@ -232,11 +239,15 @@ def _lines(path: Path) -> Iterator[Sink]:
         yield _Lines(stream)
 
 
-_LISTS = {"input_ids": "int32", "loss_mask": "int8", "logprobs": "float32"}
+_LISTS = {
+    **dict.fromkeys(("input_ids", "prompt_ids", "response_ids", "prompt_token_ids"), "int32"),
+    **dict.fromkeys(("loss_mask", "response_mask", "completion_mask", "loss_masks"), "int8"),
+    **dict.fromkeys(("logprobs", "response_logprobs", "old_log_probs", "rollout_logprobs"), "float32"),
+}
 _VALUES = {
-    "reward": "float64",
-    **dict.fromkeys(("format", "attempt", "prompt_length", "spawned_by_call"), "int64"),
-    **dict.fromkeys(("exact", "trainable"), "bool_"),
+    **dict.fromkeys(("reward", "reward_score", "rewards"), "float64"),
+    **dict.fromkeys(("format", "attempt", "prompt_length", "spawned_by_call", "num_turns"), "int64"),
+    **dict.fromkeys(("exact", "trainable", "is_last_step"), "bool_"),
 }
 _BATCH = 64
 

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pier.errors import UsageError
-from pier.record.reader import FILE_NAMES, Recording, read
+from pier.record import FILE_NAMES, RECORDING
+from pier.record.reader import Recording, read
 from pier.trajectory.lineage import Generation, Kind, Lineage, Node, Thread, read_call
 from pier.trajectory.model import file_content
 from pier.tree import TreeError, find_files
@@ -431,6 +432,8 @@ def origins(place: Path) -> Iterator[SampleOrigin]:
 def _is_piers(recording: Path) -> bool:
     """Whether a recording of a trial lies where pier writes it, and not among the files that an agent left."""
     trial = _trial_of(recording)
+    if trial is not None and recording.name != RECORDING:
+        return False
     inside = recording.relative_to(trial).parts[:-1] if trial is not None else ("agent",)
     return inside in ((), ("agent",)) or (len(inside) == 3 and (inside[0], inside[2]) == ("steps", "agent"))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pier.errors import SandboxError
 from pier.image import owner
-from pier.image.host import host_image
+from pier.image.model import host_image
 from pier.image.stage import BuildStep, OnOutput
 from pier.lease import Lease
 from pier.sandbox import open_backend

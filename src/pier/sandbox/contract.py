@@ -2,11 +2,14 @@
 
 `pier.sandbox.conformance` checks each promise below against a running backend. A promise that a backend cannot keep
 is declared in its `Capabilities`; everything else holds everywhere.
+
+A Dockerfile that is to be built, as a backend with a builder of its own is told.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -19,7 +22,25 @@ from pier.image.model import Image, OnProgress
 from pier.lease import Held, Lease
 from pier.network.policy import NetworkMode, NetworkPolicy, OnDecision
 from pier.sandbox.compose.model import MAIN, Composition
-from pier.sandbox.order import BuildOrder
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOrder:
+    """`key` names everything that the result depends on. `network` is what RUN steps may reach; None is whatever the
+    builder offers."""
+
+    key: str
+    context: Path
+    dockerfile: Path | None = None
+    args: Mapping[str, str] = field(default_factory=dict)
+    target: str | None = None
+    network: NetworkPolicy | None = None
+    on_progress: OnProgress | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def file(self) -> Path:
+        return self.dockerfile or self.context / "Dockerfile"
+
 
 OUTPUT_LIMIT = 16 * 1024 * 1024
 """How many bytes of each stream a `Result` keeps unless told otherwise. What is beyond is read and dropped."""
@@ -53,7 +74,7 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a sandbox may use, all of its processes together. None is no limit. Sizes are in bytes."""
+    """What a sandbox may use, all of its processes together. None means unlimited. Sizes are in bytes."""
 
     cpus: float | None = None
     memory: int | None = None
@@ -298,7 +319,7 @@ class Sandbox(ABC):
         output_limit: int = OUTPUT_LIMIT,
     ) -> Result:
         """Run a command to its end. A timeout or a cancel kills its whole process tree inside the sandbox, processes
-        in other sessions and double-forked ones included; a timeout is told in the result, not raised. `user` is a
+        in other sessions and double-forked ones included; a timeout is reported in the result, not raised. `user` is a
         name or `uid[:gid]`; a uid needs no passwd entry. `env` adds to the sandbox's own."""
 
     @abstractmethod
@@ -414,6 +435,11 @@ class Sandbox(ABC):
         `factory()` gives an asyncio protocol (aiohttp's `web.Server` is such a factory). Works in every network mode.
         No process, credential or file is added inside."""
 
+    async def dial(self, port: int) -> socket.socket:
+        """A connection to a TCP port on the sandbox's own loopback; works in every network mode. OSError if nothing
+        listens there, `SandboxError` with code `cannot_dial` if this backend cannot."""
+        raise SandboxError("this backend cannot connect to a port inside", code="cannot_dial", retryable=False)
+
     def service(self, name: str) -> Sandbox | None:
         """The sandbox of a service of the same trial; `main` is this one. None if there is no such service."""
         return self if name == MAIN else None
@@ -482,7 +508,7 @@ class Backend(ABC):
         (a `PolicyError` for networks) before anything starts."""
 
     async def find_image(self, reference: str) -> Image | None:
-        """An image that the backend keeps itself; None if it has none of that name, or no store of its own."""
+        """An image that the backend keeps itself; None if it has none of that name, or no store."""
         return None
 
     async def pull_image(self, reference: str, on_progress: OnProgress | None = None) -> Image | None:
@@ -512,7 +538,7 @@ class Backend(ABC):
 
     @abstractmethod
     async def doctor(self) -> list[Finding]:
-        """What this machine offers to the backend, what is missing, and how to mend it."""
+        """What this machine offers to the backend, what is missing, and how to fix it."""
 
     @abstractmethod
     async def destroy(self, held: Held) -> None:

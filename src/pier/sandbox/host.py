@@ -3,20 +3,26 @@
 What is shown is listed here, alike for root and plain users: directories of software, and a copy of those files of /etc
 that programs need and everybody may read. Homes, state of applications, keys, `/srv`, `/run` and whatever else this
 machine has are not in it.
+
+Directories that no sandbox sees, whatever it is made of: tasks, jobs, packs and pier's own state.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pwd
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pier.image.host import host_image
+from pier.errors import SandboxError
+from pier.home import packs_home, private_directories
+from pier.image.model import host_image
+from pier.sandbox.contract import Mount
 
 _SOFTWARE = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "nix/store", "gnu/store")
 _PACKAGES = ("var/lib/dpkg", "var/lib/rpm")
@@ -44,9 +50,6 @@ _ETC = frozenset(_ETC_NAMES.split())
 _ETC_PARENTS = {name.rpartition("/")[0] for name in _ETC} | {"pki"}
 _ETC_BY_START = ("java-", "openmpi", "python3.", "postgresql-common")
 _ETC_LARGEST = 1 << 20
-_DEPTHS = {"usr": 1, "usr/local": 3, "opt": 3}
-"""How far below these root's view is searched for what others may not read."""
-_DEEP = 16
 
 __all__ = ["HostRoot", "host_image", "prepare"]
 
@@ -80,7 +83,7 @@ def prepare(layer: Path) -> HostRoot:
             _make(layer, str(path.relative_to("/")))
             trees.append(str(path))
     if as_root:
-        _hide_from_root(layer, of_etc)
+        _hide_from_root(layer, ["/usr/local", *(tree for tree in trees if tree.startswith(("/opt/", "/etc/")))])
     homes = (home for home in _homes() if any(home.is_relative_to(tree) for tree in trees))
     return HostRoot((layer,), tuple(trees), tuple(homes))
 
@@ -124,25 +127,27 @@ def _make(layer: Path, name: str) -> None:
             path.chmod(0o755)
 
 
-def _hide_from_root(layer: Path, of_etc: list[Path]) -> None:
-    """Leave out files that only root could read."""
-    for directory, depth in (*_DEPTHS.items(), *((path, _DEEP) for path in of_etc)):
-        for path in _not_public(Path("/") / directory, depth):
-            inside = path.relative_to("/")
-            _make(layer, str(inside.parent))
-            os.mknod(layer / inside, stat.S_IFCHR, 0)
+def _hide_from_root(layer: Path, directories: Iterable[str]) -> None:
+    """Leave out what only root could read, however deep it lies. Of /usr all but /usr/local comes in packages, which
+    everybody can have: of that only whole directories are left out."""
+    for path in (*_not_public("/usr", deep=False), *(path for each in directories for path in _not_public(each))):
+        inside = Path(path).relative_to("/")
+        _make(layer, str(inside.parent))
+        os.mknod(layer / inside, stat.S_IFCHR, 0)
 
 
-def _not_public(directory: Path, depth: int) -> Iterator[Path]:
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.is_symlink():
-                continue
-            status = entry.stat(follow_symlinks=False)
-            if not _is_public(status):
-                yield Path(entry.path)
-            elif stat.S_ISDIR(status.st_mode) and depth > 1:
-                yield from _not_public(Path(entry.path), depth - 1)
+def _not_public(directory: str, *, deep: bool = True) -> Iterator[str]:
+    waiting = [directory]
+    while waiting:
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    continue
+                status = entry.stat(follow_symlinks=False)
+                if not _is_public(status):
+                    yield entry.path
+                elif deep and stat.S_ISDIR(status.st_mode):
+                    waiting.append(entry.path)
 
 
 def _listed() -> Iterator[Path]:
@@ -186,3 +191,47 @@ def _write_shadows(etc: Path) -> None:
             rows = (etc / listed).read_text().splitlines()
             (etc / name).write_text("".join(f"{row.split(':')[0]}{tail}\n" for row in rows if row))
             (etc / name).chmod(0o600)
+
+
+_SIZE = 4096
+_MOST = 512
+
+
+def masks(mounts: Sequence[Mount], hidden: Iterable[Path], trees: Sequence[str] = ()) -> tuple[Mount, ...]:
+    """Empty directories to be mounted over what is to be hidden of `mounts`, and of `trees` of this machine that a
+    sandbox has at the same paths. A mount from inside of a hidden directory is of pier's own making and stays."""
+    shown = [(tree, tree) for tree in trees]
+    shown += [(_real(mount.source).rstrip("/"), mount.target) for mount in mounts if mount.source is not None]
+    sources = tuple(source for source, _ in shown)
+    found: set[str] = set()
+    for path in _directories(hidden) if shown else ():
+        for source, target in shown if path.startswith(sources) else ():
+            inside = path.startswith(source) and (path[len(source) :].startswith("/") or path in trees)
+            if inside and Path(path).is_dir():
+                found.add(target.rstrip("/") + path[len(source) :])
+    outermost = sorted(path for path in found if not any(path.startswith(f"{other}/") for other in found))
+    if len(outermost) > _MOST:
+        message = f"cannot hide {len(outermost)} directories, such as {outermost[0]}, from one sandbox"
+        raise SandboxError(message, code="hidden_mount", blame="user", retryable=False, hint="mount less")
+    return tuple(Mount(path, read_only=True, size=_SIZE) for path in outermost)
+
+
+def refuse_hidden(mounts: Iterable[Mount], hidden: Iterable[Path] = ()) -> None:
+    """Refuse to mount what no sandbox may see, apart from a pack."""
+    for mount in mounts:
+        source = _real(mount.source) if mount.source is not None else ""
+        if not source or source.startswith(f"{_real(packs_home())}/"):
+            continue
+        for path in _directories(hidden):
+            if source == path or source.startswith(f"{path}/"):
+                message = f"cannot mount {source}: it lies in {path}, which no sandbox may see"
+                raise SandboxError(message, code="hidden_mount", blame="user", retryable=False)
+
+
+def _directories(hidden: Iterable[Path]) -> set[str]:
+    return {_real(path) for path in (*hidden, *private_directories())} - {"/"}
+
+
+@functools.lru_cache(maxsize=1024)
+def _real(path: Path) -> str:
+    return os.path.realpath(path)

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pier.errors import ArgumentError, ImageError, SandboxError, UsageError
-from pier.image.host import host_image
-from pier.image.model import HOST, Image, OnProgress, parse
+from pier.image.model import HOST, Image, OnProgress, host_image, parse
 from pier.lease import Lease, sweep
 from pier.network.policy import PUBLIC, NetworkMode, NetworkPolicy
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend, Limits, Mount, Sandbox, SandboxSpec
-from pier.sandbox.hidden import refuse_hidden
+from pier.sandbox.host import refuse_hidden
 
 if TYPE_CHECKING:
     from pier.image.store import ImageStore

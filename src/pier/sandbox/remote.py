@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -58,7 +58,7 @@ async def receive(reader: asyncio.StreamReader) -> tuple[bytes, bytes] | None:
 
 
 @contextlib.contextmanager
-def _near(directory: Path) -> Any:
+def _near(directory: Path) -> Iterator[str]:
     """A short path to a directory, since the name of a unix socket has room for a hundred bytes."""
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -81,10 +81,7 @@ async def serving(sandbox: Sandbox, running: Running, stop: Callable[[], None]) 
         finally:
             writer.close()
 
-    with _near(running.directory) as near:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        sock.bind(f"{near}/{SOCKET}")
-    server = await asyncio.start_unix_server(answer, sock=sock)
+    server = await asyncio.start_unix_server(answer, sock=bind(running.directory))
     write_json(running.directory / INFO, {**asdict(running), "directory": str(running.directory)}, durable=False)
     try:
         yield
@@ -155,12 +152,23 @@ def list_running() -> list[Running]:
         with contextlib.suppress(OSError, ValueError, TypeError):
             data = json.loads(path.read_text())
             one = Running(**(data | {"directory": path.parent}))
-            _try_connect(path.parent).close()
+            dial_control(path.parent).close()
             found.append(one)
     return sorted(found, key=lambda one: one.started)
 
 
-def _try_connect(directory: Path) -> socket.socket:
+def bind(directory: Path) -> socket.socket:
+    """The control socket in a directory that only this user may enter; one that is left over is replaced."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    (directory / SOCKET).unlink(missing_ok=True)
+    with _near(directory) as near:
+        sock.bind(f"{near}/{SOCKET}")
+    (directory / SOCKET).chmod(0o600)
+    return sock
+
+
+def dial_control(directory: Path) -> socket.socket:
+    """A connection to the control socket in a directory; OSError if no process serves it."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         with _near(directory) as near:
@@ -185,6 +193,6 @@ def find_running(wanted: str) -> Running:
 async def connect(running: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Open a connection to a sandbox that another process serves."""
     try:
-        return await asyncio.open_unix_connection(sock=_try_connect(running.directory))
+        return await asyncio.open_unix_connection(sock=dial_control(running.directory))
     except OSError as error:
         raise SandboxError(f"the sandbox {running.id} is gone", code="sandbox_gone") from error

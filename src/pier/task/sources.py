@@ -25,15 +25,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from pier.errors import TaskError, UsageError
 from pier.files import locked
 from pier.home import pier_home
 from pier.task.load import describe, load_task
-from pier.task.model import Author, Origin, Task
+from pier.task.model import Origin, Task
 
 
 class _Row(BaseModel):
@@ -42,10 +41,6 @@ class _Row(BaseModel):
 
 class DatasetInfo(_Row):
     name: str
-    version: str | None = None
-    description: str = ""
-    authors: tuple[Author, ...] = ()
-    keywords: tuple[str, ...] = ()
 
 
 class DatasetTask(_Row):
@@ -53,40 +48,25 @@ class DatasetTask(_Row):
     digest: str | None = None
 
 
-class DatasetFile(_Row):
-    path: str
-    digest: str | None = None
-
-
 class Dataset(_Row):
-    """`dataset.toml`."""
+    """`dataset.toml`, as far as it is used."""
 
-    schema_version: str = "1.0"
     dataset: DatasetInfo
     tasks: tuple[DatasetTask, ...] = ()
-    files: tuple[DatasetFile, ...] = ()
 
 
 class RegistryTask(_Row):
     path: str
-    name: str | None = None
     git_url: str | None = None
     git_commit_id: str | None = None
 
 
-class RegistryMetric(_Row):
-    type: str
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-
-
 class RegistryEntry(_Row):
-    """One dataset of a `registry.json`."""
+    """One dataset of a `registry.json`, as far as it is used."""
 
     name: str
     version: str | None = None
-    description: str = ""
     tasks: tuple[RegistryTask, ...] = ()
-    metrics: tuple[RegistryMetric, ...] = ()
 
 
 def read_dataset(path: Path) -> Dataset:

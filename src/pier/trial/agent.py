@@ -22,6 +22,7 @@ from pier.agent.oracle import OracleAgent
 from pier.agent.registry import check_options, find_agent
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import AgentError, JobError, PierError, ProviderError, StorageError, UsageError
+from pier.record import RECORDING
 from pier.redact import Redactor
 from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
 from pier.task import Task, TaskStep
@@ -29,7 +30,7 @@ from pier.task.model import resolve_headers
 from pier.tree import Tree
 from pier.trial.record import TrialRecord
 from pier.trial.result import AgentResult, captured, storage_fault
-from pier.trial.spec import AgentChoice, TrialServices, TrialSpec, user_text
+from pier.trial.spec import Accept, AgentChoice, TrialServices, TrialSpec, user_text
 
 if TYPE_CHECKING:
     from pier.gateway.session import Session
@@ -42,8 +43,6 @@ _GRACE = 60.0
 
 _FLOOD = 32
 """An agent with more model calls at once than this may have caused a rate limit itself, so it is graded."""
-
-RECORDING = "recording.jsonl"
 
 
 def make_agent(choice: AgentChoice) -> Agent:
@@ -255,6 +254,27 @@ async def run_agent(agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: On
     return None
 
 
+async def run_until_accepted(
+    agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: OnOutput, accept: Accept
+) -> AgentError | None:
+    """Run the agent, and again as long as `accept` asks for more; all runs share the agent's time. Output that is
+    accepted counts, however the agent ended; an agent that failed is not run again."""
+    began, number = time.monotonic(), 0
+    while True:
+        left = None if run.seconds is None else run.seconds - (time.monotonic() - began)
+        if left is not None and left <= 0:
+            return AgentError(f"the agent {agent.name!r} took longer than {run.seconds:g} s", code="agent_timeout")
+        failed = await run_agent(agent, sandbox, replace(run, seconds=left), on_output)
+        try:
+            instruction = await accept(sandbox, number)
+        except AgentError as error:
+            return failed or error
+        if instruction is None or failed is not None:
+            return None if instruction is None else failed
+        run, number = replace(run, instruction=instruction), number + 1
+        run.warn(f"the agent's output was not accepted, so the agent runs again ({number})")
+
+
 def check_job_budget(session: Session | None) -> None:
     """`JobError` if the budget of the whole job cut the agent off: what it left is not a result."""
     if session is not None and session.pool_ended:
@@ -277,7 +297,7 @@ async def find_fault(agent: Agent, failed: AgentError | None, session: Session |
         return failed
     await session.drain()
     how = f"; {failed}" if failed else ""
-    if fault := await _providers_fault(session, how):
+    if fault := await provider_fault(session, how):
         return fault
     if failed is not None and failed.code == "agent_timeout" and await _never_answered(session):
         return ProviderError(f"the model gave no answer at all{how}", code="provider_no_answer", retryable=True)
@@ -286,7 +306,7 @@ async def find_fault(agent: Agent, failed: AgentError | None, session: Session |
     return failed
 
 
-async def _providers_fault(session: Session, how: str) -> PierError | None:
+async def provider_fault(session: Session, how: str = "") -> PierError | None:
     """The fault that the agent's work ended with, if that is not the agent's own."""
     counts = session.counts
     if not any(fault != "agent" for fault in counts.faults):
@@ -417,6 +437,19 @@ def derive(logs: Path, header: TrajectoryHeader, *, durable: bool = True) -> Tra
     )
 
 
+def summary_usage(summary: TrajectorySummary) -> dict[str, Any]:
+    """The fields of an `AgentResult` that a derivation knows. A cost that is only known in part is not known."""
+    known = {
+        "n_input_tokens": summary.prompt_tokens,
+        "n_output_tokens": summary.completion_tokens,
+        "n_cache_tokens": summary.cached_tokens,
+        "peak_context_tokens": summary.peak_context_tokens,
+        "summarization_count": summary.summarization_count,
+        "n_agent_steps": summary.agent_steps,
+    }
+    return {name: value for name, value in known.items() if value is not None} | {"cost_usd": summary.cost_usd}
+
+
 async def add_trajectory(
     logs: Path, header: TrajectoryHeader, result: AgentResult | None, record: TrialRecord
 ) -> AgentResult | None:
@@ -430,17 +463,7 @@ async def add_trajectory(
         summary = await asyncio.to_thread(derive, logs, header)
         if summary.path is None:
             return result
-        known = {
-            "n_input_tokens": summary.prompt_tokens,
-            "n_output_tokens": summary.completion_tokens,
-            "n_cache_tokens": summary.cached_tokens,
-            "peak_context_tokens": summary.peak_context_tokens,
-            "summarization_count": summary.summarization_count,
-            "n_agent_steps": summary.agent_steps,
-        }
-        update = {name: value for name, value in known.items() if value is not None}
-        # A cost that is only known in part is not known.
-        return (result or AgentResult()).model_copy(update={**update, "cost_usd": summary.cost_usd})
+        return (result or AgentResult()).model_copy(update=summary_usage(summary))
     _raise_storage_fault(failure.error)
     record.warn(f"no trajectory could be derived from {logs / RECORDING}: {failure.error}")
     return result

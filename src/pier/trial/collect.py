@@ -26,10 +26,11 @@ from pier import files
 from pier.beneath import remove
 from pier.errors import SandboxError, StorageError
 from pier.files import write_json
+from pier.record import FILE_NAMES
 from pier.sandbox.compose import MAIN
 from pier.sandbox.contract import DISK_FAULTS, Sandbox, Stream
 from pier.task.model import Artifact
-from pier.tree import Tree, TreeError
+from pier.tree import Tree, TreeError, find_entry
 from pier.trial.environment import TaskSandbox
 from pier.trial.record import TrialRecord
 from pier.trial.spec import user_text
@@ -154,7 +155,8 @@ async def seal_artifacts(directory: Path, record: TrialRecord) -> None:
     if not directory.is_dir() or directory.stat().st_mode & 0o055:
         return
     if record.redactor:
-        await asyncio.to_thread(record.redactor.tree, directory)
+        with Tree(directory) as kept:
+            await asyncio.to_thread(record.redactor.tree, kept)
     directory.chmod(0o755)
 
 
@@ -203,8 +205,7 @@ async def _take(
     incoming = _unused(kept.path)
     try:
         left_out = await sandbox.download(source, incoming, exclude=exclude, max_bytes=ARTIFACT_LIMIT, keep_empty=False)
-        with Tree(incoming.parent) as home:
-            came = home.find(incoming.name)
+        came = find_entry(incoming)
         if came is not None:
             _store(kept, incoming, place)
     finally:
@@ -279,15 +280,15 @@ async def _clear(sandbox: Sandbox, path: str) -> None:
 
 
 async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRecord, look: Look | None = None) -> None:
-    """Take a directory of logs out into `target`, next to what is there already, which stays. What the agent or the
+    """Take a directory of logs out into `target`, next to what is there already, which stays. Names of recordings are
+    the gateway's: none comes out. What the agent or the
     tests made of that place is a warning, not the trial's failure. `look` sees the directory as it came, before secrets
     are taken out of it, and what was left out. Only the user may read what is kept, since logs hold conversations."""
     target.mkdir(parents=True, exist_ok=True)
     incoming = _unused(target)
     try:
         left_out = await sandbox.download(source, incoming, max_bytes=LOGS_LIMIT, keep_empty=False)
-        with Tree(incoming.parent) as home:
-            came = home.find(incoming.name)
+        came = find_entry(incoming)
         if came is not None and came.kind != "directory":
             record.warn(f"{source}: not a directory, not collected")
         elif came is not None:
@@ -295,9 +296,9 @@ async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRe
                 if look is not None:
                     look(logs, left_out)
                 if record.redactor or not _is_small(logs):
-                    await asyncio.to_thread(record.redactor.tree, incoming, mode=0o600)
+                    await asyncio.to_thread(record.redactor.tree, logs, mode=0o600)
                 else:
-                    record.redactor.tree(incoming, mode=0o600)
+                    record.redactor.tree(logs, mode=0o600)
                 _merge(logs, target)
     except FileNotFoundError:
         return
@@ -311,15 +312,15 @@ async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRe
 
 def _is_small(logs: Tree) -> bool:
     """Whether a directory holds a few files and nothing else, so that a thread would cost more than it saves."""
-    names = os.listdir(logs.fd)
-    return len(names) <= 16 and all((found := logs.find(name)) and found.kind == "file" for name in names)
+    entries = logs.listed()
+    return len(entries) <= 16 and all(entry.kind == "file" for entry in entries)
 
 
 def _merge(logs: Tree, target: Path) -> None:
-    """Move what is in a directory to another, but for names that are taken there."""
+    """Move what is in a directory to another, but for names that are taken there and those of recordings."""
     with Tree(target) as kept:
         for name in os.listdir(logs.fd):
-            if kept.find(name) is None:
+            if name not in FILE_NAMES and kept.find(name) is None:
                 _store(kept, logs.path / name, name)
 
 

@@ -21,9 +21,9 @@ from pier.agent.contract import AGENT_LOGS
 from pier.errors import SandboxError, TaskError
 from pier.image.model import Image, OnProgress
 from pier.network.policy import Decision, NetworkPolicy, OnDecision
-from pier.sandbox.compose import Composition
+from pier.sandbox.compose import Compose, Composition
 from pier.sandbox.contract import Change, Mount, Sandbox, SandboxSpec
-from pier.sandbox.hidden import refuse_hidden
+from pier.sandbox.host import refuse_hidden
 from pier.secret import secret_values
 from pier.task import Task, resolve_env
 from pier.task.load import COMPOSE_NAME
@@ -134,15 +134,13 @@ class SandboxStarter:
             name=name,
             on_progress=self.report,
             on_decision=note,
-            compose=await self._in_time(self._compose(plan, name if suffix else "")),
+            compose=plan.compose and await self._in_time(self._compose(plan.compose, plan, name if suffix else "")),
         )
         return await self._in_time(backend.start(spec))
 
-    async def _compose(self, plan: SandboxPlan, group: str) -> Composition | None:
-        if plan.compose is None:
-            return None
-        images = await service_images(plan.compose, plan.image, self._fetch)
-        return Composition(plan.compose, images, self.logs.of(group))
+    async def _compose(self, project: Compose, plan: SandboxPlan, group: str) -> Composition:
+        images = await service_images(project, plan.image, self._fetch)
+        return Composition(project, images, self.logs.of(group))
 
     async def _fetch(self, request: ImageRequest) -> Image:
         return await self.services.images.get(request, lambda line: self.report(f"image: {line.strip()}"))

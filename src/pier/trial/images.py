@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pier.errors import ImageError, PolicyError
-from pier.image.host import host_refusal
-from pier.image.model import HOST, Image, OnProgress
+from pier.image.model import HOST, Image, OnProgress, host_refusal
 from pier.network.policy import NONE, PUBLIC, NetworkPolicy
 from pier.sandbox import open_backend
-from pier.sandbox.contract import Backend
+from pier.sandbox.contract import Backend, BuildOrder
 from pier.sandbox.opening import resolve_image
-from pier.sandbox.order import BuildOrder
 from pier.task.digest import tree_digest
 
 

@@ -7,6 +7,7 @@ format of Harbor's.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import os
 import time
@@ -179,7 +180,13 @@ def task_reference(origin: Origin) -> dict[str, Any]:
     """The task's identity as Harbor writes it: a path, or a path in a repository at a commit."""
     if origin.git_url:
         return {"git_url": origin.git_url, "git_commit_id": origin.git_commit, "path": origin.git_path or "."}
-    return {"path": str(origin.path.resolve())}
+    return {"path": _resolved(origin.path)}
+
+
+@functools.lru_cache(maxsize=256)
+def _resolved(path: Path) -> str:
+    """The directory of a task, asked for several times by each of its trials."""
+    return str(path.resolve())
 
 
 def trial_config(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:

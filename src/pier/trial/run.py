@@ -41,6 +41,7 @@ from pier.trial.agent import (
     outside_endpoint,
     prepare_agent,
     run_agent,
+    run_until_accepted,
     usage_of,
 )
 from pier.trial.collect import STATE, collect, keep_state, seal_artifacts, take_logs
@@ -308,11 +309,17 @@ class _Trial:
                     ) as session,
                     live_trajectory(logs, header, recorded=session is not None and spec.recorded),
                 ):
+                    if session is not None and session.served_by:
+                        record.log(f"model {spec.agent.model}: {session.served_by}")
                     with record.output(logs / f"{agent.name}.txt") as output:
                         outside = await outside_endpoint(session, self.services, agent)
                         endpoint = session.endpoint() if session is not None else None
                         run = replace(run, endpoint=endpoint, outside=outside, warn=record.warn)
-                        failed = await find_fault(agent, await run_agent(agent, sandbox, run, output), session)
+                        if spec.accept is None:
+                            ended = await run_agent(agent, sandbox, run, output)
+                        else:
+                            ended = await run_until_accepted(agent, sandbox, run, output, spec.accept)
+                        failed = await find_fault(agent, ended, session)
                     outcome.agent_result = usage_of(session)
         check_job_budget(session)
         check_recording(session)

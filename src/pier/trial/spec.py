@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pier.lease import Lease, sweep
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import open_backend
-from pier.sandbox.contract import Backend, Limits, Mount
+from pier.sandbox.contract import Backend, Limits, Mount, Sandbox
 from pier.task import Task
 from pier.task.model import Artifact, McpServerTable
 from pier.trial.images import open_images
@@ -28,6 +28,11 @@ Phase = Literal["prepare", "start", "health", "setup", "agent", "collect", "veri
 """The phases of a trial, in order. In a task with steps, `health` to `verify` come once for each step."""
 
 OnPhase = Callable[[Phase], None]
+
+
+Accept = Callable[[Sandbox, int], Awaitable[str | None]]
+"""Looks at what an agent wrote, after each of its runs, which are counted from 0. None accepts it; a text is the
+instruction to run the agent again with; `AgentError` rejects it for good."""
 
 
 def user_text(user: str | int | None) -> str | None:
@@ -130,6 +135,8 @@ class TrialSpec:
     """Keep what the agent left behind, so that it can be graded again (`pier.trial.collect`)."""
     secrets: tuple[str, ...] = ()
     """Values that may stand in no file, in addition to those of variables whose name looks secret."""
+    accept: Accept | None = None
+    """Checks the agent's output before the trial goes on; None takes whatever it is."""
     recorded: bool = True
     """Whether model calls are recorded on disk, with the trajectory that is derived from them."""
     on_generation: Callable[[str | None, Generation], None] | None = None

@@ -40,8 +40,9 @@ from pier.trial.plan import StepNetwork, agent_plan, pier_setting, verifier_plan
 from pier.trial.record import TrialRecord, limit
 from pier.trial.result import GradingRun, Integrity, IntegrityNote, captured, finally_do
 from pier.trial.spec import VerifierChoice, user_text
-from pier.verifier import Note, RewardFiles, Rewards, TestPlan, look_again, run_tests, secure
-from pier.verifier.changes import VERIFIER_LOGS
+from pier.verifier.changes import VERIFIER_LOGS, Note
+from pier.verifier.grade import RewardFiles, Rewards, TestPlan, run_tests
+from pier.verifier.secure import look_again, secure
 
 STDOUT = "test-stdout.txt"
 _GRACE = 120.0

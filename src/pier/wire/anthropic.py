@@ -22,13 +22,17 @@ from pier.wire.contract import (
     compact,
     error_text,
     fresh_id,
+    join_results,
     kind_of_status,
     need_dict,
     need_list,
     need_str,
     parse_arguments,
+    parse_parts,
     read_sampling,
+    result_parts,
     sign,
+    split_results,
     take,
     unsign,
     whole,
@@ -130,43 +134,20 @@ def parse_messages(raw: list[Any]) -> tuple[Message, ...]:
         role = message.get("role")
         if role not in ("user", "assistant", "system"):
             raise BadRequest(f"messages[{position}] has the unknown role {role!r}")
-        parts = parse_content(message.get("content"))
+        parts = parse_parts(message.get("content"), parse_block)
         if role == "user":
-            messages.extend(Message("user", group) for group in _split(parts))
+            messages.extend(Message("user", group) for group in split_results(parts))
         else:
             messages.append(Message(role, tuple(parts)))
     return tuple(messages)
 
 
-def _split(parts: list[Part]) -> list[tuple[Part, ...]]:
-    results = tuple(part for part in parts if isinstance(part, ToolResult))
-    others = tuple(part for part in parts if not isinstance(part, ToolResult))
-    return [group for group in (results, others) if group] or [()]
-
-
 def render_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    rendered: list[dict[str, Any]] = []
-    after_results = False
     listed = list(messages)
-    for position, message in enumerate(listed):
-        last = position == len(listed) - 1
-        blocks = render_parts(message.parts, trim=last and message.role == "assistant")
-        if not blocks:
-            continue
-        if after_results and message.role == "user":
-            rendered[-1]["content"].extend(blocks)
-        else:
-            rendered.append({"role": message.role, "content": blocks})
-        after_results = message.role == "user" and isinstance(message.parts[0], ToolResult)
-    return rendered
-
-
-def parse_content(content: Any) -> list[Part]:
-    if content is None:
-        return []
-    if isinstance(content, str):
-        return [Text(content)] if content else []
-    return [parse_block(need_dict(block, "a content block")) for block in need_list(content, "content")]
+    ends = [*[False] * (len(listed) - 1), True]
+    rows = zip(listed, ends, strict=False)
+    blocks = ((each, each.role, render_parts(each.parts, trim=end and each.role == "assistant")) for each, end in rows)
+    return join_results(blocks, "content")
 
 
 def parse_block(block: Mapping[str, Any]) -> Part:
@@ -184,9 +165,7 @@ def parse_block(block: Mapping[str, Any]) -> Part:
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
             return ToolCall(need_str(block.get("id"), "a tool_use's id"), name, arguments)
         case "tool_result":
-            parts = tuple(
-                part for part in parse_content(block.get("content")) if isinstance(part, Text | Media | Opaque)
-            )
+            parts = result_parts(parse_parts(block.get("content"), parse_block))
             call_id = need_str(block.get("tool_use_id"), "a tool_result's tool_use_id")
             return ToolResult(call_id, parts, bool(block.get("is_error")))
         case "image" | "document":
@@ -338,7 +317,6 @@ class AnthropicParser(EventParser):
         self._block: dict[str, Any] | None = None
         self._pieces: list[str] = []
         self._signatures: list[str] = []
-        self._has_calls = False
         self._usage: dict[str, Any] = {}
         self._stop: tuple[str | None, str | None] = (None, None)
 
@@ -347,7 +325,7 @@ class AnthropicParser(EventParser):
             case "message_start":
                 message = data["message"]
                 self._usage.update(message.get("usage") or {})
-                yield TurnStart(message.get("id"), message.get("model"), read_usage(self._usage))
+                yield from self._begin(message.get("id"), message.get("model"), read_usage(self._usage))
             case "content_block_start":
                 yield from self._start_block(dict(data["content_block"]))
             case "content_block_delta":
@@ -375,10 +353,8 @@ class AnthropicParser(EventParser):
         part = parse_block(block)
         if isinstance(part, Opaque):
             return
-        if isinstance(part, ToolCall):
-            self._has_calls = True
-            if not block.get("input"):
-                part = ToolCall(part.id, part.name, "")
+        if isinstance(part, ToolCall) and not block.get("input"):
+            part = ToolCall(part.id, part.name, "")
         if isinstance(part, Reasoning) and not part.redacted:
             part = Reasoning(part.text, origin="anthropic")
         yield from self._start(part)
@@ -411,8 +387,7 @@ class AnthropicParser(EventParser):
 
 class AnthropicRenderer(EventRenderer):
     def __init__(self, request: Request) -> None:
-        super().__init__()
-        self._request = request
+        super().__init__(request)
         self._index = -1
 
     def keep_alive(self) -> bytes:
@@ -488,6 +463,9 @@ def error_body(message: str, kind: ErrorKind) -> dict[str, Any]:
 
 class Anthropic(Dialect):
     name = "anthropic"
+    parser, renderer = AnthropicParser, AnthropicRenderer
+    path = "/v1/messages"
+    counting_path = "/v1/messages/count_tokens"
     routes = (
         ("POST", "(?:/v1)?/messages", "generate"),
         ("POST", "(?:/v1)?/messages/count_tokens", "count_tokens"),
@@ -551,17 +529,11 @@ class Anthropic(Dialect):
         }
         return {**extra, **compact(body)}
 
-    def generate_path(self, model: str, stream: bool) -> str:
-        return "/v1/messages"
-
-    def count_path(self, model: str) -> str:
-        return "/v1/messages/count_tokens"
-
     def _parse_response(self, body: Mapping[str, Any]) -> Turn:
         content = body.get("content")
         if not isinstance(content, list):
             raise BadResponse(f"the provider's answer has no content: {error_text(dict(body))[:200]}")
-        parts = tuple(parse_content(content))
+        parts = tuple(parse_parts(content, parse_block))
         native = body.get("stop_reason")
         return Turn(
             parts=parts,
@@ -581,12 +553,6 @@ class Anthropic(Dialect):
             "stop_sequence": turn.stop_sequence,
             "usage": render_usage(turn.usage),
         }
-
-    def stream_parser(self) -> AnthropicParser:
-        return AnthropicParser()
-
-    def stream_renderer(self, request: Request, route: Route | None = None) -> AnthropicRenderer:
-        return AnthropicRenderer(request)
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
         return error_body(message, kind)

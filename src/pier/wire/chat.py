@@ -26,11 +26,13 @@ from pier.wire.contract import (
     error_text,
     fresh_id,
     kind_of_status,
+    media_at,
     need_dict,
     need_list,
     need_str,
-    parse_data_url,
+    parse_parts,
     read_sampling,
+    result_parts,
     take,
     whole,
     write_sampling,
@@ -228,13 +230,13 @@ def parse_messages(raw: list[Any]) -> tuple[tuple[str, ...], tuple[Message, ...]
         role = message.get("role")
         is_tool = role == "tool"
         if role in ("system", "developer"):
-            parts = _parse_content(message.get("content"))
+            parts = parse_parts(message.get("content"), _parse_part)
             if not messages:
                 system.extend(part.text for part in parts if isinstance(part, Text))
             else:
                 messages.append(Message("system", tuple(parts)))
         elif role == "user":
-            messages.append(Message("user", tuple(_parse_content(message.get("content")))))
+            messages.append(Message("user", tuple(parse_parts(message.get("content"), _parse_part))))
         elif role == "assistant":
             messages.append(Message("assistant", tuple(parse_assistant(message))))
         elif is_tool:
@@ -250,16 +252,8 @@ def parse_messages(raw: list[Any]) -> tuple[tuple[str, ...], tuple[Message, ...]
 
 
 def _parse_result(message: Mapping[str, Any]) -> ToolResult:
-    parts = tuple(part for part in _parse_content(message.get("content")) if isinstance(part, Text | Media | Opaque))
+    parts = result_parts(parse_parts(message.get("content"), _parse_part))
     return ToolResult(need_str(message.get("tool_call_id"), "tool_call_id"), parts, name=message.get("name"))
-
-
-def _parse_content(content: Any) -> list[Part]:
-    if content is None or content == "":
-        return []
-    if isinstance(content, str):
-        return [Text(content)]
-    return [_parse_part(need_dict(part, "a content part")) for part in need_list(content, "content")]
 
 
 def _parse_part(part: dict[str, Any]) -> Part:
@@ -269,10 +263,7 @@ def _parse_part(part: dict[str, Any]) -> Part:
     if kind == "refusal":
         return Refusal(part.get("refusal") or "")
     if kind == "image_url" and isinstance(part.get("image_url"), dict) and set(part["image_url"]) == {"url"}:
-        url = need_str(part["image_url"]["url"], "image_url.url")
-        if inline := parse_data_url(url):
-            return Media(inline[0], inline[1])
-        return Media(url=url)
+        return media_at(need_str(part["image_url"]["url"], "image_url.url"))
     return Opaque("chat", part)
 
 
@@ -283,7 +274,7 @@ def parse_assistant(message: Mapping[str, Any]) -> list[Part]:
     thought = message.get("reasoning_content") or message.get("reasoning") or ""
     if thought or signature:
         parts.append(Reasoning(thought, signature, "chat"))
-    parts.extend(_parse_content(message.get("content")))
+    parts.extend(parse_parts(message.get("content"), _parse_part))
     if message.get("refusal"):
         parts.append(Refusal(message["refusal"]))
     parts.extend(_parse_call(need_dict(call, "a tool call")) for call in message.get("tool_calls") or ())
@@ -329,39 +320,41 @@ def render_tool(tool: Tool) -> dict[str, Any]:
 
 
 def parse_choice(raw: Any) -> ToolChoice | None:
+    """In Chat's words, or in those of Responses, which has no table around a name."""
     if raw in ("auto", "none"):
         return ToolChoice(raw)
     if raw == "required":
         return ToolChoice("any")
     if isinstance(raw, dict):
-        named = raw.get(raw.get("type") or "")
+        named = raw.get(raw.get("type") or "", raw)
         if isinstance(named, dict) and isinstance(named.get("name"), str):
             return ToolChoice("tool", named["name"])
     return None
 
 
-def render_choice(choice: ToolChoice | None) -> Any:
+def render_choice(choice: ToolChoice | None, *, flat: bool = False) -> Any:
     if choice is None:
         return None
     if choice.mode == "tool":
-        return {"type": "function", "function": {"name": choice.name}}
+        named = {"name": choice.name}
+        return {"type": "function", **(named if flat else {"function": named})}
     return "required" if choice.mode == "any" else choice.mode
 
 
 def parse_format(raw: Any) -> ResponseFormat | None:
     if not isinstance(raw, dict) or raw.get("type") not in ("json_object", "json_schema"):
         return None
-    inner = raw.get("json_schema") or {}
+    inner = raw.get("json_schema") or raw
     return ResponseFormat(inner.get("schema"), inner.get("name"), inner.get("strict"))
 
 
-def render_format(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+def render_format(wanted: ResponseFormat | None, *, flat: bool = False) -> dict[str, Any] | None:
     if wanted is None:
         return None
     if wanted.schema is None:
         return {"type": "json_object"}
-    inner = {"name": wanted.name or "answer", "schema": wanted.schema, "strict": wanted.strict}
-    return {"type": "json_schema", "json_schema": compact(inner)}
+    inner = compact({"name": wanted.name or "answer", "schema": wanted.schema, "strict": wanted.strict})
+    return {"type": "json_schema", **(inner if flat else {"json_schema": inner})}
 
 
 def render_messages(request: Request) -> list[dict[str, Any]]:
@@ -444,9 +437,7 @@ class ChatParser(EventParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self._started = False
         self._call_key: int | None = None
-        self._has_calls = False
         self._details: list[dict[str, Any]] = []
         self._finish: tuple[Any, Any] | None = None
         self._usage = Usage()
@@ -455,9 +446,7 @@ class ChatParser(EventParser):
         if data.get("error"):
             yield stream_error(data)
             return
-        if not self._started:
-            self._started = True
-            yield TurnStart(data.get("id"), data.get("model"))
+        yield from self._begin(data.get("id"), data.get("model"))
         if data.get("usage"):
             self._usage = read_usage(data["usage"])
         choices = data.get("choices") or []
@@ -508,7 +497,7 @@ class ChatParser(EventParser):
             if not name:
                 raise ValueError(f"arguments for tool call {key}, which is not open")
             yield from self._start(ToolCall(call_id or fresh_id("call_"), name, "", custom=custom))
-            self._call_key, self._has_calls = key, True
+            self._call_key = key
         text = body.get("input" if custom else "arguments")
         if text:
             yield from self._grow(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False))
@@ -547,8 +536,7 @@ class ChatRenderer(EventRenderer):
     """Chunks of one choice, then usage, then `[DONE]`."""
 
     def __init__(self, request: Request) -> None:
-        super().__init__()
-        self._request = request
+        super().__init__(request)
         self._id = fresh_id("chatcmpl-")
         self._created = int(time.time())
         self._calls = -1
@@ -606,6 +594,8 @@ class ChatRenderer(EventRenderer):
 
 class Chat(OpenAI):
     name = "chat"
+    parser, renderer = ChatParser, ChatRenderer
+    path = "/v1/chat/completions"
     routes = (
         ("POST", "(?:/api)?(?:/v1)?/chat/completions", "generate"),
         ("GET", "(?:/api)?(?:/v1)?/models", "models"),
@@ -665,9 +655,6 @@ class Chat(OpenAI):
         }
         return {**(request.extra if request.dialect == self.name else {}), **compact(body)}
 
-    def generate_path(self, model: str, stream: bool) -> str:
-        return "/v1/chat/completions"
-
     def _parse_response(self, body: Mapping[str, Any]) -> Turn:
         choices = body.get("choices")
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
@@ -706,12 +693,6 @@ class Chat(OpenAI):
                 "usage": render_usage(turn.usage),
             }
         )
-
-    def stream_parser(self) -> ChatParser:
-        return ChatParser()
-
-    def stream_renderer(self, request: Request, route: Route | None = None) -> ChatRenderer:
-        return ChatRenderer(request)
 
     def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         choices, usage = event.get("choices") or (), event.get("usage")

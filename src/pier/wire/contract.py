@@ -12,13 +12,30 @@ import json
 import re
 import secrets
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pier.errors import ProviderError, UsageError
-from pier.wire.turn import DialectName, Edit, ErrorKind, Json, Reasoning, Request, Sampling, Tool, Turn, Usage
+from pier.wire.turn import (
+    DialectName,
+    Edit,
+    ErrorKind,
+    Json,
+    Media,
+    Message,
+    Opaque,
+    Part,
+    Reasoning,
+    Request,
+    Sampling,
+    Text,
+    Tool,
+    ToolResult,
+    Turn,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from pier.wire.sse import EventParser, EventRenderer
@@ -135,11 +152,14 @@ class Dialect:
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
         raise NotImplementedError
 
+    parser: type[EventParser]
+    renderer: type[EventRenderer]
+
     def stream_parser(self) -> EventParser:
-        raise NotImplementedError
+        return self.parser()
 
     def stream_renderer(self, request: Request, route: Route | None = None) -> EventRenderer:
-        raise NotImplementedError
+        return self.renderer(request)
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
         raise NotImplementedError
@@ -171,16 +191,20 @@ class Dialect:
     model_in_path = False
     """The model is in the path, and not in the body."""
 
+    path: str
+    """Where a call goes, below the provider's base URL (`/v1/messages`)."""
+    counting_path: str | None = None
+    """Where tokens are counted; None if the dialect has no such route."""
+
     def generate_path(self, model: str, stream: bool) -> str:
-        """Where a call goes, below the provider's base URL without its version (`/v1/messages`), query included."""
-        raise NotImplementedError
+        """Where this call goes, query included."""
+        return self.path
 
     def request_path(self, request: Request) -> str:
         return self.generate_path(request.model, request.stream)
 
     def count_path(self, model: str) -> str | None:
-        """Where tokens are counted; None if the dialect has no such route."""
-        return None
+        return self.counting_path
 
     # Relayed answers
 
@@ -278,8 +302,6 @@ class Dialect:
         return None
 
 
-Check = Callable[[Any], bool]
-
 _TYPE_NAMES = {
     dict: "an object",
     list: "a list",
@@ -290,79 +312,52 @@ _TYPE_NAMES = {
 }
 
 
-def fault(value: Any) -> str | None:
+@dataclass(frozen=True, slots=True)
+class _Allowed:
+    """What a type allows: classes of values, the texts among them (None: all), and what a tuple may hold."""
+
+    kinds: frozenset[Any]
+    texts: frozenset[str] | None = None
+    items: _Allowed | None = None
+
+
+def fault(value: Any, allowed: _Allowed | None = None, where: str = "") -> str | None:
     """Where a canonical value holds a value that its type does not allow, as text; None if it does not."""
-    return None if _check(type(value))(value) else _find(value, type(value), "")
-
-
-@cache
-def _check(hint: Any) -> Check:
-    """A check whether a value is of a type."""
-    origin = get_origin(hint)
-    if origin is Literal:
-        allowed = frozenset(get_args(hint))
-        return lambda value: isinstance(value, str) and value in allowed
-    if origin in (Union, types.UnionType):
-        return _check_union(get_args(hint))
-    if origin is tuple:
-        return _check_tuple(get_args(hint)[0])
-    if origin is not None and issubclass(origin, Mapping):
-        return lambda value: isinstance(value, dict)
-    if is_dataclass(hint):
-        return _check_class(hint)
-    if hint is float:
-        return lambda value: type(value) is float or type(value) is int
-    return lambda value: type(value) is hint
-
-
-def _check_tuple(hint: Any) -> Check:
-    """Of plain values, of which there may be very many, only the set of their types is looked at."""
-    if hint in (int, str, float):
-        allowed = {hint} | ({int} if hint is float else set())
-        return lambda value: type(value) is tuple and set(map(type, value)) <= allowed
-    check = _check(hint)
-    return lambda value: type(value) is tuple and all(map(check, value))
-
-
-def _check_union(hints: tuple[Any, ...]) -> Check:
-    classes = {hint: _check(hint) for hint in hints if is_dataclass(hint)}
-    others = [_check(hint) for hint in hints if not is_dataclass(hint)]
-
-    def check(value: Any) -> bool:
-        known = classes.get(type(value))
-        return known(value) if known is not None else any(other(value) for other in others)
-
-    return check
-
-
-def _check_class(kind: Any) -> Check:
-    checks = [(name, _check(hint)) for name, hint in _hints(kind)]
-    return lambda value: type(value) is kind and all(check(getattr(value, name)) for name, check in checks)
-
-
-@cache
-def _hints(kind: Any) -> list[tuple[str, Any]]:
-    hints = get_type_hints(kind)
-    return [(field.name, hints[field.name]) for field in fields(kind)]
-
-
-def _find(value: Any, hint: Any, where: str) -> str:
-    kind: Any = type(value)
-    if is_dataclass(kind):
-        for name, inner in _hints(kind):
-            if not _check(inner)(getattr(value, name)):
-                return _find(getattr(value, name), inner, f"{where}.{name}" if where else name)
-    if kind is tuple and (items := _items_of(hint)) is not None:
+    kind, allowed = type(value), allowed or _Allowed(frozenset({type(value)}))
+    if kind not in allowed.kinds or (kind is str and allowed.texts is not None and value not in allowed.texts):
+        return f"{where} is {_TYPE_NAMES.get(kind, 'something else')}"
+    if kind is tuple and allowed.items and not (_PLAIN >= allowed.items.kinds >= set(map(type, value))):
         for number, item in enumerate(value):
-            if not _check(items)(item):
-                return _find(item, items, f"{where}[{number}]")
-    return f"{where} is {_TYPE_NAMES.get(kind, 'something else')}"
+            if problem := fault(item, allowed.items, f"{where}[{number}]"):
+                return problem
+    elif kind not in _PLAIN:
+        for name, inner in _fields(kind):
+            if problem := fault(getattr(value, name), inner, f"{where}.{name}" if where else name):
+                return problem
+    return None
 
 
-def _items_of(hint: Any) -> Any:
-    """What a tuple of this type holds; of a union, what its tuple does."""
-    choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return next((get_args(choice)[0] for choice in choices if get_origin(choice) is tuple), None)
+_PLAIN = frozenset({int, str, float})
+"""Of these a tuple may hold very many."""
+
+
+def _allowed(hint: Any) -> _Allowed:
+    kinds, texts, items = set[Any](), None, None
+    for choice in get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,):
+        origin = get_origin(choice)
+        if origin is Literal:
+            kinds, texts = kinds | {str}, frozenset(get_args(choice))
+        elif origin is tuple:
+            kinds, items = kinds | {tuple}, _allowed(get_args(choice)[0])
+        else:
+            kinds |= {dict} if origin else {int, float} if choice is float else {choice}
+    return _Allowed(frozenset(kinds), texts, items)
+
+
+@cache
+def _fields(kind: Any) -> tuple[tuple[str, _Allowed], ...]:
+    hints = get_type_hints(kind) if is_dataclass(kind) else {}
+    return tuple((field.name, _allowed(hints[field.name])) for field in (fields(kind) if hints else ()))
 
 
 STATUS_KINDS: dict[int, ErrorKind] = {
@@ -449,6 +444,48 @@ def unsign(signature: str | None, dialect: str) -> tuple[str | None, str | None]
 def take(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """The fields of `body` that are not among `names`."""
     return {key: value for key, value in body.items() if key not in names}
+
+
+def split_results(parts: Iterable[Part]) -> list[tuple[Part, ...]]:
+    """The parts of a user's message as those of one or two messages: tool results come by themselves, and first."""
+    listed = list(parts)
+    results = tuple(part for part in listed if isinstance(part, ToolResult))
+    others = tuple(part for part in listed if not isinstance(part, ToolResult))
+    return [group for group in (results, others) if group] or [()]
+
+
+def join_results(rows: Iterable[tuple[Message, str, list[Any]]], key: str) -> list[dict[str, Any]]:
+    """Messages, each with its role and its rendered parts, under `key`. The other way round: what the user says after
+    tool results is in one message with them. A message of which nothing is left is left out."""
+    joined: list[dict[str, Any]] = []
+    after_results = False
+    for message, role, parts in rows:
+        if not parts:
+            continue
+        if after_results and role == "user":
+            joined[-1][key].extend(parts)
+        else:
+            joined.append({"role": role, key: parts})
+        after_results = role == "user" and isinstance(message.parts[0], ToolResult)
+    return joined
+
+
+def parse_parts(content: Any, parse: Callable[[dict[str, Any]], Part]) -> list[Part]:
+    """Content that is a text or a list of parts."""
+    if content is None or isinstance(content, str):
+        return [Text(content)] if content else []
+    return [parse(need_dict(part, "a content part")) for part in need_list(content, "content")]
+
+
+def result_parts(parts: Iterable[Part]) -> tuple[Text | Media | Opaque, ...]:
+    """What a tool result may hold."""
+    return tuple(part for part in parts if isinstance(part, Text | Media | Opaque))
+
+
+def media_at(url: str) -> Media:
+    """A file by its address, which may hold it."""
+    inline = parse_data_url(url)
+    return Media(*inline) if inline else Media(url=url)
 
 
 def need_list(value: Any, what: str) -> list[Any]:

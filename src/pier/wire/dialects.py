@@ -20,6 +20,7 @@ __all__ = [
     "Route",
     "check_name",
     "recognise",
+    "rollout_in",
 ]
 
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (Anthropic(), Responses(), Gemini(), Chat())}
@@ -32,13 +33,22 @@ def check_name(name: str) -> DialectName:
     return name
 
 
+_ROLLOUT = re.compile(r"^/+rollout/+([^/]+)(?=/|$)")
+
+
+def rollout_in(path: str) -> str | None:
+    """The id of the rollout in a path such as `/rollout/ID/v1/messages`; None if it names none."""
+    found = _ROLLOUT.match(path)
+    return found[1] if found else None
+
+
 def recognise(method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]) -> Route:
     """The route of a request, always: of the kind `unknown`, in the caller's likely dialect, when there is none.
 
     `headers` have lower-case names. Paths are taken as clients really write them: a doubled slash, a doubled or a
-    missing version, a trailing slash.
+    missing version, a trailing slash. The name of a rollout before them says nothing about the route.
     """
-    clean = re.sub(r"/+", "/", "/" + path)
+    clean = re.sub(r"/+", "/", "/" + _ROLLOUT.sub("", path))
     clean = clean.rstrip("/") or "/"
     clean = re.sub(r"^(/v1(?:beta)?)(?:/v1(?:beta)?)+(?=/|$)", r"\1", clean)
     likely = _likely(clean, headers)

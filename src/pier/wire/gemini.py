@@ -25,12 +25,14 @@ from pier.wire.contract import (
     dumps,
     error_text,
     fresh_id,
+    join_results,
     kind_of_status,
     need_dict,
     need_list,
     need_str,
     parse_arguments,
     read_sampling,
+    split_results,
     take,
     whole,
     write_sampling,
@@ -145,10 +147,7 @@ class Contents:
             if content.get("role") == "model":
                 yield Message("assistant", tuple(parts))
                 continue
-            results = tuple(part for part in parts if isinstance(part, ToolResult))
-            others = tuple(part for part in parts if not isinstance(part, ToolResult))
-            for group in [group for group in (results, others) if group] or [()]:
-                yield Message("user", group)
+            yield from (Message("user", group) for group in split_results(parts))
 
     def _part(self, part: dict[str, Any]) -> Iterator[Part]:
         if isinstance(part.get("functionCall"), dict):
@@ -210,9 +209,11 @@ def parse_part(part: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def render_contents(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    contents: list[dict[str, Any]] = []
+    return join_results(_contents(messages), "parts")
+
+
+def _contents(messages: Iterable[Message]) -> Iterator[tuple[Message, str, list[dict[str, Any]]]]:
     names: dict[str, str] = {}
-    after_results = False
     for message in messages:
         parts: list[dict[str, Any]] = []
         for part in message.parts:
@@ -222,15 +223,7 @@ def render_contents(messages: Iterable[Message]) -> list[dict[str, Any]]:
                 parts.extend(_render_result(part, names.get(part.call_id) or part.name or part.call_id))
             elif rendered := render_part(part):
                 parts.append(rendered)
-        if not parts:
-            continue
-        role = "model" if message.role == "assistant" else "user"
-        if after_results and role == "user":
-            contents[-1]["parts"].extend(parts)
-        else:
-            contents.append({"role": role, "parts": parts})
-        after_results = role == "user" and isinstance(message.parts[0], ToolResult)
-    return contents
+        yield message, "model" if message.role == "assistant" else "user", parts
 
 
 def _render_result(result: ToolResult, name: str) -> Iterator[dict[str, Any]]:
@@ -380,8 +373,6 @@ class GeminiParser(EventParser):
         super().__init__()
         self._array: ArrayReader | None = None
         self._sniffed = False
-        self._started = False
-        self._has_calls = False
         self._finish: str | None = None
         self._blocked = False
         self._usage: dict[str, Any] = {}
@@ -399,9 +390,7 @@ class GeminiParser(EventParser):
         if data.get("error"):
             yield stream_error(data)
             return
-        if not self._started:
-            self._started = True
-            yield TurnStart(data.get("responseId"), data.get("modelVersion"))
+        yield from self._begin(data.get("responseId"), data.get("modelVersion"))
         self._usage.update(data.get("usageMetadata") or {})
         candidates = data.get("candidates") or []
         candidate = candidates[0] if candidates else {}
@@ -424,7 +413,6 @@ class GeminiParser(EventParser):
         if raw.get("text") == "" and raw.get("thought") and not raw.get("thoughtSignature"):
             return
         for part in read_part(raw):
-            self._has_calls |= isinstance(part, ToolCall)
             # A thought's signature comes after its text, in a part without text.
             if isinstance(part, Text | Reasoning) and (part.text or (self._is_open(part) and part != Text(""))):
                 yield from self._add(part)
@@ -463,9 +451,8 @@ class ArrayReader:
 
 class GeminiRenderer(EventRenderer):
     def __init__(self, request: Request, *, sse_form: bool) -> None:
-        super().__init__()
+        super().__init__(request)
         self.content_type = self.content_type if sse_form else "application/json"
-        self._request = request
         self._sse = sse_form
         self._first = True
         self._id = fresh_id("")
@@ -538,6 +525,7 @@ def error_body(status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
 
 class Gemini(Dialect):
     name = "gemini"
+    parser = GeminiParser
     routes = (("GET", "/v1(?:beta|alpha)/models", "models"), ("GET", "/v1(?:beta|alpha)/models/(.+)", "model"))
     likely_headers = ("x-goog-api-key", "x-goog-api-client")
     likely_path = re.compile("/v1beta")
@@ -652,9 +640,6 @@ class Gemini(Dialect):
             "responseId": turn.id or fresh_id(""),
         }
         return compact(body)
-
-    def stream_parser(self) -> GeminiParser:
-        return GeminiParser()
 
     def stream_renderer(self, request: Request, route: Route | None = None) -> GeminiRenderer:
         return GeminiRenderer(request, sse_form=route is None or route.sse)

@@ -12,7 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pier.wire.chat import LOCAL_FIELDS, OpenAI, is_web, read_usage
+from pier.wire.chat import (
+    LOCAL_FIELDS,
+    OpenAI,
+    is_web,
+    parse_choice,
+    parse_format,
+    read_usage,
+    render_choice,
+    render_format,
+)
 from pier.wire.contract import (
     REMOVED,
     AnswerProgress,
@@ -23,11 +32,14 @@ from pier.wire.contract import (
     data_url,
     error_text,
     fresh_id,
+    media_at,
     need_dict,
     need_list,
     need_str,
     parse_data_url,
+    parse_parts,
     read_sampling,
+    result_parts,
     sign,
     take,
     unsign,
@@ -45,13 +57,11 @@ from pier.wire.turn import (
     Reasoning,
     Refusal,
     Request,
-    ResponseFormat,
     StopReason,
     StreamError,
     Text,
     Tool,
     ToolCall,
-    ToolChoice,
     ToolResult,
     Turn,
     TurnEnd,
@@ -115,10 +125,10 @@ def _parse_input_item(item: Mapping[str, Any]) -> tuple[Any, list[Part], str | N
         role = "system" if role == "developer" else role
         if role not in ("system", "user", "assistant"):
             raise BadRequest(f"an input message has the unknown role {item.get('role')!r}")
-        parts = parse_content(item.get("content"))
+        parts = parse_parts(item.get("content"), _parse_piece)
         return role, parts, "assistant" if role == "assistant" else None
     if kind in ("function_call_output", "custom_tool_call_output"):
-        parts = tuple(part for part in parse_content(item.get("output")) if isinstance(part, Text | Media | Opaque))
+        parts = result_parts(parse_parts(item.get("output"), _parse_piece))
         call_id = need_str(item.get("call_id"), f"a {kind}'s call_id")
         return "user", [ToolResult(call_id, parts, custom=kind.startswith("custom"))], "results"
     if kind.endswith("_output"):
@@ -148,14 +158,6 @@ def parse_output(item: Mapping[str, Any]) -> Part:
             return Opaque("responses", item)
 
 
-def parse_content(content: Any) -> list[Part]:
-    if content is None or content == "":
-        return []
-    if isinstance(content, str):
-        return [Text(content)]
-    return [_parse_piece(need_dict(piece, "a content part")) for piece in need_list(content, "content")]
-
-
 def _parse_piece(piece: dict[str, Any]) -> Part:
     kind = piece.get("type")
     if kind in ("input_text", "output_text", "text"):
@@ -165,9 +167,7 @@ def _parse_piece(piece: dict[str, Any]) -> Part:
     if kind == "input_image":
         if piece.get("file_id"):
             return Media(file_id=piece["file_id"])
-        url = piece.get("image_url") or ""
-        inline = parse_data_url(url)
-        return Media(inline[0], inline[1]) if inline else Media(url=url)
+        return media_at(piece.get("image_url") or "")
     if kind == "input_file" and isinstance(piece.get("file_data"), str):
         inline = parse_data_url(piece["file_data"]) or ("application/pdf", piece["file_data"])
         return Media(inline[0], inline[1], name=piece.get("filename"))
@@ -320,24 +320,6 @@ def _render_tool(tool: Tool) -> dict[str, Any]:
     return compact({"type": "function", **body})
 
 
-def parse_choice(raw: Any) -> ToolChoice | None:
-    if raw in ("auto", "none"):
-        return ToolChoice(raw)
-    if raw == "required":
-        return ToolChoice("any")
-    if isinstance(raw, dict) and isinstance(raw.get("name"), str):
-        return ToolChoice("tool", raw["name"])
-    return None
-
-
-def render_choice(choice: ToolChoice | None) -> Any:
-    if choice is None:
-        return None
-    if choice.mode == "tool":
-        return {"type": "function", "name": choice.name}
-    return "required" if choice.mode == "any" else choice.mode
-
-
 def render_usage(usage: Usage) -> dict[str, Any] | None:
     if usage.total_tokens is None:
         return None
@@ -361,17 +343,16 @@ class ResponsesParser(EventParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self._started = False
         self._text_key: tuple[Any, Any] | None = None
         self._grown = False
         self._texts = 0
-        self._has_calls = False
 
     def on_event(self, event: str | None, data: Mapping[str, Any]) -> Iterator[Delta]:
         kind = str(data.get("type") or event)
         match kind:
             case "response.created" | "response.in_progress":
-                yield from self._begin(data.get("response") or {})
+                response = data.get("response") or {}
+                yield from self._begin(response.get("id"), response.get("model"))
             case "response.output_item.added":
                 yield from self._added(data["item"])
             case "response.output_text.delta":
@@ -395,11 +376,6 @@ class ResponsesParser(EventParser):
             case "response.failed" | "error":
                 yield _failure(data)
 
-    def _begin(self, response: Mapping[str, Any]) -> Iterator[Delta]:
-        if not self._started:
-            self._started = True
-            yield TurnStart(response.get("id"), response.get("model"))
-
     def _added(self, item: Mapping[str, Any]) -> Iterator[Delta]:
         yield from self._shut()
         self._texts = 0
@@ -408,9 +384,7 @@ class ResponsesParser(EventParser):
         elif item.get("type") in ("function_call", "custom_tool_call"):
             part = parse_output(item)
             if isinstance(part, ToolCall):
-                blank = ToolCall(part.id, part.name, "", part.custom, part.namespace)
-                self._has_calls = True
-                yield from self._start(blank)
+                yield from self._start(ToolCall(part.id, part.name, "", part.custom, part.namespace))
 
     def _on_text(self, part: Text | Refusal, data: Mapping[str, Any]) -> Iterator[Delta]:
         key = (data.get("output_index"), data.get("content_index"))
@@ -432,7 +406,7 @@ class ResponsesParser(EventParser):
     def _item_done(self, item: Mapping[str, Any]) -> Iterator[Delta]:
         if item.get("type") == "message":
             yield from self._shut()
-            for part in [] if self._texts else parse_content(item.get("content")):
+            for part in [] if self._texts else parse_parts(item.get("content"), _parse_piece):
                 yield from self._whole(part)
             self._texts = 0
             return
@@ -443,11 +417,10 @@ class ResponsesParser(EventParser):
             yield from self._grow("", part.signature)
             yield from self._shut()
         else:
-            self._has_calls |= isinstance(part, ToolCall)
             yield from self._whole(part)
 
     def _end(self, response: Mapping[str, Any]) -> Iterator[Delta]:
-        yield from self._begin(response)
+        yield from self._begin(response.get("id"), response.get("model"))
         yield from self._shut()
         self.done = True
         stop, native = read_stop(response, self._has_calls)
@@ -464,8 +437,7 @@ def _failure(data: Mapping[str, Any]) -> StreamError:
 
 class ResponsesRenderer(EventRenderer):
     def __init__(self, request: Request) -> None:
-        super().__init__()
-        self._request = request
+        super().__init__(request)
         self._id = fresh_id("resp_")
         self._begun = False
         self._number = 0
@@ -605,6 +577,9 @@ def _summary(text: str) -> dict[str, Any]:
 
 class Responses(OpenAI):
     name = "responses"
+    parser, renderer = ResponsesParser, ResponsesRenderer
+    path = "/v1/responses"
+    counting_path = "/v1/responses/input_tokens"
     routes = (
         ("POST", "(?:/v1)?/responses", "generate"),
         ("POST", "(?:/v1)?/responses/input_tokens", "count_tokens"),
@@ -638,7 +613,7 @@ class Responses(OpenAI):
             tool_choice=parse_choice(body.get("tool_choice")),
             parallel_tools=body.get("parallel_tool_calls"),
             sampling=read_sampling(body, _SAMPLING, effort=reasoning.get("effort")),
-            response_format=_parse_format(text.get("format")),
+            response_format=parse_format(text.get("format")),
             stream=bool(body.get("stream")),
             dialect=self.name,
             extra={**take(body, *_FIELDS), **{key: value for key, value in more.items() if value}},
@@ -648,13 +623,13 @@ class Responses(OpenAI):
         sampling = request.sampling
         extra = dict(request.extra) if request.dialect == self.name else {}
         reasoning = compact({**extra.pop("reasoning", {}), "effort": sampling.effort})
-        text = compact({**extra.pop("text", {}), "format": _render_format(request.response_format)})
+        text = compact({**extra.pop("text", {}), "format": render_format(request.response_format, flat=True)})
         body = {
             "model": request.model,
             "instructions": request.system[0] if request.system else None,
             "input": render_input(request),
             "tools": render_tools(request.tools) or None,
-            "tool_choice": render_choice(request.tool_choice),
+            "tool_choice": render_choice(request.tool_choice, flat=True),
             "parallel_tool_calls": request.parallel_tools,
             **write_sampling(sampling, _SAMPLING),
             "reasoning": reasoning or None,
@@ -662,12 +637,6 @@ class Responses(OpenAI):
             "stream": request.stream or None,
         }
         return {**extra, **compact(body)}
-
-    def generate_path(self, model: str, stream: bool) -> str:
-        return "/v1/responses"
-
-    def count_path(self, model: str) -> str:
-        return "/v1/responses/input_tokens"
 
     def _parse_response(self, body: Mapping[str, Any]) -> Turn:
         output = body.get("output")
@@ -692,12 +661,6 @@ class Responses(OpenAI):
             stop=turn.stop,
             usage=render_usage(turn.usage),
         )
-
-    def stream_parser(self) -> ResponsesParser:
-        return ResponsesParser()
-
-    def stream_renderer(self, request: Request, route: Route | None = None) -> ResponsesRenderer:
-        return ResponsesRenderer(request)
 
     def count_tokens_body(self, tokens: int) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": tokens}
@@ -752,7 +715,7 @@ def _sealed(message: Message) -> Message:
 
 
 def _parse_item(item: Mapping[str, Any]) -> list[Part]:
-    return parse_content(item.get("content")) if item.get("type") == "message" else [parse_output(item)]
+    return parse_parts(item.get("content"), _parse_piece) if item.get("type") == "message" else [parse_output(item)]
 
 
 def read_stop(body: Mapping[str, Any], has_calls: bool) -> tuple[StopReason, str | None]:
@@ -792,25 +755,10 @@ def response_body(
         "store": False,
         "temperature": request.sampling.temperature,
         "text": {"format": {"type": "text"}},
-        "tool_choice": render_choice(request.tool_choice) or "auto",
+        "tool_choice": render_choice(request.tool_choice, flat=True) or "auto",
         "tools": render_tools(request.tools) if request.dialect == "responses" else [],
         "top_p": request.sampling.top_p,
         "truncation": "disabled",
         "usage": usage,
         "metadata": {},
     }
-
-
-def _parse_format(raw: Any) -> ResponseFormat | None:
-    if not isinstance(raw, dict) or raw.get("type") not in ("json_object", "json_schema"):
-        return None
-    return ResponseFormat(raw.get("schema"), raw.get("name"), raw.get("strict"))
-
-
-def _render_format(wanted: ResponseFormat | None) -> dict[str, Any] | None:
-    if wanted is None:
-        return None
-    if wanted.schema is None:
-        return {"type": "json_object"}
-    body = {"type": "json_schema", "name": wanted.name or "answer", "schema": wanted.schema, "strict": wanted.strict}
-    return compact(body)

@@ -13,10 +13,25 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pier.wire.contract import WRONG, BadRequest, BadResponse, dumps, fault
-from pier.wire.turn import Delta, ErrorKind, Part, PartDelta, PartEnd, PartStart, Ping, StreamError, TurnEnd, TurnStart
+from pier.wire.turn import (
+    Delta,
+    ErrorKind,
+    Part,
+    PartDelta,
+    PartEnd,
+    PartStart,
+    Ping,
+    Request,
+    StreamError,
+    ToolCall,
+    TurnEnd,
+    TurnStart,
+    Usage,
+)
 
 MAX_EVENT = 64 * 1024 * 1024
 SSE = "text/event-stream"
+_ANY_REQUEST = Request("", ())
 _END_OF_EVENT = re.compile(rb"\r?\n\r?\n|\r\r")
 
 
@@ -115,6 +130,8 @@ class EventParser:
     def __init__(self) -> None:
         self._framer = Framer()
         self._failed = False
+        self._started = False
+        self._has_calls = False
         self._count = 0
         self._open: tuple[int, Part] | None = None
         self.done = False
@@ -185,9 +202,16 @@ class EventParser:
         self._failed = True
         return StreamError(message)
 
+    def _begin(self, id_: Any, model: Any, usage: Usage | None = None) -> Iterator[Delta]:
+        """The answer begins, unless it has begun."""
+        if not self._started:
+            self._started = True
+            yield TurnStart(id_, model, usage)
+
     def _start(self, part: Part) -> Iterator[Delta]:
         """A part begins; the one before it is over."""
         yield from self._shut()
+        self._has_calls |= isinstance(part, ToolCall)
         self._open = (self._count, part)
         self._count += 1
         yield PartStart(self._open[0], part)
@@ -219,7 +243,8 @@ class EventRenderer:
 
     content_type = SSE
 
-    def __init__(self) -> None:
+    def __init__(self, request: Request = _ANY_REQUEST) -> None:
+        self._request = request
         self._part: Part | None = None
         self._text: list[str] = []
         """The text of the open part so far."""

@@ -10,10 +10,8 @@ from typing import Any, cast
 
 from pier.errors import TaskError
 from pier.sandbox.compose.model import MAIN, Compose, Condition, Health, Restart, Service, ServiceBuild
-from pier.sandbox.compose.resources import read_limits
 from pier.sandbox.compose.storage import read_tmpfs, read_volumes
-from pier.sandbox.compose.variables import Variables, read_env_file
-from pier.sandbox.compose.words import Place
+from pier.sandbox.compose.words import Place, Variables, read_env_file, read_limits
 
 NOWHERE = "169.254.0.1"
 """Stands for this machine where a file asks for it: an address that every policy refuses at once."""
@@ -213,14 +211,14 @@ class _Reader:
 
 def _depends_on(value: Any, place: Place, known: set[str]) -> dict[str, Condition]:
     if not isinstance(value, dict):
-        return {name: cast(Condition, "service_started") for name in place.texts(value)}
+        return {name: cast("Condition", "service_started") for name in place.texts(value)}
     found: dict[str, Condition] = {}
     for name, table in value.items():
         at = place.at(name)
         keys = at.mapping(table, {"condition", "required", "restart"})
         condition = at.at("condition").one_of(keys.get("condition", "service_started"), _CONDITIONS)
         if str(name) in known or at.at("required").flag(keys.get("required"), True):
-            found[str(name)] = cast(Condition, condition)
+            found[str(name)] = cast("Condition", condition)
     return found
 
 

@@ -1,4 +1,9 @@
-"""The small grammars inside compose files: sizes, times, lists that may be mappings, commands that may be texts."""
+"""The small grammars inside compose files: sizes, times, lists that may be mappings, commands that may be texts.
+
+Variables in compose files: only those that the task names are seen, never those of whoever runs pier.
+
+What a service may use, by the keys that compose has had for it over the years.
+"""
 
 from __future__ import annotations
 
@@ -147,3 +152,134 @@ def plain(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value)
+
+
+_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+_VARIABLE = re.compile(rf"\$(?:(\$)|({_NAME})|\{{({_NAME})(?:(:?[-?+])((?:[^{{}}]|\{{[^{{}}]*\}})*))?\}}|(\{{))")
+_LINE = re.compile(rf"(?:export\s+)?({_NAME})\s*(?:=\s*(.*))?")
+_MOST = 100_000
+
+
+class Variables:
+    """Fills values in. `missing` are the names that were asked for without a value and without a default."""
+
+    def __init__(self, path: Path, known: Mapping[str, str]) -> None:
+        self.path = path
+        self.known = known
+        self.missing: dict[str, None] = {}
+        self._seen = 0
+
+    def fill(self, value: Any, where: str) -> Any:
+        """`value` with the variables of all texts in it filled in; keys are left as they are."""
+        self._seen += 1
+        if self._seen > _MOST:
+            raise TaskError(f"{self.path}: holds more than {_MOST} values, or aliases stand for them", code="compose")
+        if isinstance(value, str):
+            return self._fill(value, where)
+        if isinstance(value, list):
+            return [self.fill(each, f"{where}[{number}]") for number, each in enumerate(value)]
+        if isinstance(value, dict):
+            return {key: self.fill(each, f"{where}.{key}" if where else str(key)) for key, each in value.items()}
+        return value
+
+    def _fill(self, text: str, where: str) -> str:
+        def one(match: re.Match[str]) -> str:
+            if match[1]:
+                return "$"
+            if match[6]:
+                raise TaskError(
+                    f"{self.path}: {where}: {text[match.start() : match.start() + 40]!r} begins no variable such as "
+                    "${NAME} or ${NAME:-default}",
+                    hint="write $$ for a plain dollar sign",
+                    code="compose",
+                )
+            name, how, other = match[2] or match[3], match[4] or "", match[5] or ""
+            value = self.known.get(name)
+            has = value is not None and (value != "" or not how.startswith(":"))
+            if how.endswith("+"):
+                return self._fill(other, where) if has else ""
+            if has:
+                return value or ""
+            if how.endswith("-"):
+                return self._fill(other, where)
+            if how.endswith("?"):
+                raise TaskError(
+                    f"{self.path}: {where}: the variable {name} is not set: {other or 'it is required'}",
+                    hint=f"add {name} to [environment.env] of task.toml",
+                    code="compose",
+                )
+            self.missing[name] = None
+            return ""
+
+        return _VARIABLE.sub(one, text)
+
+
+def read_env_file(path: Path, variables: Variables) -> dict[str, str]:
+    """The variables of an `env_file`. Values in single quotes are taken as they are."""
+    found: dict[str, str] = {}
+    for number, row in enumerate(path.read_text().splitlines(), 1):
+        text = row.strip()
+        if not text or text.startswith("#"):
+            continue
+        match = _LINE.fullmatch(text)
+        if match is None:
+            raise TaskError(f"{path}:{number}: not of the form NAME=value", code="compose")
+        name, value = match[1], match[2]
+        if value is None:
+            if name in variables.known:
+                found[name] = variables.known[name]
+            continue
+        found[name] = _unquote(value, variables, f"{path.name}:{number}")
+    return found
+
+
+def _unquote(value: str, variables: Variables, where: str) -> str:
+    if len(value) >= 2 and value[0] == value[-1] == "'":
+        return value[1:-1]
+    if len(value) >= 2 and value[0] == value[-1] == '"':
+        plain = value[1:-1].replace("\\n", "\n").replace('\\"', '"')
+        return variables.fill(plain, where)
+    return variables.fill(re.sub(r"\s+#.*", "", value).strip(), where)
+
+
+def read_limits(keys: dict[str, Any], deploy: dict[str, Any], place: Place) -> dict[str, Any]:
+    """Limits by their old keys and by those of `deploy`, which come first."""
+    at = place.at("deploy.resources")
+    resources = at.mapping(deploy.get("resources"), {"limits", "reservations"})
+    limits = at.at("limits").mapping(resources.get("limits"), {"cpus", "memory", "pids"})
+    kept = at.at("reservations").mapping(resources.get("reservations"), {"cpus", "memory", "devices"})
+    devices = at.at("reservations.devices")
+
+    def said(name: str, old: str) -> tuple[Any, Place]:
+        """A limit, and where it stands."""
+        return (limits[name], at.at(f"limits.{name}")) if limits.get(name) else (keys.get(old), place.at(old))
+
+    cpus, where = said("cpus", "cpus")
+    if (share := where.number(cpus) or 0) < 0:
+        raise where.error("must not be negative")
+    memory, where = said("memory", "mem_limit")
+    size = where.size(memory)
+    processes, where = said("pids", "pids_limit")
+    most = int(where.number(processes) or 0)
+    return {
+        "cpus": share or None,
+        "memory": size or None,
+        "processes": most if most > 0 else None,
+        "gpus": _gpus(kept.get("devices"), devices) or _count(keys.get("gpus"), place.at("gpus")),
+    }
+
+
+def _gpus(rows: Any, place: Place) -> int:
+    total = 0
+    for row in rows or []:
+        keys = place.mapping(row, {"driver", "count", "capabilities", "device_ids", "options"})
+        if "gpu" not in place.at("capabilities").texts(keys.get("capabilities")):
+            raise place.at("capabilities").error("only devices with the capability gpu are supported")
+        total += _count(keys.get("count", len(keys.get("device_ids") or []) or "all"), place.at("count"))
+    return total
+
+
+def _count(value: Any, place: Place) -> int:
+    if value == "all":
+        return -1
+    return int(place.number(value) or 0)

@@ -20,16 +20,14 @@ from pier.sandbox.conformance import (
     arguments,
     files,
     lifecycle,
-    limits,
     network,
     processes,
     running,
     streams,
     user_files,
-    users,
 )
 from pier.sandbox.conformance.bench import CHECKS, Bench, Check, offered, verify
 
 __all__ = ["CHECKS", "Bench", "Check", "offered", "verify"]
 
-MODULES = (arguments, running, streams, users, files, user_files, processes, network, limits, lifecycle)
+MODULES = (arguments, running, streams, files, user_files, processes, network, lifecycle)

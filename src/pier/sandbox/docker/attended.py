@@ -19,10 +19,9 @@ from pier.sandbox.docker.group import CONTAINER_ENDED, ContainerGroup, until_fro
 from pier.sandbox.docker.hub import Member, Places
 from pier.sandbox.docker.layers import find_layers
 from pier.sandbox.docker.mux import Mux, Watched
-from pier.sandbox.linux.channel import Channel, close_all
+from pier.sandbox.linux.channel import WATCH, Channel, close_all
 from pier.sandbox.linux.disk import free_bytes
 from pier.sandbox.linux.network import Network
-from pier.sandbox.linux.stuck import WATCH
 
 EVENT = -2
 """The number of messages that answer nothing: a decision of the network policy, the end of the container."""
@@ -99,15 +98,7 @@ class Attended:
         if await until_frozen(self._group, self._channel):
             self._tell(EVENT, {"gone": "was paused from outside"})
             self._channel.close()
-            self._kill()
-
-    def _kill(self) -> None:
-        """Kill everything in the container, whether it is frozen or not."""
-        for fd in (self._pidfd, self._first):
-            if fd >= 0:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
-        self._group.thaw()
+            self._group.kill(self._pidfd, self._first)
 
     def take(self, message: dict[str, Any]) -> None:
         """Pass a request on. Its files are made here: pipes, with streams to pier at their other ends."""
@@ -281,7 +272,7 @@ class Attended:
         if self._channel is not None:
             self._channel.close()
         if self._group.is_frozen():
-            self._kill()
+            self._group.kill(self._pidfd, self._first)
         if self._pidfd >= 0:
             ended = self._loop.create_future()
             self._loop.add_reader(self._pidfd, lambda: ended.done() or ended.set_result(None))

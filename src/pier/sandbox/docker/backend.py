@@ -3,13 +3,16 @@
 pier joins a container's namespaces instead of asking the engine to run each command, which is forty times faster, kills
 whole process trees and needs no program inside the image. As root on the engine's host it does so itself; else a helper
 container there does it for pier (`pier.sandbox.docker.helper`).
+
+What `pier doctor` says of Docker: which engine answers, and whether its containers can be entered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal
 
@@ -18,28 +21,72 @@ from aiodocker.exceptions import DockerError
 
 from pier.errors import PierError, PolicyError, SandboxError, UsageError
 from pier.image.fetch import engine_address
-from pier.image.model import Image, OnProgress
+from pier.image.model import Image, ImageConfig, OnProgress
+from pier.image.reach import shown
 from pier.lease import Held, Lease
 from pier.network.policy import Rules
 from pier.sandbox import arguments
 from pier.sandbox.closing import close_all, close_in_turn
-from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Limits, Sandbox, SandboxSpec
+from pier.sandbox.contract import Backend, BuildOrder, Capabilities, Change, Finding, Limits, Sandbox, SandboxSpec
 from pier.sandbox.docker.box import IMAGE_MISSING, KIND, LABEL, ContainerBox, remove
 from pier.sandbox.docker.building import build_there
-from pier.sandbox.docker.client import connect, engine_error
+from pier.sandbox.docker.client import SPACE_HINT, connect, engine_error
 from pier.sandbox.docker.compose.services import start_services
-from pier.sandbox.docker.compose.volumes import VOLUME, TrialVolumes, remove_volume
 from pier.sandbox.docker.config import attendant_plan, container_config
-from pier.sandbox.docker.doctor import examine
 from pier.sandbox.docker.engine import Engine
 from pier.sandbox.docker.entering import FAR_SOCKET
 from pier.sandbox.docker.group import CONTAINER_ENDED
 from pier.sandbox.docker.helper_box import HELPER, remove_idle
 from pier.sandbox.docker.images import REPOSITORY
 from pier.sandbox.docker.sandbox import DockerSandbox
+from pier.sandbox.docker.volumes import VOLUME, TrialVolumes, remove_volume
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.sandbox.linux.zygotes import NO_SANDBOXES
-from pier.sandbox.order import BuildOrder
+
+_LITTLE = 1e9
+"""Bytes of space below which images and containers are about to fail."""
+
+
+async def examine(engine: Engine, start: Callable[[SandboxSpec], Awaitable[Sandbox]]) -> list[Finding]:
+    """Look at the engine, and enter a container of pier's own there: `start` makes one."""
+    version = engine.version
+    name = version.get("Platform", {}).get("Name") or "Docker"
+    told = f"{name} {version.get('Version', '?')} at {shown(engine.address)}, API {version.get('ApiVersion', '?')}"
+    found = [Finding("Docker engine", True, told), await _examine_entrance(engine, start)]
+    return [*found, *(await _examine_disk(engine) if found[-1].ok else ())]
+
+
+async def _examine_disk(engine: Engine) -> list[Finding]:
+    """How much space the engine has, if its disk is this machine's."""
+    root = await engine.data_directory()
+    try:
+        space = os.statvfs(root) if root and await engine.shares_disk() else None
+    except OSError:
+        space = None
+    if space is None:
+        return []
+    free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    told = f"{free / 1e9:.1f} GB free of {total / 1e9:.1f} GB at {root}"
+    if free >= _LITTLE:
+        return [Finding("engine's disk", True, told)]
+    return [Finding("engine's disk", False, told, SPACE_HINT)]
+
+
+async def _examine_entrance(engine: Engine, start: Callable[[SandboxSpec], Awaitable[Sandbox]]) -> Finding:
+    try:
+        async with engine.idle_image() as name, await start(SandboxSpec(Image(name, "", (), ImageConfig()))):
+            pass
+        if not engine.through_helper:
+            return Finding("containers", True, "entered by pier itself, as root on the engine's host")
+        helper = await engine.helper()
+    except PierError as error:
+        return Finding("containers", False, error.message, error.hint or "")
+    except DockerError as error:
+        return Finding("containers", False, engine_error(error).message)
+    modes = ", ".join(sorted(helper.networks))
+    disk = "the engine sees this machine's files" if helper.shares_disk else "mounts are copied into volumes"
+    return Finding("containers", True, f"entered by a helper container; networks: {modes}; {disk}")
+
 
 SNAPSHOT = "engine-image"
 _NOT_HERE = (FAR_SOCKET, CONTAINER_ENDED, NO_SANDBOXES)

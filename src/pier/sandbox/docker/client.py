@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import ssl
+from collections.abc import Callable
 from typing import Any
 
 import aiodocker
@@ -60,6 +61,20 @@ async def connect(address: str) -> tuple[Client, dict[str, Any]]:
     except BaseException:
         await client.close()
         raise
+
+
+async def bring_image(docker: Client, name: str, archive: Callable[[], bytes], message: str) -> None:
+    """Make an image of the root file system in a tar archive, unless the engine has one of that name."""
+    try:
+        await docker.images.inspect(name)
+    except DockerError as error:
+        if error.status != 404:
+            raise
+        query, data = {"fromSrc": "-", "repo": name, "message": message}, await asyncio.to_thread(archive)
+        async with docker._query("images/create", "POST", params=query, data=data) as answer:
+            told = await answer.text()
+        if '"error"' in told:
+            raise SandboxError(f"the engine did not take {message}: {told[-300:]}", code="helper_image") from None
 
 
 def no_engine() -> SandboxError:

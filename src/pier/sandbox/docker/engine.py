@@ -18,9 +18,9 @@ from pier.lease import Lease
 from pier.network.policy import NetworkMode
 from pier.sandbox.closing import close_in_turn
 from pier.sandbox.contract import Mount
-from pier.sandbox.docker import idle, offers
+from pier.sandbox.docker import idle
 from pier.sandbox.docker.client import Client, connect
-from pier.sandbox.docker.config import Placing
+from pier.sandbox.docker.config import OWN_QUOTAS, Placing, can_limit_disk, has_gpus, idle_image, kept_limits
 from pier.sandbox.docker.entering import Entrance, OwnEntrance
 from pier.sandbox.docker.helper import Helper, open_helper
 from pier.sandbox.docker.helper_box import REPOSITORY
@@ -98,12 +98,12 @@ class Engine:
         """Whether containers there can have GPUs; a container is started once to find out."""
         async with self._starting:
             if self._has_gpus is None:
-                self._has_gpus = await offers.has_gpus(self.docker, self._lease, self._machine)
+                self._has_gpus = await has_gpus(self.docker, self._lease, self._machine)
             return self._has_gpus
 
     async def limits(self) -> dict[str, str]:
         """The limits that can be kept there, and by what."""
-        kept = offers.kept_limits(await self._ask_info())
+        kept = kept_limits(await self._ask_info())
         return {**kept, "disk": "quota" if await self.has_quotas() else "watched"}
 
     async def has_quotas(self) -> bool:
@@ -111,12 +111,12 @@ class Engine:
         async with self._starting:
             if self._limits_disk is None:
                 info = await self._ask_info()
-                self._limits_disk = await offers.can_limit_disk(self.docker, self._lease, self._machine, info)
+                self._limits_disk = await can_limit_disk(self.docker, self._lease, self._machine, info)
             return self._limits_disk
 
     async def disk_counts_image(self) -> bool:
         """Whether a limit on disk there counts what the image holds too."""
-        return (await self._ask_info()).get("Driver") in offers.OWN_QUOTAS
+        return (await self._ask_info()).get("Driver") in OWN_QUOTAS
 
     async def data_directory(self) -> str:
         """Where the engine keeps images and containers, on its own host."""
@@ -142,7 +142,7 @@ class Engine:
 
     def idle_image(self) -> AbstractAsyncContextManager[str]:
         """The name of an image there that has nothing in it that could run but the program that waits."""
-        return offers.idle_image(self.docker, self._machine)
+        return idle_image(self.docker, self._machine)
 
     async def shares_disk(self) -> bool:
         """Whether the engine sees this machine's directories."""

@@ -22,9 +22,8 @@ from pier.sandbox.docker.hub import Hub, Member, Places
 from pier.sandbox.docker.layers import find_layers
 from pier.sandbox.linux.channel import Channel, close_all
 from pier.sandbox.linux.disk import free_bytes
-from pier.sandbox.linux.killing import kill_and_wait
 from pier.sandbox.linux.network import Network
-from pier.sandbox.linux.zygotes import Zygotes
+from pier.sandbox.linux.zygotes import Zygotes, kill_and_wait
 
 FAR_SOCKET = "far_socket"
 """The code of the error that an engine is at a socket of this machine, but is not on it."""
@@ -151,15 +150,7 @@ class OwnEntered(Entered):
     async def _watch(self) -> None:
         if await until_frozen(self._group, self.channel):
             self.channel.close(f"the container {self._name} was paused from outside")
-            self._kill()
-
-    def _kill(self) -> None:
-        """Kill everything in the container, whether it is frozen or not."""
-        for fd in (self._pidfd, self._first):
-            if fd >= 0:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
-        self._group.thaw()
+            self._group.kill(self._pidfd, self._first)
 
     def oom_kills(self) -> int:
         return self._group.oom_kills()
@@ -211,7 +202,7 @@ class OwnEntered(Entered):
         if hasattr(self, "channel"):
             self.channel.close()
         if self._group.is_frozen():
-            self._kill()
+            self._group.kill(self._pidfd, self._first)
         if self._pidfd >= 0:
             await kill_and_wait(self._pidfd)
             os.close(self._pidfd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from pathlib import Path
 
 from pier.sandbox.linux.channel import Channel
@@ -53,6 +54,14 @@ class ContainerGroup:
         except (OSError, ValueError):
             return 0
         return int(rows.get("oom_kill", 0))
+
+    def kill(self, *pidfds: int) -> None:
+        """Kill everything in the container, whether it is frozen or not; a number below 0 stands for no process."""
+        for fd in pidfds:
+            if fd >= 0:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+        self.thaw()
 
     def is_frozen(self) -> bool:
         try:

@@ -22,7 +22,7 @@ from pier.errors import SandboxError
 from pier.home import pier_home
 from pier.image.disk import only_one
 from pier.lease import Lease
-from pier.sandbox.docker.client import Client, engine_error
+from pier.sandbox.docker.client import Client, bring_image, engine_error
 from pier.sandbox.docker.holding import holding
 from pier.sandbox.docker.idle import IDLE
 from pier.sandbox.docker.keeper import MARK
@@ -127,7 +127,7 @@ class HelperBox:
         try:
             async with holding(self._image):
                 async with only_one(pier_home() / "docker" / "locks", self._image):
-                    await self._bring()
+                    await bring_image(self._docker, self._image, self._runtime.archive, "pier's helper")
                 container = await self._create()
             if container is not None:
                 await self._start(container)
@@ -150,22 +150,6 @@ class HelperBox:
             if error.status != 409:
                 await remove_idle(self._docker, self.name)
                 raise
-
-    async def _bring(self) -> None:
-        try:
-            await self._docker.images.inspect(self._image)
-        except DockerError as error:
-            if error.status != 404:
-                raise
-            await self._send_image()
-
-    async def _send_image(self) -> None:
-        query = {"fromSrc": "-", "repo": self._image, "message": "pier's helper"}
-        data = await asyncio.to_thread(self._runtime.archive)
-        async with self._docker._query("images/create", "POST", params=query, data=data) as answer:
-            told = await answer.text()
-        if '"error"' in told:
-            raise SandboxError(f"the engine did not take the helper's image: {told[-300:]}", code="helper_image")
 
 
 async def remove_idle(docker: aiodocker.Docker, name: str) -> None:

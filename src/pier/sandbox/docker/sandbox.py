@@ -85,6 +85,16 @@ class DockerSandbox(LinuxSandbox[ContainerBox]):
         self._listeners.append(listener)
         return listener
 
+    async def dial(self, port: int) -> socket.socket:
+        if isinstance(self.box.channel, FarChannel):
+            raise SandboxError(
+                "cannot connect to a port inside: the engine is reached through a helper",
+                code="cannot_dial",
+                blame="user",
+                retryable=False,
+            )
+        return await super().dial(port)
+
     async def _serve(self, listener: LinuxListener) -> None:
         """Once: a snapshot leaves a container and its sockets as they are."""
         if listener not in self._listeners:

@@ -2,6 +2,8 @@
 
 A volume is whole when its last file is there, which says so. Nothing in it changes afterwards, so all runs and machines
 that use the engine share it. `collect_volumes` removes those that no container uses.
+
+The volumes that services of one trial share: made for it, written down first, removed with it.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import io
 import os
 import re
+import secrets
 import stat
 import tarfile
 from collections.abc import AsyncIterator
@@ -18,16 +22,17 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import aiodocker
 from aiodocker.containers import DockerContainer
 from aiodocker.exceptions import DockerError
 
 from pier.errors import SandboxError
 from pier.image.model import OnProgress
 from pier.lease import Lease
-from pier.sandbox.docker.box import passing_container
+from pier.sandbox.closing import close_all
+from pier.sandbox.docker.box import LABEL, passing_container
 from pier.sandbox.docker.client import Client, engine_error
-from pier.sandbox.docker.holding import holding, letting_go, making
-from pier.sandbox.docker.telling import sending
+from pier.sandbox.docker.holding import holding, letting_go, making, sending
 
 PREFIX = "pier-pack-"
 _OURS = re.compile(PREFIX + "[0-9a-f]{24}")
@@ -181,3 +186,81 @@ async def _content(path: Path, size: int) -> AsyncIterator[bytes]:
             left -= len(data)
             yield data
     yield bytes(-size % tarfile.BLOCKSIZE)
+
+
+VOLUME = "trial-volume"
+_VOLUME_INSIDE = "pier-volume"
+
+
+class TrialVolumes:
+    """The volumes of one trial, by the names that its compose file has for them. `image` is any image of the engine:
+    files come into a volume by way of a container that never runs."""
+
+    def __init__(self, docker: Client, lease: Lease, image: str) -> None:
+        self._docker = docker
+        self._image = image
+        self._lease = lease
+        self._made: dict[str, str] = {}
+
+    async def get(self, key: str) -> str:
+        """The engine's name of the volume `key`, which is made when it is first asked for."""
+        if key not in self._made:
+            id = secrets.token_hex(6)
+            self._made[key] = name = f"pier-volume-{id}"
+            self._lease.write(VOLUME, id, {"engine": self._docker.address, "name": name})
+            try:
+                await self._docker.volumes.create({"Name": name, "Labels": {LABEL: self._lease.owner}})
+            except DockerError as error:
+                raise engine_error(error) from error
+        return self._made[key]
+
+    async def filled(self, directory: Path) -> str:
+        """The engine's name of the volume with a copy of `directory`, whose files are root's there."""
+        key = f"//{directory}"
+        if key in self._made:
+            return self._made[key]
+        name = await self.get(key)
+        host = {"NetworkMode": "none", "Binds": [f"{name}:/{_VOLUME_INSIDE}"]}
+        config = {"Image": self._image, "Cmd": ["none"], "HostConfig": host}
+        packed = await asyncio.to_thread(_packed_whole, directory, ".")
+        mode = _packed_whole(directory, _VOLUME_INSIDE, recursive=False)
+        try:
+            async with passing_container(self._docker, self._lease, config) as container:
+                await container.put_archive(f"/{_VOLUME_INSIDE}", packed)
+                # The mode of a volume itself is set from above it only.
+                await container.put_archive("/", mode)
+        except DockerError as error:
+            raise engine_error(error) from error
+        return name
+
+    async def remove(self) -> None:
+        """Remove all of them; no container may use one any more. Idempotent."""
+        names = list(self._made.values())
+        self._made.clear()
+        await close_all(self._remove(name) for name in names)
+
+    async def _remove(self, name: str) -> None:
+        await remove_volume(self._docker, name)
+        self._lease.strike(VOLUME, name.rpartition("-")[2])
+
+
+async def remove_volume(docker: aiodocker.Docker, name: str) -> None:
+    """Remove a volume; one that is gone already is fine."""
+    try:
+        async with docker._query(f"volumes/{name}", method="DELETE", params={"force": "1"}):
+            return
+    except DockerError as error:
+        if error.status != 404:
+            raise engine_error(error) from error
+
+
+def _packed_whole(directory: Path, name: str, *, recursive: bool = True) -> bytes:
+    def as_roots(info: tarfile.TarInfo) -> tarfile.TarInfo:
+        info.uid = info.gid = 0
+        info.uname = info.gname = ""
+        return info
+
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        archive.add(directory, name, recursive=recursive, filter=as_roots)
+    return packed.getvalue()

@@ -1,17 +1,26 @@
 """pier's end of a socket to a zygote or an init: requests with numbers, answers as futures, events as callbacks.
 
 When the other end is gone every waiter gets the same `SandboxError`; nobody waits for ever.
+
+Frees pier from commands that keep their own output from being read.
+
+A program that splices a stalled socket into its output holds the lock of that pipe while it waits, and a read by pier
+waits for the lock in the kernel, even if the pipe is non-blocking. The event loop stands still then, with everything
+that pier runs. A thread watches how long such a call takes, and has the command killed, which frees the lock.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import socket
 import struct
 import termios
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pier.errors import ArgumentError, SandboxError
@@ -179,3 +188,42 @@ def failure_of(answer: dict[str, Any]) -> SandboxError:
 def close_all(fds: list[int]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+_PATIENCE = 2.0
+"""Seconds that one read or write may take before its command is killed; after twice as long, all commands are."""
+
+
+class Watch:
+    """Watches the calls of one thread, the event loop's. Its own thread starts with the first call."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._channel: Channel | None = None
+        self._job = 0
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def over(self, channel: Channel, job: int) -> Iterator[None]:
+        """Watch a read or write of a pipe that the command `job` of a sandbox has the other end of."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="pier-stuck", daemon=True)
+            self._thread.start()
+        self._channel, self._job, self._since = channel, job, time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = 0.0
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_PATIENCE / 4)
+            since, channel, job = self._since, self._channel, self._job
+            if channel is not None and since and time.monotonic() > since + _PATIENCE:
+                patient = time.monotonic() < since + 2 * _PATIENCE
+                order = {"op": "kill", "id": 0, "job": job} if patient else {"op": "kill_all", "id": 0}
+                with contextlib.suppress(OSError):
+                    channel.send_now(*wire.encode(order, []))
+
+
+WATCH = Watch()

@@ -147,6 +147,9 @@ class Init:
             wire.send(self.control, {"id": message["id"]})
         elif message["op"] == "listen":
             self._listen(message)
+        elif message["op"] == "socket":
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
+                wire.send(self.control, {"id": message["id"]}, [sock.fileno()])
         elif message["op"] == "network":
             self._change_network(message)
         else:

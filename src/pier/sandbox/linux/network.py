@@ -1,18 +1,159 @@
-"""The way out of a sandbox: init makes the sockets, pier serves them, a probe inside proves the policy."""
+"""The way out of a sandbox: init makes the sockets, pier serves them, a probe inside proves the policy.
+
+Reads what `last_resort` tells of one sandbox, from pier's own process: notes each attempt, answers lookups.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+import struct
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from pier.errors import PolicyError, SandboxError
+from pier.network import last_resort, udp
 from pier.network.gatekeeper import Gatekeeper
 from pier.network.netlink import NETFILTER
+from pier.network.plumbing import GATEWAY
 from pier.network.policy import Decision, NetworkMode, NetworkPolicy, OnDecision, Rules
-from pier.network.refusals import Refusals
+from pier.network.udp import ConnectAttempt, read_attempt
 from pier.sandbox.linux.channel import Channel
+
+_HEADER, _PAYLOAD, _SEQUENCE = 1, 9, 12
+_AT_ONCE = 256
+_MOST_HELD = 4096
+"""More than a socket holds at once."""
+_PAUSE = 0.25
+"""Seconds without reading after a flood, so that a sandbox costs pier little more than what it may write down."""
+_MOST_LOOKUPS = 64
+"""Lookups that are answered at once; of more only the attempt is noted, and the client asks again."""
+REASON = "no network"
+_MARK = udp.bare(253, "127.0.0.1", GATEWAY)
+"""A packet of pier's own, refused like any other: its number tells how many were lost before it."""
+
+Told = tuple[int, int, bytes]
+"""A logged packet's number, its protocol, and its beginning."""
+
+
+class Refusals:
+    """What one network namespace tells, from the sockets of `last_resort.listen`, which are this one's from now on.
+    `answer` answers a lookup, and notes it by itself; `note` takes everything else."""
+
+    def __init__(
+        self, fds: list[int], answer: Callable[[bytes], Awaitable[bytes | None]], note: Callable[[Decision], None]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._telling, self._answers = (socket.socket(fileno=fd) for fd in fds)
+        self._answer = answer
+        self._note = note
+        self._next = -1
+        self._overrun = False
+        self._pause: asyncio.TimerHandle | None = None
+        self._lookups: set[asyncio.Task[None]] = set()
+        self._resume()
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._telling, self._take_some)
+
+    def _take_some(self) -> None:
+        for _ in range(_AT_ONCE):
+            if not self._take():
+                return
+        self._loop.remove_reader(self._telling)
+        self._pause = self._loop.call_later(_PAUSE, self._resume)
+
+    def take_all(self) -> None:
+        """Note every packet logged so far; lookups may still be answered."""
+        self._take_held()
+        if self._overrun:
+            with contextlib.suppress(OSError):
+                self._answers.sendto(_MARK, (GATEWAY, 0))
+            self._take_held()
+
+    def _take_held(self) -> None:
+        """Take the packets that the socket holds, up to a limit: a sandbox may add to them without a pause."""
+        for _ in range(_MOST_HELD):
+            if not self._take():
+                return
+
+    async def settle(self) -> None:
+        """Note every packet logged so far."""
+        self.take_all()
+        if self._lookups:
+            await asyncio.wait(self._lookups)
+
+    def _take(self) -> bool:
+        data = last_resort.receive(self._telling)
+        if data is None:
+            return False
+        self._overrun = self._overrun or not data
+        for number, protocol, packet in _read(data):
+            if self._next >= 0 and number > self._next:
+                self._lose(number - self._next)
+            self._next = number + 1
+            self._consider(protocol, packet)
+        return True
+
+    def _lose(self, count: int) -> None:
+        self._note(Decision("ip", "anywhere", False, reason=f"{REASON}; too many at once to list", count=count))
+
+    def _consider(self, protocol: int, packet: bytes) -> None:
+        sent = udp.read(packet, protocol)
+        is_lookup = sent is not None and sent.kind == "udp" and sent.port == 53 and str(sent.address) == GATEWAY
+        if sent is not None and is_lookup and len(self._lookups) < _MOST_LOOKUPS:
+            task = self._loop.create_task(self._look_up(sent))
+            self._lookups.add(task)
+            task.add_done_callback(self._lookups.discard)
+            return
+        attempt = read_attempt(packet, protocol)
+        if attempt is not None and not _is_ours(packet, attempt):
+            self._note(Decision(attempt.kind, str(attempt.address), False, attempt.port, REASON))
+
+    async def _look_up(self, sent: udp.Datagram) -> None:
+        reply = await self._answer(sent.payload)
+        if reply is not None and self._answers.fileno() >= 0:
+            with contextlib.suppress(OSError):
+                self._answers.sendto(udp.answer(sent, reply), (str(sent.source), 0))
+
+    def close(self) -> None:
+        """Close the sockets; the kernel then logs nothing. Idempotent."""
+        if self._pause is not None:
+            self._pause.cancel()
+        if self._telling.fileno() >= 0:
+            self._loop.remove_reader(self._telling)
+        for task in self._lookups:
+            task.cancel()
+        self._telling.close()
+        self._answers.close()
+
+
+def _is_ours(packet: bytes, attempt: ConnectAttempt) -> bool:
+    """Whether a packet comes of what pier does: a mark, or the kernel's mark that no process waits for an answer."""
+    if str(attempt.address) != GATEWAY:
+        return False
+    return packet[9] == _MARK[9] or (attempt.kind == "icmp" and packet[4 * (packet[0] & 0x0F) :][:1] == b"\x03")
+
+
+def _read(data: bytes) -> Iterator[Told]:
+    """The packets in what one read gave: netlink messages of the kernel's packet log."""
+    while len(data) >= 20:
+        size = struct.unpack_from("I", data)[0]
+        parts = dict(_attributes(data[20:size]))
+        if _PAYLOAD in parts and _HEADER in parts and _SEQUENCE in parts:
+            number = int.from_bytes(parts[_SEQUENCE], "big")
+            yield number, int.from_bytes(parts[_HEADER][:2], "big"), parts[_PAYLOAD]
+        data = data[max((size + 3) & ~3, 20) :]
+
+
+def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
+    while len(data) >= 4:
+        size, kind = struct.unpack_from("HH", data)
+        yield kind & 0x3FFF, data[4:size]
+        data = data[max((size + 3) & ~3, 4) :]
+
 
 _EVERYTHING = [["0.0.0.0", 0], ["::", 0]]
 

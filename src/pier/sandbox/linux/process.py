@@ -17,8 +17,7 @@ from typing import Any
 from pier.errors import ArgumentError, SandboxError
 from pier.sandbox import arguments
 from pier.sandbox.contract import OnOutput, Process, Result, Stream
-from pier.sandbox.linux.channel import Channel, close_all, failure_of
-from pier.sandbox.linux.stuck import WATCH
+from pier.sandbox.linux.channel import WATCH, Channel, close_all, failure_of
 
 _CHUNK = 256 * 1024
 _STRAGGLE = 0.2

@@ -381,6 +381,17 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         message, fds = await self.box.channel.ask({"op": "listen", "host": listener.host, "port": listener.port})
         await listener.serve(message["port"], socket.socket(fileno=fds[0]))
 
+    async def dial(self, port: int) -> socket.socket:
+        _, fds = await self.box.channel.ask({"op": "socket"})
+        sock = socket.socket(fileno=fds[0])
+        sock.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
     async def kill_all(self) -> int:
         message, _ = await self.box.channel.ask({"op": "kill_all"})
         return message["killed"]

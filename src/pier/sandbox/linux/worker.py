@@ -22,7 +22,7 @@ from typing import Any
 
 from pier.network import plumbing
 from pier.sandbox import seccomp, tree
-from pier.sandbox.linux import kernel, launch, oom, users, wire
+from pier.sandbox.linux import kernel, launch, oom, wire
 from pier.sandbox.tree.small import serve_small
 
 ALL_CHILDREN = 0x40000000
@@ -207,8 +207,8 @@ def copy(
         return None if small else _copy_as(request, fd, many_ids, extra)
     if isinstance(owner := request.get("owner"), str):
         try:
-            found = users.find(owner)
-        except users.NoSuchUser as error:
+            found = launch.find_user(owner)
+        except launch.NoSuchUser as error:
             os.close(fd)
             return {"ok": False, "code": "no_such_user", "message": str(error)}
         request["owner"] = [found.uid, found.gid]
@@ -219,8 +219,8 @@ def _copy_as(request: dict[str, Any], fd: int, many_ids: bool, extra: int) -> di
     """Do a request about files as the user that it names, in a process that has become this user."""
     try:
         try:
-            user = users.find(request["user"])
-        except users.NoSuchUser as error:
+            user = launch.find_user(request["user"])
+        except launch.NoSuchUser as error:
             return {"ok": False, "code": "no_such_user", "message": str(error)}
         if not many_ids and (user.uid or user.gid):
             text = f"cannot act as user {request['user']!r}: this sandbox has only one user id"
@@ -235,7 +235,7 @@ def _copy_as(request: dict[str, Any], fd: int, many_ids: bool, extra: int) -> di
         os.close(fd)
 
 
-def _fork_copy(request: dict[str, Any], fd: int, user: users.User, extra: int, answer: int) -> int:
+def _fork_copy(request: dict[str, Any], fd: int, user: launch.User, extra: int, answer: int) -> int:
     pid = os.fork()
     if pid == 0:
         try:

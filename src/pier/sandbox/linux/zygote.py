@@ -23,9 +23,8 @@ from typing import Any
 from pier.beneath import remove, remove_some
 from pier.sandbox import tree
 from pier.sandbox.linux import attendant, changes, kernel, unlinked, wire
-from pier.sandbox.linux.root import HOST, POINTS, find_masks, make_skeleton
+from pier.sandbox.linux.root import HOST, POINTS, find_masks, make_skeleton, make_view
 from pier.sandbox.linux.spares import Spare, Spares, write_maps
-from pier.sandbox.linux.view import make_view
 
 _SAME_IDS = {"uid_map": "0 0 65536\n", "gid_map": "0 0 65536\n"}
 _ROOTS_SECRETS = ("kmsg", "slabinfo", "kpagecount", "kpageflags", "kpagecgroup", "vmallocinfo", "pagetypeinfo")

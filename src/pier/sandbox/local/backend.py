@@ -1,9 +1,19 @@
-"""The local backend: what it can do here, and the start and end of its sandboxes."""
+"""The local backend: what it can do here, and the start and end of its sandboxes.
+
+Removal of what a dead pier left: its sandboxes end by themselves, their directories and control groups do not.
+
+Frozen writable layers, and who still needs each of them.
+
+A snapshot's layer lies below the sandbox that it was taken from, below sandboxes started from it and below later
+snapshots of those. It is removed when the last of them is gone, whatever the order.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import secrets
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -15,6 +25,7 @@ from pier.image.model import Image
 from pier.lease import Held, Lease
 from pier.network.policy import NetworkMode, Rules
 from pier.sandbox import arguments, cgroup
+from pier.sandbox.cgroup import ControlGroup
 from pier.sandbox.closing import close_all, close_in_turn
 from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Limits, SandboxSpec
 from pier.sandbox.host import HostRoot, host_image, prepare
@@ -24,12 +35,59 @@ from pier.sandbox.linux.network import offered_modes
 from pier.sandbox.linux.root import APT_OF_ONE_ID, NO_OVERLAY
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.sandbox.linux.zygotes import Zygotes
-from pier.sandbox.local import sweeping
-from pier.sandbox.local.box import KIND, LocalBox, make_private
+from pier.sandbox.local.box import (
+    KIND,
+    LocalBox,
+    layers_of,
+    limits_of,
+    machine_memory,
+    make_plan,
+    make_private,
+    wait_for_end,
+)
 from pier.sandbox.local.doctor import HOMES, examine
-from pier.sandbox.local.plan import layers_of, limits_of, machine_memory, make_plan
-from pier.sandbox.local.snapshots import KIND as SNAPSHOT
-from pier.sandbox.local.snapshots import Snapshots
+
+SNAPSHOT = "snapshot"
+
+
+class Snapshots:
+    """The snapshots of one backend."""
+
+    def __init__(self, lease: Lease, zygotes: Zygotes, base: Path) -> None:
+        self._lease = lease
+        self._zygotes = zygotes
+        self._base = base
+        self._holders: dict[Path, set[str]] = {}
+
+    async def freeze(self, upper: Path) -> Path:
+        """Take a writable layer that nothing writes to any more, and give the layer that it became."""
+        id = secrets.token_hex(6)
+        directory = self._base / id
+        self._lease.write(SNAPSHOT, id, {"directory": str(directory)})
+        make_private(directory)
+        layer = directory / "layer"
+        await self._zygotes.ask_any({"op": "move", "path": str(upper), "to": str(layer)})
+        self._holders[layer] = set()
+        return layer
+
+    def hold(self, holder: str, layers: Iterable[Path]) -> None:
+        """Note that `holder` (an image or a sandbox) needs those of `layers` that are snapshots."""
+        for layer in layers:
+            if layer in self._holders:
+                self._holders[layer].add(holder)
+
+    async def release(self, holder: str) -> None:
+        """Note that `holder` is gone, and remove what nobody needs any more."""
+        for layer, holders in list(self._holders.items()):
+            if holder not in holders:
+                continue
+            holders.discard(holder)
+            if not holders:
+                del self._holders[layer]
+                await self._zygotes.tell_all({"op": "forget", "id": 0, "path": str(layer)})
+                await self._zygotes.remove(layer.parent)
+                self._lease.strike(SNAPSHOT, layer.parent.name)
+
 
 _LOST = ("zygote_gone", "sandbox_gone")
 
@@ -190,7 +248,12 @@ class LocalBackend(Backend):
         return examine(self._ids, self._groups, problem, mend, shifted=shifted)
 
     async def destroy(self, held: Held) -> None:
-        await sweeping.destroy(held, self._zygotes)
+        directory = Path(held.data["directory"])
+        await wait_for_end(directory)
+        if groups := held.data.get("groups"):
+            await asyncio.to_thread(ControlGroup(tuple(groups)).remove)
+        if directory.exists():
+            await self._zygotes.remove(directory)
 
     async def close(self) -> None:
         """All sandboxes are stopped, also when one of them fails to; what failed is raised in the end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import IO
 
@@ -19,8 +19,7 @@ def receive(stream: IO[bytes], target: Path, *, max_bytes: int | None = None) ->
     made. Answers what was left out. Raises FileExistsError if something is there already."""
     if target.is_symlink() or (target.exists() and not _is_empty(target)):
         raise FileExistsError(f"{target} exists already")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unborn = Path(tempfile.mkdtemp(prefix=".pier-", suffix=".tmp", dir=target.parent))
+    unborn = _make_beside(target)
     try:
         root = os.open(unborn, DIRECTORY)
         try:
@@ -38,6 +37,17 @@ def receive(stream: IO[bytes], target: Path, *, max_bytes: int | None = None) ->
         with contextlib.suppress(OSError):
             remove(str(unborn))
     return unpacked.skipped
+
+
+def _make_beside(target: Path) -> Path:
+    """A new directory next to `target`. Parents are made."""
+    unborn = target.with_name(f".pier-{secrets.token_hex(6)}.tmp")
+    try:
+        unborn.mkdir(0o700)
+    except FileNotFoundError:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unborn.mkdir(0o700)
+    return unborn
 
 
 def _is_empty(path: Path) -> bool:

@@ -15,13 +15,13 @@ import os
 import sqlite3
 import stat
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from pier.trajectory.model import (
     Content,
@@ -38,6 +38,7 @@ from pier.trajectory.model import (
 )
 from pier.tree import Tree, TreeError, open_regular
 
+K = TypeVar("K")
 EXTENSIONS = {"image/png": "png", "image/jpeg": "jpg", "image/gif": "gif", "image/webp": "webp"}
 
 
@@ -58,6 +59,10 @@ class SessionLog:
     cost_usd: float | None = None
     children: list[SessionLog] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def child_in(self, words: Content) -> str | None:
+        """The id of a sub-agent that a text names."""
+        return next((child.id for child in self.children if isinstance(words, str) and child.id in words), None)
 
     def steps(self, media: Path | None = None) -> Iterator[Step]:
         """The steps of the session, in order; `totals` of the assembler are known after the last."""
@@ -88,6 +93,15 @@ def nested(found: list[tuple[SessionLog, str | None]]) -> list[SessionLog]:
             parent.children.append(session)
     _flatten(tops)
     return tops
+
+
+def below_tops(found: list[tuple[SessionLog, K | None]], tops: Mapping[K, SessionLog]) -> list[SessionLog]:
+    """Sessions with the place of who started each, those below another at that one; of an unknown place at the end."""
+    rest = [session for session, place in found if place is not None and place not in tops]
+    for session, place in found:
+        if place is not None and place in tops:
+            tops[place].children.append(session)
+    return [*(session for session, place in found if place is None), *rest]
 
 
 def _flatten(tops: list[SessionLog]) -> None:
@@ -185,7 +199,7 @@ class Assembler:
     def say(self, source: Source, message: Content, at: str | None, **extra: Any) -> None:
         """A step of the user or the system."""
         self.close()
-        self._emit(Step(step_id=1, source=source, message=message, timestamp=at, extra=extra or None))
+        self._emit(Step(step_id=1, source=source, message=message, timestamp=at, extra=_known(extra)))
 
     def compacted(self, summary: str, at: str | None, **extra: Any) -> None:
         """The agent replaced its history by a summary."""
@@ -216,6 +230,18 @@ class Assembler:
         if self._open and text:
             self._open.thoughts.append(text)
 
+    def block(self, block: dict[str, Any], call: str = "", arguments: str = "input") -> None:
+        """A block of an answer: a text, a thought, or a tool call if its type is `call`. Others are facts about it."""
+        match block.get("type"):
+            case "text":
+                self.text(block.get("text") or "")
+            case "thinking" | "think" | "reasoning" as kind:
+                self.think(block.get(kind) or block.get("text") or "")
+            case kind if kind == call:
+                self.call(str(block.get("id")), str(block.get("name")), block.get(arguments) or {})
+            case kind:
+                self.note(**{str(kind): block})
+
     def call(self, id_: str, name: str, arguments: Any) -> None:
         """A tool call of the open step. Arguments that are not a mapping are kept as they are under `input`."""
         if self._open is None:
@@ -229,33 +255,54 @@ class Assembler:
         self._open.calls.append(StepToolCall(tool_call_id=unique, function_name=name, arguments=given))
 
     def observe(self, call: str | None, content: Content, at: str | None = None, **extra: Any) -> None:
-        """What a tool answered. One that comes after its step is a separate step that names the call."""
+        """What a tool answered; `child` names the sub-agent that it began, if there is one of this name. An answer that
+        comes after its step is a separate step that names the call."""
         child = extra.pop("child", None)
-        refs = [SubagentTrajectoryRef(trajectory_id=child)] if child else None
+        known = any(child == each.id for each in self.session.children)
+        refs = [SubagentTrajectoryRef(trajectory_id=child)] if known else None
         own = self._open and any(row.tool_call_id == call for row in self._open.calls)
         if self._open is not None and (own or call is None):
             if any(row.source_call_id == call for row in self._open.results if call):
                 return
             self._open.results.append(
                 ObservationResult(
-                    source_call_id=call, content=content, subagent_trajectory_ref=refs, extra=extra or None
+                    source_call_id=call, content=content, subagent_trajectory_ref=refs, extra=_known(extra)
                 )
             )
             return
-        result = ObservationResult(content=content, subagent_trajectory_ref=refs, extra={"call_id": call, **extra})
+        result = ObservationResult(
+            content=content, subagent_trajectory_ref=refs, extra=_known({"call_id": call, **extra})
+        )
         self.close()
         self._emit(
             Step(step_id=1, source="system", message="", timestamp=at, observation=Observation(results=[result]))
         )
 
-    def count(self, metrics: Metrics) -> None:
+    def count(
+        self,
+        prompt: int | None,
+        completion: int | None,
+        cached: int | None,
+        *,
+        written: int | None = None,
+        reasoning: int | None = None,
+        cost: float | None = None,
+    ) -> None:
+        """The tokens of the open step, those that were read from and `written` to a cache included."""
         if self._open:
-            self._open.metrics = metrics
+            extra = _known({"cache_write_tokens": written or None, "reasoning_tokens": reasoning or None})
+            self._open.metrics = Metrics(
+                prompt_tokens=prompt,
+                completion_tokens=completion,
+                cached_tokens=cached,
+                cost_usd=cost or None,
+                extra=extra,
+            )
 
     def note(self, **extra: Any) -> None:
         """Facts about the open step."""
         if self._open:
-            self._open.extra.update({name: value for name, value in extra.items() if value is not None})
+            self._open.extra.update(_known(extra) or {})
 
     def close(self) -> None:
         """The open step is whole."""
@@ -279,6 +326,32 @@ class Assembler:
                 extra=turn.extra or None,
             )
         )
+
+    def content(self, content: Any, *, whole: bool = False) -> Content:
+        """A text, or texts and pictures in any shape that logs have them in. What is neither is shown by its type or,
+        with `whole`, as JSON."""
+        if content is None or isinstance(content, str):
+            return content or ""
+        parts = [part for each in content for part in self._parts(each, whole)]
+        if any(part.type != "text" for part in parts):
+            return parts
+        return "\n".join(part.text or "" for part in parts)
+
+    def _parts(self, part: Any, whole: bool) -> list[ContentPart]:
+        if isinstance(part, str):
+            return [ContentPart(type="text", text=part)]
+        is_image, resource = part.get("type") == "image", part.get("resource")
+        held = part.get("inlineData") or (part.get("source") or part if is_image else None)
+        if isinstance(held, dict) and held.get("data"):
+            return [self.picture(str(held.get("mimeType") or held.get("media_type")), str(held["data"]))]
+        shown = part.get("image_url") or part.get("imageUrl")
+        urls = [shown.get("url") if isinstance(shown, dict) else shown, *(part.get("image_urls") or ())]
+        if pictures := [self.picture_at(url) for url in urls if isinstance(url, str)]:
+            return pictures
+        text = part.get("text") or (resource.get("text") if isinstance(resource, dict) else None)
+        if text is None and part.get("type") != "text":
+            text = json.dumps(part, ensure_ascii=False) if whole else f"[{part.get('type') or ', '.join(part)}]"
+        return [ContentPart(type="text", text=str(text or ""))]
 
     def picture(self, media_type: str, data: str) -> ContentPart:
         """A picture that is in the log itself, put into a file next to the trajectory; a note if there is no place."""
@@ -324,11 +397,30 @@ def _time(text: str) -> datetime:
     return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
+def _known(facts: dict[str, Any]) -> dict[str, Any] | None:
+    return {name: value for name, value in facts.items() if value is not None} or None
+
+
 def iso(milliseconds: float | None) -> str | None:
     """A time in milliseconds as ISO 8601."""
     if milliseconds is None:
         return None
     return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def arguments_in(text: Any) -> Any:
+    """Arguments as the object that their text holds; as they are where it holds none."""
+    try:
+        return json.loads(text) if isinstance(text, str) else text or {}
+    except ValueError:
+        return text
+
+
+def function_response(answer: dict[str, Any], assembler: Assembler) -> Content:
+    """What a tool answered in Gemini's words, with the pictures that it gave."""
+    response = answer.get("response") or {}
+    text = str(response.get("output") or response.get("error") or response or "")
+    return assembler.content([text, *answer["parts"]]) if answer.get("parts") else text
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
@@ -341,13 +433,6 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(value, dict):
                 yield value
-
-
-def simple(parts: list[ContentPart]) -> Content:
-    """Parts as plain text if that is all they are."""
-    if any(part.type != "text" for part in parts):
-        return parts
-    return "\n".join(part.text or "" for part in parts)
 
 
 _CHUNK = 64 * 1024

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, SessionLog, records, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, records
 from pier.tree import find_files
 
 NAME = "claude-code"
@@ -37,14 +36,13 @@ def _session(path: Path) -> SessionLog:
 
 
 def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
-    children = {child.id for child in session.children}
     for row in records(session.path):
         session.version = row.get("version") or session.version
         kind = row.get("type")
         if kind == "assistant":
             _assistant(row, session, assembler)
         elif kind == "user":
-            _user(row, assembler, children)
+            _user(row, assembler)
         elif kind == "system" and row.get("subtype") == "compact_boundary":
             assembler.compacted("", row.get("timestamp"), **(row.get("compactMetadata") or {}))
         elif kind == "cost-state":
@@ -59,69 +57,35 @@ def _assistant(row: dict[str, Any], session: SessionLog, assembler: Assembler) -
         assembler.turn(key, row.get("timestamp"), message.get("model"))
         session.model = session.model or message.get("model")
     for block in message.get("content") or ():
-        match block.get("type"):
-            case "text":
-                assembler.text(block.get("text", ""))
-            case "thinking":
-                assembler.think(block.get("thinking", ""))
-            case "redacted_thinking":
-                assembler.note(redacted_thinking=True)
-            case "tool_use" | "server_tool_use":
-                assembler.call(block["id"], block["name"], block.get("input") or {})
-            case _:
-                assembler.note(**{str(block.get("type")): block})
+        if block.get("type") == "redacted_thinking":
+            assembler.note(redacted_thinking=True)
+        else:
+            assembler.block(block, "server_tool_use" if block.get("type") == "server_tool_use" else "tool_use")
     if usage := message.get("usage"):
-        assembler.count(_metrics(usage))
+        cached, written = usage.get("cache_read_input_tokens") or 0, usage.get("cache_creation_input_tokens") or 0
+        prompt = (usage.get("input_tokens") or 0) + cached + written
+        assembler.count(prompt, usage.get("output_tokens") or 0, cached, written=written)
     assembler.note(stop_reason=message.get("stop_reason"), api_error=row.get("isApiErrorMessage"))
 
 
-def _metrics(usage: dict[str, Any]) -> Metrics:
-    cached, written = usage.get("cache_read_input_tokens") or 0, usage.get("cache_creation_input_tokens") or 0
-    return Metrics(
-        prompt_tokens=(usage.get("input_tokens") or 0) + cached + written,
-        completion_tokens=usage.get("output_tokens") or 0,
-        cached_tokens=cached,
-        extra={"cache_write_tokens": written} if written else None,
-    )
-
-
-def _user(row: dict[str, Any], assembler: Assembler, children: set[str]) -> None:
+def _user(row: dict[str, Any], assembler: Assembler) -> None:
     content, at = (row.get("message") or {}).get("content"), row.get("timestamp")
     if row.get("isCompactSummary"):
-        assembler.say("system", _content(content, assembler), at, kind="compaction_summary")
+        assembler.say("system", assembler.content(content), at, kind="compaction_summary")
         return
     rest = []
     for block in content if isinstance(content, list) else ():
         if block.get("type") == "tool_result":
-            _result(block, row, assembler, children)
+            _result(block, row, assembler)
         else:
             rest.append(block)
     said = content if isinstance(content, str) else rest
     if said:
-        assembler.say("user", _content(said, assembler), at, **({"injected": True} if row.get("isMeta") else {}))
+        assembler.say("user", assembler.content(said), at, injected=True if row.get("isMeta") else None)
 
 
-def _result(block: dict[str, Any], row: dict[str, Any], assembler: Assembler, children: set[str]) -> None:
+def _result(block: dict[str, Any], row: dict[str, Any], assembler: Assembler) -> None:
     told = row.get("toolUseResult")
     child = told.get("agentId") if isinstance(told, dict) else None
-    extra = {"is_error": True} if block.get("is_error") else {}
-    assembler.observe(
-        block.get("tool_use_id"),
-        _content(block.get("content"), assembler),
-        row.get("timestamp"),
-        child=child if child in children else None,
-        **extra,
-    )
-
-
-def _content(content: Any, assembler: Assembler) -> Content:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = []
-    for block in content:
-        source = block.get("source") or {}
-        if block.get("type") == "image" and source.get("type") == "base64":
-            parts.append(assembler.picture(source.get("media_type", ""), source.get("data", "")))
-        else:
-            parts.append(ContentPart(type="text", text=block.get("text") or f"[{block.get('type')}]"))
-    return simple(parts)
+    said, failed = assembler.content(block.get("content")), True if block.get("is_error") else None
+    assembler.observe(block.get("tool_use_id"), said, row.get("timestamp"), child=child, is_error=failed)

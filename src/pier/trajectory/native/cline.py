@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, SessionLog, iso, members, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, below_tops, iso, members
 from pier.tree import find_files, open_regular
 
 NAME = "cline"
@@ -17,22 +16,13 @@ NAME = "cline"
 def find(root: Path) -> list[SessionLog]:
     """The sessions below a directory, or in one file."""
     paths = find_files(root, "*.messages.json")
-    tops: dict[Path, SessionLog] = {}
-    below: list[SessionLog] = []
+    found: list[tuple[SessionLog, Path | None]] = []
     for path in paths:
         id_ = path.name.removesuffix(".messages.json")
-        if not _is_log(path):
-            continue
-        session = SessionLog(NAME, path, read, id=id_)
-        if id_ == path.parent.name or root.is_file():
-            tops[path.parent] = session
-        else:
-            below.append(session)
-    orphans = []
-    for session in below:
-        parent = tops.get(session.path.parent)
-        (parent.children if parent else orphans).append(session)
-    return [*tops.values(), *orphans]
+        if _is_log(path):
+            is_top = id_ == path.parent.name or root.is_file()
+            found.append((SessionLog(NAME, path, read, id=id_), None if is_top else path.parent))
+    return below_tops(found, {session.path.parent: session for session, parent in found if parent is None})
 
 
 def _is_log(path: Path) -> bool:
@@ -69,7 +59,7 @@ def _message(message: dict[str, Any], session: SessionLog, assembler: Assembler)
         else:
             rest.append(block)
     if rest:
-        assembler.say("user", _content(rest, assembler), at)
+        assembler.say("user", assembler.content(rest, whole=True), at)
 
 
 def _answer(
@@ -79,46 +69,14 @@ def _answer(
     session.model = session.model or model
     assembler.turn(message.get("id"), at, model)
     for block in blocks:
-        match block.get("type"):
-            case "text":
-                assembler.text(block.get("text") or "")
-            case "thinking":
-                assembler.think(block.get("thinking") or "")
-            case "tool_use":
-                assembler.call(str(block.get("id")), str(block.get("name")), block.get("input") or {})
-            case other:
-                assembler.note(**{str(other): block})
+        assembler.block(block, "tool_use")
     if counted := message.get("metrics"):
-        written = counted.get("cacheWriteTokens")
-        assembler.count(
-            Metrics(
-                prompt_tokens=counted.get("inputTokens"),
-                completion_tokens=counted.get("outputTokens"),
-                cached_tokens=counted.get("cacheReadTokens"),
-                cost_usd=counted.get("cost") or None,
-                extra={"cache_write_tokens": written} if written else None,
-            )
-        )
+        used = (counted.get(name) for name in ("inputTokens", "outputTokens", "cacheReadTokens"))
+        assembler.count(*used, written=counted.get("cacheWriteTokens"), cost=counted.get("cost"))
 
 
 def _result(block: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
     content = block.get("content")
-    told = _content(content, assembler) if isinstance(content, str | list) else json.dumps(content)
-    extra = {"is_error": True} if block.get("is_error") else {}
-    words = told if isinstance(told, str) else ""
-    child = next((child.id for child in session.children if child.id in words), None)
-    assembler.observe(str(block.get("tool_use_id")), told, at, child=child, **extra)
-
-
-def _content(content: Any, assembler: Assembler) -> Content:
-    if isinstance(content, str):
-        return content
-    parts = []
-    for block in content:
-        source = block.get("source") or {}
-        if block.get("type") == "image" and source.get("data"):
-            parts.append(assembler.picture(source.get("media_type", ""), source["data"]))
-        else:
-            text = block.get("text")
-            parts.append(ContentPart(type="text", text=text if text is not None else json.dumps(block)))
-    return simple(parts)
+    told = assembler.content(content, whole=True) if isinstance(content, str | list) else json.dumps(content)
+    failed = True if block.get("is_error") else None
+    assembler.observe(str(block.get("tool_use_id")), told, at, child=session.child_in(told), is_error=failed)

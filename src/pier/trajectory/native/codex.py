@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, SessionLog, nested, records, simple
+from pier.trajectory.model import Content
+from pier.trajectory.native.assemble import Assembler, SessionLog, arguments_in, nested, records
 from pier.tree import find_files
 
 NAME = "codex"
@@ -47,7 +47,7 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
             case "response_item":
                 _item(payload, at, session, assembler, exits)
             case "token_usage_record":
-                assembler.count(_metrics(payload.get("usage") or {}))
+                _count(payload.get("usage") or {}, assembler)
             case "compacted":
                 summary = payload.get("message") or ""
                 assembler.compacted(summary, at, **assembler.take_back(summary))
@@ -62,7 +62,7 @@ def _event(payload: dict[str, Any], assembler: Assembler, exits: dict[str, int])
         exits[str(item.get("id"))] = item["exit_code"]
     usage = (payload.get("info") or {}).get("last_token_usage") if payload.get("type") == "token_count" else None
     if usage:
-        assembler.count(_metrics(usage))
+        _count(usage, assembler)
 
 
 def _item(
@@ -70,16 +70,14 @@ def _item(
 ) -> None:
     kind, role = item.get("type"), item.get("role")
     if kind == "message" and role != "assistant":
-        content = _content(item.get("content"), assembler)
+        content = assembler.content(item.get("content"))
         injected = role == "user" and isinstance(content, str) and content.lstrip().startswith("<")
-        extra = {"injected": True} if injected else {}
-        assembler.say("user" if role == "user" else "system", content, at, **extra)
+        assembler.say("user" if role == "user" else "system", content, at, injected=injected or None)
     elif kind in _OUTPUTS:
         call = str(item.get("call_id"))
         code = exits.pop(call, None)
         output = _output(item.get("output"), assembler)
-        extra = {} if code is None else {"exit_code": code}
-        assembler.observe(call, output, at, child=_child(output, session), **extra)
+        assembler.observe(call, output, at, child=session.child_in(output), exit_code=code)
     elif kind in ("message", "reasoning", *_CALLS):
         _answer(item, at, session, assembler)
 
@@ -89,21 +87,14 @@ def _answer(item: dict[str, Any], at: str | None, session: SessionLog, assembler
     if assembler.is_over:
         assembler.turn(None, at, session.model)
     if item["type"] == "message":
-        assembler.text(str(_content(item.get("content"), assembler)))
+        assembler.text(str(assembler.content(item.get("content"))))
     elif item["type"] == "reasoning":
         told = item.get("summary") or item.get("content") or ()
         assembler.think("\n\n".join(part.get("text", "") for part in told))
     else:
         arguments = item.get("arguments", item.get("input", item.get("action")))
         id_ = str(item.get("call_id") or item.get("id"))
-        assembler.call(id_, item.get("name") or item["type"], _parsed(arguments))
-
-
-def _parsed(arguments: Any) -> Any:
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments or {}
-    except ValueError:
-        return arguments
+        assembler.call(id_, item.get("name") or item["type"], arguments_in(arguments))
 
 
 def _output(output: Any, assembler: Assembler) -> Content:
@@ -111,30 +102,9 @@ def _output(output: Any, assembler: Assembler) -> Content:
         return output
     if isinstance(output, dict):
         return str(output.get("content", json.dumps(output)))
-    return _content(output, assembler)
+    return assembler.content(output)
 
 
-def _child(output: Content, session: SessionLog) -> str | None:
-    """The sub-agent that a call began, if its answer names one."""
-    words = output if isinstance(output, str) and session.children else ""
-    return next((child.id for child in session.children if child.id in words), None)
-
-
-def _metrics(usage: dict[str, Any]) -> Metrics:
-    reasoning = usage.get("reasoning_output_tokens")
-    return Metrics(
-        prompt_tokens=usage.get("input_tokens"),
-        completion_tokens=usage.get("output_tokens"),
-        cached_tokens=usage.get("cached_input_tokens"),
-        extra={"reasoning_tokens": reasoning} if reasoning else None,
-    )
-
-
-def _content(content: Any, assembler: Assembler) -> Content:
-    parts = []
-    for part in content or ():
-        if part.get("image_url"):
-            parts.append(assembler.picture_at(str(part["image_url"])))
-        else:
-            parts.append(ContentPart(type="text", text=part.get("text") or f"[{part.get('type')}]"))
-    return simple(parts)
+def _count(usage: dict[str, Any], assembler: Assembler) -> None:
+    used = (usage.get(name) for name in ("input_tokens", "output_tokens", "cached_input_tokens"))
+    assembler.count(*used, reasoning=usage.get("reasoning_output_tokens"))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from pier.errors import UsageError
+from pier.files import write_parts
 from pier.plugin import load
 from pier.trajectory.model import VERSION, Trajectory
 from pier.trajectory.native.assemble import LogTotals, SessionLog
@@ -57,16 +56,8 @@ def find_sessions(root: Path, agent: str | None = None) -> list[SessionLog]:
 def convert(session: SessionLog, target: Path) -> None:
     """Write a session and its sub-agents as one trajectory file, all of it or not at all. Pictures go next to it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    fd, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file, _readable(session.agent, session.path):
-            _write(session, file, target.parent / "images")
-            file.write("\n")
-        Path(name).chmod(0o644)
-        Path(name).replace(target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with _readable(session.agent, session.path):
+        write_parts(target, (text.encode() for text in _texts(session, target.parent / "images")))
 
 
 @contextmanager
@@ -87,18 +78,18 @@ def trajectory_of(session: SessionLog) -> Trajectory:
     return Trajectory.model_validate(body | ({"subagent_trajectories": children} if children else {}))
 
 
-def _write(session: SessionLog, file: TextIO, media: Path) -> None:
-    file.write('{\n"steps": [')
+def _texts(session: SessionLog, media: Path, end: str = "\n") -> Iterator[str]:
+    """The file in pieces, a step at a time."""
+    yield '{\n"steps": ['
     for number, step in enumerate(session.steps(media)):
-        file.write(",\n" if number else "\n")
-        file.write(step.model_dump_json(exclude_none=True))
-    file.write("\n]")
+        yield (",\n" if number else "\n") + step.model_dump_json(exclude_none=True)
+    yield "\n]"
     for key, value in {**_head(session), **_tail(session)}.items():
-        file.write(f",\n{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+        yield f",\n{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
     for number, child in enumerate(session.children):
-        file.write(",\n" if number else ',\n"subagent_trajectories": [\n')
-        _write(child, file, media)
-    file.write("]\n}" if session.children else "\n}")
+        yield ",\n" if number else ',\n"subagent_trajectories": [\n'
+        yield from _texts(child, media, "")
+    yield ("]\n}" if session.children else "\n}") + end
 
 
 def _head(session: SessionLog) -> dict[str, Any]:

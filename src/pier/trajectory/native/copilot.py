@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.model import Metrics
 from pier.trajectory.native.assemble import Assembler, SessionLog, records
 from pier.tree import find_files
 
@@ -71,24 +70,15 @@ def _answer(
     for request in data.get("toolRequests") or ():
         assembler.call(str(request.get("toolCallId")), str(request.get("name")), request.get("arguments") or {})
     if used:
-        extra = {"cache_write_tokens": used.get("cacheWriteTokens"), "reasoning_tokens": used.get("reasoningTokens")}
-        assembler.count(
-            Metrics(
-                prompt_tokens=used.get("inputTokens"),
-                completion_tokens=used.get("outputTokens"),
-                cached_tokens=used.get("cacheReadTokens"),
-                extra={name: count for name, count in extra.items() if count} or None,
-            )
-        )
+        counts = (used.get(name) for name in ("inputTokens", "outputTokens", "cacheReadTokens"))
+        assembler.count(*counts, written=used.get("cacheWriteTokens"), reasoning=used.get("reasoningTokens"))
 
 
 def _result(data: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
     told = data.get("result") or {}
     code = (data.get("shellExecution") or {}).get("exitCode")
-    extra: dict[str, Any] = {} if code is None else {"exit_code": code}
-    if data.get("success") is False:
-        extra["is_error"] = True
+    failed = True if data.get("success") is False else None
     said = told.get("content") or (data.get("error") or {}).get("message") or ""
     call = str(data.get("toolCallId"))
     child = next((child.id for child in session.children if child.id in (call, data.get("agentId"))), None)
-    assembler.observe(call, str(said), at, child=child, **extra)
+    assembler.observe(call, str(said), at, child=child, exit_code=code, is_error=failed)

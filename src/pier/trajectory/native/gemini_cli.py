@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, SessionLog, nested, records, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, function_response, nested, records
 from pier.tree import find_files
 
 NAME = "gemini-cli"
@@ -31,7 +30,7 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
         if "$set" in row:
             for message in (row["$set"] or {}).get("messages") or ():
                 assembler.say(
-                    "user", _content(message.get("content"), assembler), message.get("timestamp"), injected=True
+                    "user", assembler.content(message.get("content")), message.get("timestamp"), injected=True
                 )
             continue
         if waiting is not None and row.get("id") != waiting.get("id"):
@@ -53,68 +52,31 @@ def _other(row: dict[str, Any], assembler: Assembler) -> None:
     for block in blocks:
         if isinstance(block, dict) and "functionResponse" in block:
             answer: dict[str, Any] = block["functionResponse"]
-            assembler.observe(str(answer.get("id")), _response(answer, assembler), at)
+            assembler.observe(str(answer.get("id")), function_response(answer, assembler), at)
         else:
             said.append(block)
     if said:
         source = "user" if row["type"] == "user" else "system"
-        extra = {} if row["type"] in ("user", "info") else {"kind": row["type"]}
-        assembler.say(source, _content(said, assembler), at, **extra)
+        kind = None if row["type"] in ("user", "info") else row["type"]
+        assembler.say(source, assembler.content(said), at, kind=kind)
 
 
 def _answer(row: dict[str, Any], session: SessionLog, assembler: Assembler) -> None:
     session.model = session.model or row.get("model")
     assembler.turn(row.get("id"), row.get("timestamp"), row.get("model"))
-    assembler.text(str(_content(row.get("content"), assembler)))
+    assembler.text(str(assembler.content(row.get("content"))))
     for thought in row.get("thoughts") or ():
         parts = (thought.get("subject"), thought.get("description"))
         assembler.think("\n".join(part for part in parts if part))
     if tokens := row.get("tokens"):
         thinking = tokens.get("thoughts") or 0
-        assembler.count(
-            Metrics(
-                prompt_tokens=tokens.get("input"),
-                completion_tokens=(tokens.get("output") or 0) + thinking,
-                cached_tokens=tokens.get("cached"),
-                extra={"reasoning_tokens": thinking} if thinking else None,
-            )
-        )
+        said = (tokens.get("output") or 0) + thinking
+        assembler.count(tokens.get("input"), said, tokens.get("cached"), reasoning=thinking)
     for call in row.get("toolCalls") or ():
         assembler.call(str(call.get("id")), str(call.get("name")), call.get("args") or {})
         results = [part["functionResponse"] for part in call.get("result") or () if "functionResponse" in part]
-        extra = {} if call.get("status") in (None, "success") else {"status": call["status"]}
+        status = None if call.get("status") == "success" else call.get("status")
         for answer in results:
             child = call.get("agentId") or (answer.get("response") or {}).get("agentId")
-            known = {session.id for session in session.children}
-            assembler.observe(
-                str(call.get("id")),
-                _response(answer, assembler),
-                call.get("timestamp"),
-                child=child if child in known else None,
-                **extra,
-            )
-
-
-def _response(answer: dict[str, Any], assembler: Assembler) -> Content:
-    """What a tool answered, with the pictures that it gave."""
-    response = answer.get("response") or {}
-    text = str(response.get("output") or response.get("error") or response)
-    if not answer.get("parts"):
-        return text
-    return _content([{"text": text}, *answer["parts"]], assembler)
-
-
-def _content(content: Any, assembler: Assembler) -> Content:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = []
-    for part in content:
-        if isinstance(part, str):
-            parts.append(ContentPart(type="text", text=part))
-            continue
-        inline = part.get("inlineData") or {}
-        if inline:
-            parts.append(assembler.picture(inline.get("mimeType", ""), inline.get("data", "")))
-        else:
-            parts.append(ContentPart(type="text", text=part.get("text") or f"[{', '.join(part)}]"))
-    return simple(parts)
+            said, at = function_response(answer, assembler), call.get("timestamp")
+            assembler.observe(str(call.get("id")), said, at, child=child, status=status)

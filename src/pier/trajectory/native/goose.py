@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, SessionLog, iso, nested, opened, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, iso, nested, opened
 from pier.tree import find_files
 
 NAME = "goose"
@@ -88,20 +87,17 @@ def _answer(
     if id_ is None or assembler.key != id_:
         assembler.turn(id_, at, model)
     for part in parts:
-        match part.get("type"):
-            case "text":
-                assembler.text(part.get("text") or "")
-            case "thinking":
-                assembler.think(part.get("thinking") or "")
-            case "toolRequest":
-                asked = part.get("toolCall") or {}
-                value = asked.get("value") or {}
-                assembler.call(str(part.get("id")), str(value.get("name")), value.get("arguments") or {})
-                assembler.note(error=asked.get("error"))
-            case other:
-                assembler.note(**{str(other): part})
+        if part.get("type") == "toolRequest":
+            asked = part.get("toolCall") or {}
+            value = asked.get("value") or {}
+            assembler.call(str(part.get("id")), str(value.get("name")), value.get("arguments") or {})
+            assembler.note(error=asked.get("error"))
+        else:
+            assembler.block(part)
     if usage := facts.get("usage"):
-        assembler.count(_metrics(usage))
+        cached = usage.get("cacheReadInputTokens") or usage.get("cacheReadTokens")
+        written = usage.get("cacheWriteInputTokens") or usage.get("cacheWriteTokens")
+        assembler.count(usage.get("inputTokens"), usage.get("outputTokens"), cached, written=written)
     if facts.get("userVisible") is False or facts.get("agentVisible") is False:
         assembler.note(user_visible=facts.get("userVisible"), agent_visible=facts.get("agentVisible"))
 
@@ -109,44 +105,25 @@ def _answer(
 def _question(
     at: str | None, parts: list[dict[str, Any]], facts: dict[str, Any], session: SessionLog, assembler: Assembler
 ) -> None:
-    said: list[ContentPart] = []
+    said: list[dict[str, Any]] = []
     for part in parts:
         if part.get("type") == "toolResponse":
             _result(part, at, session, assembler)
         else:
-            said.append(_part(part, assembler))
+            said.append(part)
     if said:
-        injected = {"injected": True} if facts.get("turnContext") or facts.get("userVisible") is False else {}
-        assembler.say("user", simple(said), at, **injected)
+        injected = True if facts.get("turnContext") or facts.get("userVisible") is False else None
+        assembler.say("user", assembler.content(said, whole=True), at, injected=injected)
 
 
 def _result(part: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
     told = part.get("toolResult") or {}
     value = told.get("value") or {}
-    content: Content = simple([_part(piece, assembler) for piece in value.get("content") or ()])
+    content = assembler.content(value.get("content"), whole=True)
     structured = value.get("structuredContent")
     facts = structured if isinstance(structured, dict) else {}
-    extra = {"exit_code": facts["exit_code"]} if facts.get("exit_code") is not None else {}
-    if told.get("status") == "error" or value.get("isError"):
-        extra["is_error"] = True
+    failed = True if told.get("status") == "error" or value.get("isError") else None
     children = {child.id for child in session.children}
     child = next((id_ for id_ in map(str, facts.values()) if id_ in children), None)
-    assembler.observe(str(part.get("id")), content or str(told.get("error") or ""), at, child=child, **extra)
-
-
-def _part(part: dict[str, Any], assembler: Assembler) -> ContentPart:
-    if part.get("type") == "image":
-        return assembler.picture(part.get("mimeType", ""), part.get("data", ""))
-    resource = part.get("resource")
-    text = part.get("text") or (resource.get("text") if isinstance(resource, dict) else None)
-    return ContentPart(type="text", text=text if text is not None else json.dumps(part, ensure_ascii=False))
-
-
-def _metrics(usage: dict[str, Any]) -> Metrics:
-    written = usage.get("cacheWriteInputTokens") or usage.get("cacheWriteTokens")
-    return Metrics(
-        prompt_tokens=usage.get("inputTokens"),
-        completion_tokens=usage.get("outputTokens"),
-        cached_tokens=usage.get("cacheReadInputTokens") or usage.get("cacheReadTokens"),
-        extra={"cache_write_tokens": written} if written else None,
-    )
+    said, code = content or str(told.get("error") or ""), facts.get("exit_code")
+    assembler.observe(str(part.get("id")), said, at, child=child, exit_code=code, is_error=failed)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, SessionLog, iso, records, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, below_tops, iso, records
 from pier.tree import find_files
 
 NAME = "kimi"
@@ -17,21 +16,17 @@ NAME = "kimi"
 def find(root: Path) -> list[SessionLog]:
     """The sessions below a directory, or the one of a file; other agents of a session are below its main one."""
     paths = find_files(root, "agents/*/wire.jsonl")
+    found: list[tuple[SessionLog, Path | None]] = []
     tops: dict[Path, SessionLog] = {}
-    below: list[SessionLog] = []
     for path in paths:
         if "protocol_version" not in next(records(path), {}):
             continue
-        place = path.parent.parent.parent
-        if path.parent.name == "main":
-            tops[place] = SessionLog(NAME, path, read, id=place.name.removeprefix("session_"))
-        else:
-            below.append(SessionLog(NAME, path, read, id=path.parent.name))
-    orphans = []
-    for session in below:
-        parent = tops.get(session.path.parent.parent.parent)
-        (parent.children if parent else orphans).append(session)
-    return [*tops.values(), *orphans]
+        place, is_main = path.parent.parent.parent, path.parent.name == "main"
+        id_ = place.name.removeprefix("session_") if is_main else path.parent.name
+        found.append((SessionLog(NAME, path, read, id=id_), None if is_main else place))
+        if is_main:
+            tops[place] = found[-1][0]
+    return below_tops(found, tops)
 
 
 def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
@@ -57,8 +52,8 @@ def _message(message: dict[str, Any], at: str | None, assembler: Assembler) -> N
     if message.get("role") in ("assistant", "tool"):
         return
     origin = (message.get("origin") or {}).get("kind")
-    extra = {} if origin in (None, "user") else {"injected": True}
-    assembler.say("user", _content(message.get("content"), assembler), at, **extra)
+    injected = None if origin in (None, "user") else True
+    assembler.say("user", assembler.content(message.get("content")), at, injected=injected)
 
 
 def _event(event: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
@@ -66,52 +61,22 @@ def _event(event: dict[str, Any], at: str | None, session: SessionLog, assembler
         case "step.begin":
             assembler.turn(event.get("uuid"), at, session.model)
         case "content.part":
-            part = event.get("part") or {}
-            if part.get("type") == "think":
-                assembler.think(part.get("think") or "")
-            elif part.get("type") == "text":
-                assembler.text(part.get("text") or "")
-            else:
-                assembler.note(**{str(part.get("type")): part})
+            assembler.block(event.get("part") or {})
         case "tool.call":
             assembler.call(str(event.get("toolCallId")), str(event.get("name")), event.get("args") or {})
         case "tool.result":
             _result(event, at, session, assembler)
         case "step.end":
             if usage := event.get("usage"):
-                assembler.count(_metrics(usage))
+                cached, written = usage.get("inputCacheRead") or 0, usage.get("inputCacheCreation") or 0
+                prompt = (usage.get("inputOther") or 0) + cached + written
+                assembler.count(prompt, usage.get("output"), cached, written=written)
             assembler.note(stop_reason=event.get("finishReason"))
 
 
 def _result(event: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
     told = event.get("result") or {}
     output = told.get("output")
-    content = _content(output, assembler) if isinstance(output, str | list) else json.dumps(output)
-    extra = {"is_error": True} if told.get("isError") else {}
-    words = content if isinstance(content, str) else ""
-    child = next((child.id for child in session.children if child.id in words), None)
-    assembler.observe(str(event.get("toolCallId")), content, at, child=child, **extra)
-
-
-def _metrics(usage: dict[str, Any]) -> Metrics:
-    cached, written = usage.get("inputCacheRead") or 0, usage.get("inputCacheCreation") or 0
-    return Metrics(
-        prompt_tokens=(usage.get("inputOther") or 0) + cached + written,
-        completion_tokens=usage.get("output"),
-        cached_tokens=cached,
-        extra={"cache_write_tokens": written} if written else None,
-    )
-
-
-def _content(content: Any, assembler: Assembler) -> Content:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = []
-    for part in content:
-        shown = part.get("imageUrl") or part.get("image_url")
-        url = shown.get("url") if isinstance(shown, dict) else shown
-        if isinstance(url, str):
-            parts.append(assembler.picture_at(url))
-        else:
-            parts.append(ContentPart(type="text", text=part.get("text") or f"[{part.get('type')}]"))
-    return simple(parts)
+    content = assembler.content(output) if isinstance(output, str | list) else json.dumps(output)
+    failed = True if told.get("isError") else None
+    assembler.observe(str(event.get("toolCallId")), content, at, child=session.child_in(content), is_error=failed)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, SessionLog, iso, members, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, arguments_in, iso, members
 from pier.tree import find_files, open_regular
 
 NAME = "mini-swe-agent"
@@ -43,7 +41,7 @@ def _message(message: dict[str, Any], session: SessionLog, assembler: Assembler)
     extra, role = message.get("extra") or {}, message.get("role")
     seconds = extra.get("timestamp")
     at = iso(seconds * 1000) if isinstance(seconds, (int, float)) else None
-    content = _content(message.get("content"), assembler)
+    content = assembler.content(message.get("content"))
     if role == "assistant":
         response = extra.get("response") or {}
         session.model = session.model or response.get("model")
@@ -52,44 +50,13 @@ def _message(message: dict[str, Any], session: SessionLog, assembler: Assembler)
         assembler.think(str(message.get("reasoning_content") or ""))
         for call in message.get("tool_calls") or ():
             function = call.get("function") or {}
-            assembler.call(str(call.get("id")), str(function.get("name")), _parsed(function.get("arguments")))
+            assembler.call(str(call.get("id")), str(function.get("name")), arguments_in(function.get("arguments")))
         if usage := response.get("usage"):
-            assembler.count(_metrics(usage))
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            assembler.count(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
     elif role == "tool":
-        code = extra.get("returncode")
-        known = {} if code is None else {"exit_code": code}
-        assembler.observe(str(message.get("tool_call_id")), content, at, **known)
+        assembler.observe(str(message.get("tool_call_id")), content, at, exit_code=extra.get("returncode"))
     elif role in ("system", "user"):
         assembler.say("user" if role == "user" else "system", content, at)
     else:
         assembler.say("system", content, at, kind=role)
-
-
-def _metrics(usage: dict[str, Any]) -> Metrics:
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    return Metrics(
-        prompt_tokens=usage.get("prompt_tokens"),
-        completion_tokens=usage.get("completion_tokens"),
-        cached_tokens=cached,
-    )
-
-
-def _parsed(arguments: Any) -> Any:
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments or {}
-    except ValueError:
-        return arguments
-
-
-def _content(content: Any, assembler: Assembler) -> Content:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts: list[ContentPart] = []
-    for part in content:
-        shown = part.get("image_url")
-        url = shown.get("url") if isinstance(shown, dict) else shown
-        if isinstance(url, str):
-            parts.append(assembler.picture_at(url))
-        else:
-            parts.append(ContentPart(type="text", text=str(part.get("text", f"[{part.get('type')}]"))))
-    return simple(parts)

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.model import ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, SessionLog, iso, nested, opened, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, iso, nested, opened
 from pier.tree import find_files
 
 NAME = "opencode"
@@ -54,10 +53,10 @@ def _question(created: int, parts: Iterator[dict[str, Any]], assembler: Assemble
         if part.get("type") == "compaction":
             assembler.compacted("", iso(created), auto=part.get("auto"))
         elif part.get("type") == "text":
-            extra = {"injected": True} if part.get("synthetic") else {}
-            assembler.say("user", part.get("text") or "", iso(created), **extra)
+            injected = True if part.get("synthetic") else None
+            assembler.say("user", part.get("text") or "", iso(created), injected=injected)
         elif part.get("type") == "file" and str(part.get("mime")).startswith("image/"):
-            assembler.say("user", simple([assembler.picture_at(str(part.get("url")))]), iso(created))
+            assembler.say("user", assembler.content([{"image_url": str(part.get("url"))}]), iso(created))
         else:
             assembler.say("user", f"[{part.get('type')}]", iso(created), part=part)
 
@@ -72,48 +71,33 @@ def _answer(
 ) -> None:
     session.model = session.model or message.get("modelID")
     assembler.turn(id_, iso(created), message.get("modelID"))
-    children = {child.id for child in session.children}
     for part in parts:
         match part.get("type"):
-            case "text":
-                assembler.text(part.get("text") or "")
-            case "reasoning":
-                assembler.think(part.get("text") or "")
             case "tool":
-                _tool(part, assembler, children)
+                _tool(part, assembler)
             case "step-start" | "step-finish" | "snapshot" | "patch":
                 pass
-            case other:
-                assembler.note(**{str(other): part})
+            case _:
+                assembler.block(part)
     if tokens := message.get("tokens"):
-        assembler.count(_metrics(tokens, message.get("cost")))
+        cache, reasoning = tokens.get("cache") or {}, tokens.get("reasoning") or 0
+        prompt = (tokens.get("input") or 0) + (cache.get("read") or 0) + (cache.get("write") or 0)
+        said = (tokens.get("output") or 0) + reasoning
+        assembler.count(prompt, said, cache.get("read"), reasoning=reasoning, cost=message.get("cost"))
     summary = True if message.get("summary") is True else None
     assembler.note(finish=message.get("finish"), error=message.get("error"), summary=summary)
 
 
-def _tool(part: dict[str, Any], assembler: Assembler, children: set[str]) -> None:
+def _tool(part: dict[str, Any], assembler: Assembler) -> None:
     state = part.get("state") or {}
     assembler.call(str(part.get("callID")), str(part.get("tool")), state.get("input") or {})
     if state.get("status") not in ("completed", "error"):
         return
     facts = state.get("metadata") or {}
-    child = facts.get("sessionId")
-    extra = {"exit_code": facts["exit"]} if facts.get("exit") is not None else {}
-    extra |= {"is_error": True} if state["status"] == "error" else {}
-    output = state.get("output") if state["status"] == "completed" else state.get("error")
-    at = iso((state.get("time") or {}).get("end"))
-    shown = [assembler.picture_at(str(file.get("url"))) for file in state.get("attachments") or ()]
-    content = simple([ContentPart(type="text", text=str(output or "")), *shown]) if shown else output or ""
-    assembler.observe(str(part.get("callID")), content, at, child=child if child in children else None, **extra)
-
-
-def _metrics(tokens: dict[str, Any], cost: float | None) -> Metrics:
-    cache = tokens.get("cache") or {}
-    reasoning = tokens.get("reasoning") or 0
-    return Metrics(
-        prompt_tokens=(tokens.get("input") or 0) + (cache.get("read") or 0) + (cache.get("write") or 0),
-        completion_tokens=(tokens.get("output") or 0) + reasoning,
-        cached_tokens=cache.get("read"),
-        cost_usd=cost or None,
-        extra={"reasoning_tokens": reasoning} if reasoning else None,
-    )
+    failed = state["status"] == "error"
+    output = state.get("error" if failed else "output") or ""
+    shown = [{"image_url": str(file.get("url"))} for file in state.get("attachments") or ()]
+    content = assembler.content([str(output), *shown]) if shown else output
+    at, child = iso((state.get("time") or {}).get("end")), facts.get("sessionId")
+    known = {"exit_code": facts.get("exit"), "is_error": failed or None}
+    assembler.observe(str(part.get("callID")), content, at, child=child, **known)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, SessionLog, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, arguments_in
 from pier.tree import TreeError, find_files, open_regular
 
 NAME = "openhands"
@@ -60,7 +59,9 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
             case "MessageEvent":
                 _message(row, session, assembler, usage)
             case "SystemPromptEvent":
-                assembler.say("system", _content([row.get("system_prompt") or {}], assembler), row.get("timestamp"))
+                assembler.say(
+                    "system", assembler.content([row.get("system_prompt") or {}], whole=True), row.get("timestamp")
+                )
             case "Condensation":
                 gone = len(row.get("forgotten_event_ids") or ())
                 assembler.compacted(row.get("summary") or "", row.get("timestamp"), forgotten_events=gone)
@@ -103,32 +104,16 @@ def _turn(row: dict[str, Any], session: SessionLog, assembler: Assembler, usage:
         return
     assembler.turn(id_, row.get("timestamp"), session.model)
     if found := usage.get(id_ or ""):
-        thinking = found.get("reasoning_tokens")
-        assembler.count(
-            Metrics(
-                prompt_tokens=found.get("prompt_tokens"),
-                completion_tokens=found.get("completion_tokens"),
-                cached_tokens=found.get("cache_read_tokens"),
-                extra={"reasoning_tokens": thinking} if thinking else None,
-            )
-        )
+        used = (found.get(name) for name in ("prompt_tokens", "completion_tokens", "cache_read_tokens"))
+        assembler.count(*used, reasoning=found.get("reasoning_tokens"))
 
 
 def _action(row: dict[str, Any], session: SessionLog, assembler: Assembler, usage: dict[str, dict[str, Any]]) -> None:
     _turn(row, session, assembler, usage)
     _thoughts(row, assembler)
-    assembler.text(str(_content(row.get("thought") or (), assembler)))
-    call = row.get("tool_call") or {}
-    assembler.call(str(row.get("tool_call_id")), str(row.get("tool_name")), _arguments(call, row.get("action")))
-
-
-def _arguments(call: dict[str, Any], action: Any) -> Any:
-    """The arguments as the model gave them; what the program made of them where those are not kept."""
-    given = call.get("arguments")
-    try:
-        return json.loads(given) if isinstance(given, str) else given or action or {}
-    except ValueError:
-        return given
+    assembler.text(str(assembler.content(row.get("thought") or (), whole=True)))
+    given = (row.get("tool_call") or {}).get("arguments") or row.get("action")  # what is not kept is as it was run
+    assembler.call(str(row.get("tool_call_id")), str(row.get("tool_name")), arguments_in(given))
 
 
 def _thoughts(row: dict[str, Any], assembler: Assembler) -> None:
@@ -142,32 +127,25 @@ def _message(row: dict[str, Any], session: SessionLog, assembler: Assembler, usa
     if row.get("source") == "agent":
         _turn(row, session, assembler, usage)
         _thoughts(message, assembler)
-        assembler.text(str(_content(content, assembler)))
+        assembler.text(str(assembler.content(content, whole=True)))
     elif row.get("source") == "user":
-        assembler.say("user", _content(content, assembler), row.get("timestamp"))
+        assembler.say("user", assembler.content(content, whole=True), row.get("timestamp"))
     else:
-        assembler.say("system", _content(content, assembler), row.get("timestamp"))
+        assembler.say("system", assembler.content(content, whole=True), row.get("timestamp"))
 
 
 def _result(row: dict[str, Any], session: SessionLog, assembler: Assembler) -> None:
     told = row.get("observation") or {}
-    content = _content(told.get("content") or (), assembler)
-    extra: dict[str, Any] = {"exit_code": told["exit_code"]} if told.get("exit_code") is not None else {}
-    if told.get("is_error") or "observation" not in row:
-        extra["is_error"] = True
+    content = assembler.content(told.get("content") or (), whole=True)
+    failed = True if told.get("is_error") or "observation" not in row else None
     children = {child.id for child in session.children}
     child = next((str(value) for value in told.values() if isinstance(value, str) and value in children), None)
     said = content or str(row.get("error") or row.get("rejection_reason") or "")
-    assembler.observe(str(row.get("tool_call_id")), said, row.get("timestamp"), child=child, **extra)
-
-
-def _content(parts: Any, assembler: Assembler) -> Content:
-    found: list[ContentPart] = []
-    for part in parts:
-        if part.get("type") == "text":
-            found.append(ContentPart(type="text", text=part.get("text") or ""))
-            continue
-        found += [assembler.picture_at(str(url)) for url in part.get("image_urls") or ()]
-        if not part.get("image_urls"):
-            found.append(ContentPart(type="text", text=json.dumps(part, ensure_ascii=False)))
-    return simple(found)
+    assembler.observe(
+        str(row.get("tool_call_id")),
+        said,
+        row.get("timestamp"),
+        child=child,
+        exit_code=told.get("exit_code"),
+        is_error=failed,
+    )

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, SessionLog, records, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, records
 from pier.tree import find_files
 
 NAME = "pi"
@@ -35,7 +34,7 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
             case "branch_summary":
                 assembler.say("system", str(row.get("summary") or ""), at, kind="branch_summary")
             case "custom_message":
-                assembler.say("user", _content(row.get("content"), assembler), at, injected=True)
+                assembler.say("user", assembler.content(row.get("content")), at, injected=True)
             case _:
                 pass
         yield
@@ -46,54 +45,24 @@ def _message(message: dict[str, Any], at: str | None, session: SessionLog, assem
     if role == "assistant":
         _answer(message, at, session, assembler)
     elif role == "toolResult":
-        extra = {"is_error": True} if message.get("isError") else {}
-        assembler.observe(str(message.get("toolCallId")), _content(content, assembler), at, **extra)
+        failed = True if message.get("isError") else None
+        assembler.observe(str(message.get("toolCallId")), assembler.content(content), at, is_error=failed)
     elif role == "system":
         sections = [str(text) for text in (message.get("sections") or {}).values()]
         assembler.say("system", "\n\n".join([text for text in (str(content or ""), *sections) if text]), at)
     else:
-        extra = {} if role == "user" else {"kind": role}
-        assembler.say("user", _content(content, assembler), at, **extra)
+        assembler.say("user", assembler.content(content), at, kind=None if role == "user" else role)
 
 
 def _answer(message: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
     session.model = session.model or message.get("model")
     assembler.turn(message.get("responseId"), at, message.get("model"))
     for part in message.get("content") or ():
-        match part.get("type"):
-            case "text":
-                assembler.text(part.get("text") or "")
-            case "thinking":
-                assembler.think(part.get("thinking") or "")
-            case "toolCall":
-                assembler.call(str(part.get("id")), str(part.get("name")), part.get("arguments") or {})
-            case other:
-                assembler.note(**{str(other): part})
+        assembler.block(part, "toolCall", "arguments")
     usage = message.get("usage") or {}
     if usage.get("totalTokens"):
-        assembler.count(_metrics(usage))
+        cached, written = usage.get("cacheRead") or 0, usage.get("cacheWrite") or 0
+        prompt, cost = (usage.get("input") or 0) + cached + written, (usage.get("cost") or {}).get("total")
+        reasoning = usage.get("reasoning")
+        assembler.count(prompt, usage.get("output"), cached, written=written, reasoning=reasoning, cost=cost)
     assembler.note(stop_reason=message.get("stopReason"), error=message.get("errorMessage"))
-
-
-def _metrics(usage: dict[str, Any]) -> Metrics:
-    cached, written = usage.get("cacheRead") or 0, usage.get("cacheWrite") or 0
-    extra = {"cache_write_tokens": written, "reasoning_tokens": usage.get("reasoning")}
-    return Metrics(
-        prompt_tokens=(usage.get("input") or 0) + cached + written,
-        completion_tokens=usage.get("output"),
-        cached_tokens=cached,
-        cost_usd=(usage.get("cost") or {}).get("total") or None,
-        extra={name: count for name, count in extra.items() if count} or None,
-    )
-
-
-def _content(content: Any, assembler: Assembler) -> Content:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = []
-    for part in content:
-        if part.get("type") == "image":
-            parts.append(assembler.picture(part.get("mimeType", ""), part.get("data", "")))
-        else:
-            parts.append(ContentPart(type="text", text=part.get("text") or f"[{part.get('type')}]"))
-    return simple(parts)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.model import Content, ContentPart, Metrics
-from pier.trajectory.native.assemble import Assembler, SessionLog, records, simple
+from pier.trajectory.native.assemble import Assembler, SessionLog, below_tops, function_response, records
 from pier.tree import TreeError, find_files, open_regular
 
 NAME = "qwen-code"
@@ -20,18 +19,17 @@ def find(root: Path) -> list[SessionLog]:
     """The sessions below a directory (a home, a project or a trial's logs), or in one file."""
     if root.is_file():
         return [SessionLog(NAME, root, read, id=root.stem)] if _is_log(root) else []
-    found = {
+    tops = {
         (path.parent.parent, path.stem): SessionLog(NAME, path, read, id=path.stem)
         for path in find_files(root, "*.jsonl")
         if "subagents" not in path.relative_to(root).parts and _is_log(path)
     }
-    orphans: list[SessionLog] = []
+    found: list[tuple[SessionLog, tuple[Path, str] | None]] = [(session, None) for session in tops.values()]
     for path in find_files(root, "agent-*.jsonl"):
         if path.parent.parent.name == "subagents" and _is_log(path):
             child = SessionLog(NAME, path, read, id=path.stem, extra={"call": _call_of(path)})
-            parent = found.get((path.parent.parent.parent, path.parent.name))
-            (parent.children if parent else orphans).append(child)
-    return [*found.values(), *orphans]
+            found.append((child, (path.parent.parent.parent, path.parent.name)))
+    return below_tops(found, tops)
 
 
 def _is_log(path: Path) -> bool:
@@ -67,8 +65,8 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
             case "tool_result":
                 _results(row, parts, assembler, children)
             case "user":
-                injected = {} if row.get("provenance") in (None, "real_user") else {"injected": True}
-                assembler.say("user", _content(parts, assembler), row.get("timestamp"), **injected)
+                injected = None if row.get("provenance") in (None, "real_user") else True
+                assembler.say("user", assembler.content(parts), row.get("timestamp"), injected=injected)
             case "system":
                 _system(row, assembler)
             case _:
@@ -93,15 +91,8 @@ def _answer(
         else:
             assembler.note(**part)
     if usage := row.get("usageMetadata"):
-        thinking = usage.get("thoughtsTokenCount") or 0
-        assembler.count(
-            Metrics(
-                prompt_tokens=usage.get("promptTokenCount"),
-                completion_tokens=usage.get("candidatesTokenCount"),
-                cached_tokens=usage.get("cachedContentTokenCount"),
-                extra={"reasoning_tokens": thinking} if thinking else None,
-            )
-        )
+        used = (usage.get(f"{name}TokenCount") for name in ("prompt", "candidates", "cachedContent"))
+        assembler.count(*used, reasoning=usage.get("thoughtsTokenCount"))
 
 
 def _results(
@@ -110,44 +101,23 @@ def _results(
     told = row.get("toolCallResult") or {}
     shown = told.get("resultDisplay")
     code = shown.get("exitCode") if isinstance(shown, dict) else None
-    extra = {} if code is None else {"exit_code": code}
-    extra |= {} if told.get("status") in (None, "success") else {"status": told["status"]}
+    status = None if told.get("status") == "success" else told.get("status")
     rest = []
     for part in parts:
         if answer := part.get("functionResponse"):
             call = str(answer.get("id"))
-            assembler.observe(
-                call, _response(answer, assembler), row.get("timestamp"), child=children.get(call), **extra
-            )
+            said, at = function_response(answer, assembler), row.get("timestamp")
+            assembler.observe(call, said, at, child=children.get(call), exit_code=code, status=status)
         else:
             rest.append(part)
     if rest:
-        assembler.observe(None, _content(rest, assembler), row.get("timestamp"))
+        assembler.observe(None, assembler.content(rest), row.get("timestamp"))
 
 
 def _system(row: dict[str, Any], assembler: Assembler) -> None:
     subtype, payload = row.get("subtype"), row.get("systemPayload") or {}
     if subtype == "chat_compression":
         history = payload.get("compressedHistory") or [{}]
-        assembler.compacted(str(_content(history[0].get("parts") or [], assembler)), row.get("timestamp"))
+        assembler.compacted(str(assembler.content(history[0].get("parts") or [])), row.get("timestamp"))
     elif subtype not in _BESIDE:
         assembler.say("system", "", row.get("timestamp"), kind=subtype, payload=payload)
-
-
-def _response(answer: dict[str, Any], assembler: Assembler) -> Content:
-    """What a tool answered, with the pictures that it gave."""
-    response = answer.get("response") or {}
-    text = str(response.get("output") or response.get("error") or response or "")
-    if not answer.get("parts"):
-        return text
-    return _content([{"text": text}, *answer["parts"]], assembler)
-
-
-def _content(parts: list[dict[str, Any]], assembler: Assembler) -> Content:
-    found = []
-    for part in parts:
-        if inline := part.get("inlineData"):
-            found.append(assembler.picture(inline.get("mimeType", ""), inline.get("data", "")))
-        else:
-            found.append(ContentPart(type="text", text=part.get("text") or f"[{', '.join(part)}]"))
-    return simple(found)

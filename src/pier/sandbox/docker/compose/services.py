@@ -1,25 +1,78 @@
-"""Starts the services of a task: containers on private networks of the trial's own, each under the trial's policy."""
+"""Starts the services of a task: containers on private networks of the trial's own, each under the trial's policy.
+
+The sandbox that an agent works in, when services run beside it: policy and end are those of all of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pier.errors import SandboxError, TaskError
 from pier.network import plumbing
 from pier.network.policy import NONE, Decision, NetworkPolicy, OnDecision
 from pier.sandbox.closing import close_all, close_in_turn
 from pier.sandbox.compose.model import MAIN, Compose, Composition, Service
-from pier.sandbox.contract import Limits, SandboxSpec
+from pier.sandbox.contract import Change, Limits, Sandbox, SandboxSpec
 from pier.sandbox.docker.compose.process import ServiceProcess, health_of
-from pier.sandbox.docker.compose.sandbox import MainSandbox
-from pier.sandbox.docker.compose.volumes import TrialVolumes
 from pier.sandbox.docker.sandbox import DockerSandbox
+from pier.sandbox.docker.volumes import TrialVolumes
 
 if TYPE_CHECKING:
     from pier.sandbox.docker.backend import DockerBackend
+
+
+class RunningServices(Protocol):
+    """All services of a trial."""
+
+    @property
+    def sandboxes(self) -> Mapping[str, Sandbox]: ...
+
+    def check(self) -> None: ...
+
+    async def set_network(self, policy: NetworkPolicy) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class MainSandbox(DockerSandbox):
+    """The service `main`; a policy holds for all services, and stopping it ends all of them. When the container of a
+    sidecar is lost, what a trial does at its turning points fails as if its own were."""
+
+    group: RunningServices | None = None
+    """None until the container has started."""
+
+    def service(self, name: str) -> Sandbox | None:
+        return self.group.sandboxes.get(name) if self.group else super().service(name)
+
+    def services(self) -> tuple[str, ...]:
+        return tuple(self.group.sandboxes) if self.group else super().services()
+
+    async def set_network(self, policy: NetworkPolicy) -> None:
+        await (self.group.set_network(policy) if self.group else super().set_network(policy))
+
+    async def stop(self) -> None:
+        await (self.group.stop() if self.group else super().stop())
+
+    async def download(self, source: str, target: Path, **options: Any) -> list[str]:
+        self._check()
+        return await super().download(source, target, **options)
+
+    async def changes(self) -> list[Change]:
+        self._check()
+        return await super().changes()
+
+    async def kill_all(self) -> int:
+        self._check()
+        return await super().kill_all()
+
+    def _check(self) -> None:
+        if self.group is not None:
+            self.group.check()
+
 
 _KEEPERS = 3
 """Who keeps a program that is process 1, which the limit on processes does not count either."""

@@ -1,0 +1,86 @@
+"""`pier login`: which of the user's own logins and keys the gateway would use."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from pier.gateway.login import LoginStatus
+
+
+@click.group()
+def login() -> None:
+    """Show the logins of Claude Code, Codex and Gemini CLI that pier can use."""
+
+
+@login.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(as_json: bool) -> None:
+    """Show what was found, what is used, and the command to type for what is missing.
+
+    A key in the environment wins over a login. A login stays outside of sandboxes: the gateway uses it.
+    """
+    rows = _rows()
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        click.echo(f"{row['title']:12} {row['provider']:10} {_state(row)}")
+        click.echo(f"{'':12} {row['source']}")
+        if row["used"]:
+            click.echo(f"{'':12} used: {row['used']}")
+        else:
+            click.echo(f"{'':12} try: {row['command']}, or export {row['key_name']}=...")
+
+
+def _rows() -> list[dict[str, Any]]:
+    import os
+    from dataclasses import asdict
+
+    from pier.errors import UsageError
+    from pier.gateway.logins import LOGINS, login_statuses
+    from pier.gateway.providers import Directory
+
+    directory = Directory.load()
+    names = {kind.client: kind.key_name for kind in LOGINS}
+    rows = []
+    for found in login_statuses(os.environ):
+        provider, used = directory.get(found.provider), None
+        try:
+            provider.check()
+            used = provider.credential if provider.key or provider.login else None
+        except UsageError as error:
+            found = _with_detail(found, error)
+        ends = datetime.fromtimestamp(found.expires_at, UTC).isoformat() if found.expires_at else None
+        rows.append({**asdict(found), "expires_at": ends, "key_name": names[found.client], "used": used})
+    return rows
+
+
+def _with_detail(found: LoginStatus, error: Exception) -> LoginStatus:
+    from dataclasses import replace
+
+    return found if found.detail or found.state == "missing" else replace(found, detail=str(error))
+
+
+_WORDS = {
+    "ready": "logged in",
+    "refreshable": "expired, will be refreshed when it is used",
+    "expired": "expired",
+    "unreadable": "unreadable",
+    "missing": "not logged in",
+}
+
+
+def _state(row: dict[str, Any]) -> str:
+    words = [_WORDS[row["state"]]]
+    if row["account"]:
+        words.append(str(row["account"]))
+    if row["expires_at"] and row["state"] == "ready":
+        words.append(f"until {row['expires_at'][:16].replace('T', ' ')} UTC")
+    if row["detail"]:
+        words.append(str(row["detail"]))
+    return ", ".join(words)

@@ -1,0 +1,173 @@
+"""`pier capture` and `pier traces`: trajectories of agent sessions, saved, listed, shown and shared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from pier.redact import Redactor
+    from pier.workspace.traces import ExportReport
+    from pier.workspace.workspace import Workspace
+
+_json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.command()
+@click.option(
+    "--session-dir", metavar="DIR", help="Where the logs are: in a workspace's sandbox, else on this machine."
+)
+@click.option("-a", "--agent", metavar="NAME", help="The agent that made the session.  [default: any]")
+@click.option(
+    "--session", metavar="ID", help="The session: its time in a workspace, else its id.  [default: the newest]"
+)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="Directory to save to.  [default: .pier/trials/TIME]"
+)
+@_json_flag
+def capture(
+    session_dir: str | None, agent: str | None, session: str | None, output: Path | None, as_json: bool
+) -> None:
+    """Save the trajectory of an agent session as a trial without a verdict.
+
+    In a workspace this is the last session that `pier exec` recorded. Elsewhere, and in a workspace without a sandbox,
+    it is the last session of Claude Code, Codex, Gemini CLI or OpenCode that was started in this directory.
+    """
+    from pier.workspace.capture import capture as save
+
+    found = save(_workspace(), agent=agent, session=session, session_dir=session_dir, output=output)
+    done, used = found.session, found.session.result
+    if as_json:
+        row = {"directory": str(found.directory), "agent": done.agent, "version": done.version, "model": done.model}
+        row |= {"session": done.id, "source": done.source, **used.model_dump(mode="json", exclude_none=True)}
+        click.echo(json.dumps(row, indent=2))
+        return
+    whose = f"{done.agent} {done.version}" + (f" with {done.model}" if done.model else "")
+    click.echo(f"session     {done.id}: {whose}, {used.n_agent_steps or 0} steps{_cost(used.cost_usd)}")
+    click.echo(f"from        {'the recording of its model calls' if done.source == 'recording' else done.source}")
+    click.echo(f"trajectory  {found.directory / 'agent' / 'trajectory.json'}")
+
+
+def _workspace() -> Workspace | None:
+    """The workspace around the working directory."""
+    from pier.errors import WorkspaceError
+    from pier.workspace.workspace import Workspace
+
+    try:
+        return Workspace.find(Path.cwd())
+    except WorkspaceError as error:
+        if error.code != "no-workspace":
+            raise
+        return None
+
+
+def _cost(cost: float | None) -> str:
+    return "" if cost is None else f", ${cost:.4f}"
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="[show] [ID]")
+@click.option("--all", "every", is_flag=True, help="Export all of them.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Archive to write: FILE.tar.gz.")
+@click.option("--full", is_flag=True, help="With show: cut no text.")
+@_json_flag
+def traces(words: tuple[str, ...], every: bool, output: Path | None, full: bool, as_json: bool) -> None:
+    """List the trials of this workspace or directory, or export them with -o.
+
+    ID is the name of a trial or its beginning; the newest by default. `pier traces show [ID]` prints its trajectory.
+    The archive holds regular files only, and no secrets; redactions.json in it says what was removed.
+    """
+    from pier.errors import UsageError
+    from pier.workspace.traces import export, find_trace, list_traces, trace_rows, traces_home
+
+    showing = words[:1] == ("show",)
+    names = words[1:] if showing else words
+    if len(names) > 1 or (every and (names or showing or output is None)):
+        raise UsageError(
+            "cannot choose these traces: expected one ID, or --all with -o", hint="pier traces --help", code="usage"
+        )
+    home, name = traces_home(), names[0] if names else None
+    if showing:
+        _show(find_trace(home, name), full=full, as_json=as_json)
+    elif output is not None:
+        chosen = [view.directory for view in list_traces(home)] if every else [find_trace(home, name)]
+        if not chosen:
+            raise UsageError(f"there are no traces in {home}", hint="pier capture saves one", code="no-traces")
+        _report(export(chosen, output, _redactor()), as_json=as_json)
+    else:
+        wanted = find_trace(home, name).name if name else None
+        rows = [row for row in trace_rows(list_traces(home)) if wanted in (None, row["id"])]
+        click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(_table(rows)))
+
+
+def _redactor() -> Redactor:
+    """Finds the values of this machine's secret variables and logins, and of the workspace's."""
+    import os
+
+    from pier.redact import Redactor
+    from pier.secret import secret_values
+    from pier.workspace.capture import known_secrets
+
+    return Redactor([*secret_values(os.environ, os.environ), *known_secrets(os.environ, _workspace())])
+
+
+def _show(directory: Path, *, full: bool, as_json: bool) -> None:
+    from pier.errors import UsageError
+    from pier.job.view import TrialView
+    from pier.trajectory.model import dump, read
+    from pier.trajectory.show import lines
+    from pier.trial.record import printable
+
+    files = TrialView.open(directory).files.trajectories
+    if not files:
+        raise UsageError(f"{directory} has no trajectory", hint=f"pier trial show {directory}", code="no-trajectory")
+    for path in files:
+        found = read(path)
+        if as_json:
+            click.echo(dump(found), nl=False)
+            continue
+        for line in lines(found, width=0 if full else 2000):
+            click.echo(printable(line))
+
+
+def _report(report: ExportReport, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"output": str(report.output), **report.as_dict()}, indent=2))
+        return
+    for row in report.redacted:
+        click.echo(f"redacted  {row['count']} x {row['kind']} in {row['file']}")
+    for row in report.left_out:
+        click.echo(f"left out  {row['file']}: {row['reason']}")
+    total = sum(report.counts().values())
+    many = f"{len(report.trials)} trials" if len(report.trials) > 1 else report.trials[0]
+    click.echo(f"exported  {many}, {report.files} files, {total} secrets redacted")
+    click.echo(f"archive   {report.output}")
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    from pier.trial.record import printable
+
+    if not rows:
+        return ["no traces yet; pier capture saves one"]
+    lines = [f"{'ID':22} {'TASK':20} {'AGENT':14} {'MODEL':26} {'STEPS':>5} {'TOKENS':>9} {'COST':>9} {'REWARD':>7}"]
+    for row in rows:
+        known = [row["input_tokens"], row["output_tokens"]]
+        tokens = "-" if None in known else str(sum(known))
+        cost = "-" if row["cost_usd"] is None else f"${row['cost_usd']:.4f}"
+        steps = "-" if row["steps"] is None else str(row["steps"])
+        texts = [row["task"], row["agent"], row["model"] or "-"]
+        task, agent, model = (printable(text)[:size] for text, size in zip(texts, (20, 14, 26), strict=True))
+        lines.append(
+            f"{row['id']:22} {task:20} {agent:14} {model:26} {steps:>5} {tokens:>9} {cost:>9} {_reward(row):>7}"
+        )
+    return lines
+
+
+def _reward(row: dict[str, Any]) -> str:
+    rewards = row["rewards"]
+    if not rewards:
+        return "-"
+    return f"{next(iter(rewards.values())):g}" if len(rewards) == 1 else str(len(rewards)) + " of"

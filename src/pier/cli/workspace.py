@@ -1,0 +1,291 @@
+"""`pier start`, `exec`, `verify`, `diff`, `fork`, `stop` and `list`: live workspaces."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pier.errors import UsageError
+
+if TYPE_CHECKING:
+    from pier.workspace.workspace import Workspace
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+_directory = click.Path(file_okay=False, path_type=Path)
+_where = click.option(
+    "-d",
+    "--dir",
+    "--workspace-dir",
+    "directory",
+    type=_directory,
+    help="The workspace.  [default: the one around here]",
+)
+_CONTROL = re.compile(
+    r"\x1b\[[0-9;]*m|\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
+
+
+@click.command()
+@click.argument("task", required=False)
+@click.option("-d", "--dir", "directory", type=_directory, help="Its directory.  [default for a URL: ./TASK-NAME]")
+@click.option("--image", metavar="REF", help="Start from an image; with a task, in place of the task's own.")
+@click.option("-a", "--agent", "agents", multiple=True, metavar="NAME", help="Add an agent; repeatable.")
+@click.option("-m", "--model", metavar="MODEL", help="The model for every agent.  [default: what an agent asks for]")
+@click.option("--host", is_flag=True, help="No sandbox: work in the directory on this machine.")
+@click.option("--no-mount", is_flag=True, help="Keep the files inside; `pier stop` copies them back.")
+@click.option("--ports", multiple=True, metavar="[HOST:]PORT", help="Reach a port inside on 127.0.0.1; repeatable.")
+@click.option("--mounts-json", metavar="JSON", help="More mounts: '[\"./data:/data:ro\"]'.")
+@click.option("-e", "env", multiple=True, metavar="NAME=VALUE", help="Set a variable for every command; repeatable.")
+@click.option("--env-file", type=click.Path(dir_okay=False, path_type=Path), help="A file of NAME=VALUE lines.")
+@click.option("--skill", "skills", multiple=True, type=_directory, help="Give a skill to every agent; repeatable.")
+@click.option("-f", "--force", is_flag=True, help="Start in a directory that is not empty; its files stay.")
+@click.option("--env", "backend", metavar="BACKEND", help="Where the sandbox runs: local or docker.  [default: local]")
+@click.option("--direct", is_flag=True, help="Agents call their providers themselves, with the variables of -e.")
+@_json
+def start(task: str | None, as_json: bool, **options: Any) -> None:
+    """Start a workspace: a directory with a live sandbox around it.
+
+    TASK is the directory of a task or URL#PATH of a git repository. Without TASK and --image the workspace around here
+    is brought back, with the agents, ports and variables that are added.
+
+    \b
+    Examples:
+      pier start ./tasks/my-task -d ./ws -a claude-code
+      pier start --image ubuntu:24.04 -d ./ws
+      pier start --agent codex             add an agent to this workspace
+    """
+    from pier.workspace.starting import start as begin
+
+    order = _start_order(task, options)
+    workspace, status = asyncio.run(begin(order, _say))
+    if as_json:
+        click.echo(json.dumps({"workspace": str(workspace.root), "mode": workspace.config.mode, **status}, indent=2))
+        return
+    for warning in status.get("warnings", ()):
+        click.echo(f"warning: {warning}", err=True)
+    _print_started(workspace, new=order.is_new)
+
+
+def _print_started(workspace: Workspace, *, new: bool) -> None:
+    root = workspace.root
+    click.echo(f"{root}: {'ready' if workspace.is_host else 'running'}")
+    if Path.cwd().resolve() != root:
+        click.echo(f"  cd {os.path.relpath(root)}")
+    if workspace.config.task_path is not None and new:
+        click.echo("  cat .task/instruction.md")
+    if not workspace.is_host:
+        from pier.workspace.agents import PROGRAMS
+
+        words = [word for word, name in PROGRAMS.items() if name in workspace.config.agents]
+        click.echo(f"  pier exec {words[0] if words else 'bash'}")
+    if workspace.config.task_path is not None:
+        click.echo("  pier verify")
+
+
+def _start_order(task: str | None, options: dict[str, Any]) -> Any:
+    from pier.workspace.agents import PROGRAMS
+    from pier.workspace.starting import StartOrder, parse_mounts
+
+    env = {}
+    if options["env_file"]:
+        from pier.job.load import read_env_file
+
+        env |= read_env_file(options["env_file"])
+    return StartOrder(
+        task=task,
+        directory=options["directory"],
+        image=options["image"],
+        agents=tuple(PROGRAMS.get(name) or name for name in options["agents"]),
+        model=_absolute_model(options["model"]),
+        host=options["host"],
+        mounted=not options["no_mount"],
+        direct=options["direct"],
+        backend=options["backend"],
+        ports=options["ports"],
+        mounts=parse_mounts(options["mounts_json"]) if options["mounts_json"] else (),
+        env={**env, **_variables(options["env"])},
+        skills=tuple(path.resolve() for path in options["skills"]),
+        force=options["force"],
+    )
+
+
+def _variables(rows: tuple[str, ...]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for row in rows:
+        name, equals, value = row.partition("=")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UsageError(f"invalid value {row!r} for -e: expected NAME=VALUE", code="variable")
+        if not equals and name not in os.environ:
+            raise UsageError(f"invalid value {row!r} for -e: {name} is not set here", hint=f"-e {name}=VALUE")
+        found[name] = value if equals else os.environ[name]
+    return found
+
+
+def _absolute_model(model: str | None) -> str | None:
+    """A script or a recording is found from wherever the workspace is served."""
+    scheme, colon, rest = (model or "").partition(":")
+    return f"{scheme}:{Path(rest).resolve()}" if colon and scheme in ("script", "replay") else model
+
+
+def _say(line: str) -> None:
+    click.echo(_shown(line), err=True)
+
+
+def _shown(text: str) -> str:
+    """Text of a task or an agent without what would move the cursor; colours stay."""
+    return _CONTROL.sub(lambda found: found[0] if re.fullmatch(r"\x1b\[[0-9;]*m", found[0]) else "", text)
+
+
+@click.command("exec", context_settings={"allow_interspersed_args": False})
+@click.option("-d", "--detach", is_flag=True, help="Run in the background, with a log.")
+@click.option("--list", "list_all", is_flag=True, help="List the commands in the background.")
+@click.option("--logs", metavar="ID", help="Print the log of a command in the background.")
+@click.option("--stop", "stop_id", metavar="ID", help="Stop a command in the background.")
+@_json
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def exec_(
+    command: tuple[str, ...], detach: bool, list_all: bool, logs: str | None, stop_id: str | None, as_json: bool
+) -> None:
+    """Run COMMAND in the workspace around here, and exit with its code.
+
+    With a terminal the command gets one too; else its streams are plain pipes. Agents (claude, codex, gemini, ...) are
+    recorded: the terminal and the model calls, each run in its own directory below .pier/sessions.
+
+    \b
+    Examples:
+      pier exec claude
+      pier exec -- claude -p "Do the task" --dangerously-skip-permissions
+      pier exec -d -- python3 -m http.server 8888
+    """
+    from pier.cli import workspace_exec
+    from pier.workspace.workspace import Workspace
+
+    workspace = Workspace.find()
+    if list_all:
+        workspace_exec.print_background(workspace, as_json)
+    elif logs is not None:
+        workspace_exec.print_log(workspace, logs)
+    elif stop_id is not None:
+        workspace_exec.stop_background(workspace, stop_id)
+    elif not command:
+        raise click.UsageError("a command is needed, such as: pier exec bash")
+    elif detach:
+        workspace_exec.detach(workspace, command)
+    else:
+        sys.exit(workspace_exec.run(workspace, command))
+
+
+@click.command()
+@_where
+@click.option("-a", "--agent", help="The agent whose trajectory is saved.  [default: that of the newest session]")
+@click.option("--session", metavar="TIME", help="The session whose trajectory is saved.  [default: the newest]")
+@click.option("--session-dir", help="A directory with an agent's own session logs; inside the sandbox if there is one.")
+@click.option("--trial-dir", type=_directory, help="Where the result goes.  [default: .pier/trials/TIME]")
+@click.option("--step", help="The step whose tests run, by its name.  [default: the first]")
+@click.option("--in-place", is_flag=True, help="Run the tests in the workspace's own sandbox, not in a copy of it.")
+@click.option("--watch", is_flag=True, help="Run again whenever the tests or the workspace change.")
+@_json
+def verify(directory: Path | None, watch: bool, as_json: bool, **options: Any) -> None:
+    """Run the task's tests on the present state, print the reward, and save result and trajectory.
+
+    The tests run in a copy of the sandbox, so they change nothing. The exit code is 0 when there is a reward, whatever
+    it is, and 1 when there is none.
+    """
+    from pier.cli import workspace_verify
+    from pier.workspace.workspace import Workspace
+
+    workspace = Workspace.find(directory)
+    if watch:
+        workspace_verify.watch(workspace, options)
+    raise click.exceptions.Exit(workspace_verify.run(workspace, options, as_json=as_json))
+
+
+@click.command()
+@_where
+@click.option("--name-only", is_flag=True, help="Print paths only.")
+@_json
+def diff(directory: Path | None, name_only: bool, as_json: bool) -> None:
+    """Show what changed in the workspace since its start, and what changed elsewhere in its sandbox."""
+    from pier.workspace.forking import outside_changes, workspace_changes
+    from pier.workspace.workspace import Workspace
+
+    workspace = Workspace.find(directory)
+    changes, outside = workspace_changes(workspace), outside_changes(workspace)
+    if as_json:
+        rows = [{"path": change.path, "kind": change.kind, "diff": change.diff} for change in changes]
+        click.echo(json.dumps({"changes": rows, "outside": outside}, indent=2))
+        return
+    for change in changes:
+        if name_only or not change.diff:
+            click.echo(_shown(f"{change.kind}: {change.path}"))
+        else:
+            click.echo(_shown(change.diff), nl=False)
+    for row in outside:
+        click.echo(_shown(f"{row['kind']}: {row['path']}"))
+
+
+@click.command()
+@click.argument("target", type=_directory)
+@_where
+@click.option("--ports", multiple=True, metavar="[HOST:]PORT", help="Reach a port inside on 127.0.0.1; repeatable.")
+def fork(target: Path, directory: Path | None, ports: tuple[str, ...]) -> None:
+    """Make a second workspace in TARGET from the present state of this one, and start it.
+
+    What runs in the first goes on there. Ports are not taken over, since this machine has each of them once.
+    """
+    from pier.workspace.forking import fork as make
+    from pier.workspace.workspace import Workspace
+
+    made = asyncio.run(make(Workspace.find(directory), target, ports, _say))
+    _print_started(made, new=False)
+
+
+@click.command()
+@_where
+def stop(directory: Path | None) -> None:
+    """Stop the workspace; `pier start` brings it back.
+
+    Its directory stays as it is. What changed elsewhere in the sandbox is kept too. Commands in the background end.
+    """
+    from pier.workspace.client import call, is_running
+    from pier.workspace.workspace import Workspace
+
+    workspace = Workspace.find(directory)
+    if workspace.is_host or not is_running(workspace):
+        click.echo(f"{workspace.root}: not running")
+        return
+    answer = asyncio.run(call(workspace, {"op": "stop"}))
+    for note in answer["notes"]:
+        click.echo(f"warning: {_shown(note)}", err=True)
+    click.echo(f"{workspace.root}: stopped")
+
+
+@click.command("list")
+@_json
+def list_(as_json: bool) -> None:
+    """List the workspaces of this machine."""
+    from pier.workspace.forking import status_of
+    from pier.workspace.workspace import list_workspaces
+
+    gone: list[Path] = []
+    rows = [status_of(workspace) for workspace in list_workspaces(gone.append)]
+    for path in gone:
+        click.echo(f"{path} is gone and no longer listed", err=True)
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    if not rows:
+        click.echo("no workspaces: pier start TASK -d DIR makes one", err=True)
+        return
+    table = [("Workspace", "Sandbox", "Status"), *((r["workspace"], r["sandbox"] or "—", r["status"]) for r in rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(3)]
+    table.insert(1, ("─" * widths[0], "─" * widths[1], "─" * widths[2]))
+    for row in table:
+        click.echo("  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,300 @@
+"""The user's own logins, used by the gateway in place of an API key.
+
+A login stays outside of every sandbox. Its file is read where the client keeps it; an access token that is about to
+expire is refreshed under the client's own lock, and the result is written back as the client would have written it, so
+that the user's own client keeps working: refresh tokens are used up by a refresh. A login is sent to its own provider
+only, and serves its own client only: providers sell subscriptions for their clients, not for other programs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+from multidict import CIMultiDict
+
+from pier.errors import UsageError
+from pier.files import write_json
+from pier.gateway.code_assist import Unwrapper
+from pier.gateway.login_lock import lock_file
+from pier.wire.turn import DialectName
+
+_EARLY = 300.0
+"""Seconds before its end at which a token is replaced."""
+FILE_LIMIT = 1024 * 1024
+"""Bytes of a login file, and of the answer to a refresh."""
+
+LoginState = Literal["ready", "refreshable", "expired", "unreadable", "missing"]
+
+
+class LoginRefused(Exception):
+    """A login cannot be used. `passing`: it may work later."""
+
+    def __init__(self, message: str, *, passing: bool = False) -> None:
+        super().__init__(message)
+        self.passing = passing
+
+
+class LoginAnswer(Protocol):
+    """What a refresh needs of an HTTP answer."""
+
+    status: int
+
+    async def read(self) -> bytes: ...
+
+    def close(self) -> None: ...
+
+
+Send = Callable[[str, CIMultiDict[str], bytes], Awaitable[LoginAnswer]]
+"""Sends a POST to an address, with headers and a body. What it raises when there is no answer is passed on."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoginTokens:
+    """What a login file says. `expires_at` is in seconds; None is unknown."""
+
+    access: str
+    refresh: str | None = None
+    expires_at: float | None = None
+    account: str | None = None
+
+    def is_stale(self, margin: float = _EARLY) -> bool:
+        return self.expires_at is not None and self.expires_at - margin <= time.time()
+
+
+@dataclass(frozen=True, slots=True)
+class LoginRequest:
+    """A request as the login's provider wants it."""
+
+    address: str
+    headers: Mapping[str, str]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LoginStatus:
+    """What was found of one client's login. `source` is its file or variable."""
+
+    client: str
+    title: str
+    provider: str
+    state: LoginState
+    source: str
+    detail: str = ""
+    expires_at: float | None = None
+    account: str | None = None
+    command: str = ""
+    """What to type to log in."""
+
+
+class Login(ABC):
+    """The login of one client. Made by `find_login`; it reads its file when it is first asked for."""
+
+    client: ClassVar[str]
+    title: ClassVar[str]
+    provider: ClassVar[str]
+    dialect: ClassVar[DialectName]
+    command: ClassVar[str]
+    key_name: ClassVar[str]
+    user_agent: ClassVar[re.Pattern[str]]
+    """How the client's own requests name it."""
+    url: ClassVar[str]
+    token_url: ClassVar[str]
+    lock: ClassVar[str] = ".pier-refresh.lock"
+    """The file next to the login that is locked during a refresh."""
+
+    def __init__(self, path: Path | None, environ: Mapping[str, str], token: str | None = None) -> None:
+        self.path = path
+        prefix = f"PIER_{self.provider.upper()}"
+        self.base = (environ.get(f"{prefix}_LOGIN_URL") or self.url).rstrip("/")
+        self._token_address = environ.get(f"{prefix}_TOKEN_URL") or self.token_url
+        self._tokens = LoginTokens(token) if token else None
+        self._renewing = asyncio.Lock()
+
+    @property
+    def source(self) -> str:
+        return str(self.path) if self.path else "CLAUDE_CODE_OAUTH_TOKEN"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.source})"
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What must not be written down or handed on."""
+        known = self._tokens
+        return tuple(filter(None, (known.access, known.refresh))) if known else ()
+
+    @property
+    def tokens(self) -> LoginTokens:
+        """The tokens as they were last read or refreshed; `LoginRefused` if there are none."""
+        if self._tokens is None:
+            self._tokens = self._read()[1]
+        return self._tokens
+
+    def status(self) -> LoginStatus:
+        """What was found, as it is on disk now."""
+        known = LoginStatus(self.client, self.title, self.provider, "ready", self.source, command=self.command)
+        try:
+            tokens = self._read()[1] if self.path else self.tokens
+        except LoginRefused as error:
+            return replace(known, state="unreadable", detail=str(error))
+        known = replace(known, expires_at=tokens.expires_at, account=tokens.account)
+        if not tokens.is_stale(0):
+            return known
+        return replace(known, state="refreshable" if tokens.refresh else "expired")
+
+    def check(self) -> None:
+        """`UsageError` if the login cannot be used, and a refresh would not help."""
+        found = self.status()
+        if found.state == "unreadable":
+            raise UsageError(
+                f"cannot use the login of {self.title}: {found.detail}", hint=self.command, code="login-unreadable"
+            )
+        if found.state == "expired":
+            raise UsageError(
+                f"the login of {self.title} in {self.source} has expired and cannot be refreshed",
+                hint=f"{self.command}, or export {self.key_name}=...",
+                code="login-expired",
+            )
+
+    def serves(self, user_agent: str) -> bool:
+        """Whether a request comes from the client that the login belongs to."""
+        return self.user_agent.match(user_agent) is not None
+
+    async def request(
+        self, send: Send, path: str, headers: Mapping[str, str], data: bytes, model: str, refused: str | None = None
+    ) -> LoginRequest:
+        """A request of the client as its provider wants it, with a token that is valid. `refused` is a token that the
+        provider did not take."""
+        async with self._renewing:
+            if self.tokens.access == refused or self.tokens.is_stale():
+                try:
+                    await self._renew(send)
+                except OSError as error:
+                    raise LoginRefused(
+                        f"the login of {self.title} could not be refreshed: {error}", passing=True
+                    ) from None
+            return await self._dress(send, path, headers, data, model)
+
+    async def refusal(self, answer: LoginAnswer) -> str:
+        """What the provider said when it refused a token."""
+        status, said = answer.status, json_object(await read_small(answer))
+        return f"{self.provider} refused the login of {self.title} ({refusal_text(said, status)})"
+
+    @abstractmethod
+    async def _dress(
+        self, send: Send, path: str, headers: Mapping[str, str], data: bytes, model: str
+    ) -> LoginRequest: ...
+
+    def unwrapper(self, *, stream: bool) -> Unwrapper | None:
+        """What turns the provider's answer into one of the dialect; None if it is one."""
+        return None
+
+    async def _renew(self, send: Send) -> None:
+        if self.path is None:
+            raise LoginRefused(f"the token in {self.source} was refused; make another: claude setup-token")
+        async with self._locked():
+            document, tokens = self._read()
+            if tokens.access != self.tokens.access and not tokens.is_stale():
+                self._tokens = tokens
+                return
+            if not tokens.refresh:
+                raise LoginRefused(f"the login of {self.title} has expired; run: {self.command}")
+            if not os.access(self._target, os.W_OK) or not os.access(self._target.parent, os.W_OK):
+                raise LoginRefused(
+                    f"the login of {self.title} has expired, and a refreshed one could not be kept: "
+                    f"{self.path} is read-only"
+                )
+            said = await self._refresh(send, tokens.refresh)
+            self._tokens = await asyncio.to_thread(self._keep, document, said)
+
+    @property
+    def _target(self) -> Path:
+        """The file itself, where its path is a link to it."""
+        assert self.path is not None
+        return self.path.resolve()
+
+    def _read(self) -> tuple[dict[str, Any], LoginTokens]:
+        assert self.path is not None
+        try:
+            with self.path.open("rb") as stream:
+                document = json.loads(stream.read(FILE_LIMIT))
+            return document, self._tokens_of(document)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise LoginRefused(f"{self.path} cannot be read: {type(error).__name__}: {error}") from None
+
+    def _keep(self, document: dict[str, Any], said: Mapping[str, Any]) -> LoginTokens:
+        """Write the refreshed login back, with everything else that the file holds."""
+        target = self._target
+        found = target.stat()
+        self._update(document, said)
+        write_json(target, document, mode=found.st_mode & 0o777)
+        if os.geteuid() == 0 and found.st_uid:
+            os.chown(target, found.st_uid, found.st_gid)
+        return self._tokens_of(document)
+
+    async def _refresh(self, send: Send, refresh: str) -> dict[str, Any]:
+        headers, data = self._refresh_request(refresh)
+        answer = await send(self._token_address, CIMultiDict(headers), data)
+        status, raw = answer.status, await read_small(answer)
+        said = json_object(raw)
+        if status != 200 or not isinstance(said.get("access_token"), str):
+            why = refusal_text(said, status)
+            if status >= 500 or status in (408, 429):
+                raise LoginRefused(f"the login of {self.title} could not be refreshed: {why}", passing=True)
+            raise LoginRefused(f"the login of {self.title} could not be refreshed ({why}); run: {self.command}")
+        return said
+
+    @asynccontextmanager
+    async def _locked(self) -> AsyncIterator[None]:
+        """Keep others, the client itself included, from refreshing at the same time."""
+        assert self.path is not None
+        async with lock_file(self.path.parent / self.lock, self.title):
+            yield
+
+    @abstractmethod
+    def _tokens_of(self, document: dict[str, Any]) -> LoginTokens: ...
+
+    @abstractmethod
+    def _update(self, document: dict[str, Any], said: Mapping[str, Any]) -> None: ...
+
+    @abstractmethod
+    def _refresh_request(self, refresh: str) -> tuple[dict[str, str], bytes]: ...
+
+
+async def read_small(answer: LoginAnswer) -> bytes:
+    """The body of a short answer, or what came of it."""
+    raw = b""
+    try:
+        while len(raw) < FILE_LIMIT and (part := await answer.read()):
+            raw += part
+    except OSError:
+        pass
+    finally:
+        answer.close()
+    return raw
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def refusal_text(said: Mapping[str, Any], status: int) -> str:
+    """What a provider says about a refusal, in one line."""
+    error = said.get("error")
+    inner = error if isinstance(error, Mapping) else {}
+    words = said.get("error_description") or inner.get("message") or (error if isinstance(error, str) else "")
+    return f"status {status}" + (f": {str(words)[:200]}" if words else "")

@@ -1,0 +1,250 @@
+"""The logins of Claude Code, Codex and Gemini CLI: their files, their routes and headers, and where to find them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from multidict import CIMultiDict
+
+from pier.gateway.code_assist import CodeAssist, Unwrapper
+from pier.gateway.login import (
+    FILE_LIMIT,
+    Login,
+    LoginRefused,
+    LoginRequest,
+    LoginState,
+    LoginStatus,
+    LoginTokens,
+    Send,
+    json_object,
+    read_small,
+    refusal_text,
+)
+from pier.gateway.login_lock import lock_directory
+
+
+class ClaudeLogin(Login):
+    client, title, provider, dialect = "claude-code", "Claude Code", "anthropic", "anthropic"
+    command, key_name = "claude auth login", "ANTHROPIC_API_KEY"
+    user_agent = re.compile(r"claude-(cli|code)/")
+    url = "https://api.anthropic.com"
+    token_url = "https://platform.claude.com/v1/oauth/token"
+    _ID = "9d1c250a-e61b-44d9-88ed-5944d1962f5e"
+    _BETA = "oauth-2025-04-20"
+
+    async def _dress(self, send: Send, path: str, headers: Mapping[str, str], data: bytes, model: str) -> LoginRequest:
+        wanted = CIMultiDict(headers)
+        betas = [beta for beta in wanted.get("anthropic-beta", "").split(",") if beta]
+        wanted["anthropic-beta"] = ",".join(betas if self._BETA in betas else [*betas, self._BETA])
+        wanted["Authorization"] = f"Bearer {self.tokens.access}"
+        return LoginRequest(self.base + path, wanted, data)
+
+    @asynccontextmanager
+    async def _locked(self) -> AsyncIterator[None]:
+        assert self.path is not None
+        async with lock_directory(self.path.parent / ".oauth_refresh.lock", self.title):
+            yield
+
+    def _tokens_of(self, document: dict[str, Any]) -> LoginTokens:
+        found = document["claudeAiOauth"]
+        expires = found.get("expiresAt")
+        return LoginTokens(
+            _text(found["accessToken"]),
+            found.get("refreshToken") or None,
+            expires / 1000 if expires else None,
+            found.get("subscriptionType"),
+        )
+
+    def _update(self, document: dict[str, Any], said: Mapping[str, Any]) -> None:
+        found, now = document["claudeAiOauth"], time.time()
+        found["accessToken"] = said["access_token"]
+        found["refreshToken"] = said.get("refresh_token") or found.get("refreshToken")
+        found["expiresAt"] = int((now + float(said.get("expires_in") or 3600)) * 1000)
+        if said.get("refresh_token_expires_in"):
+            found["refreshTokenExpiresAt"] = int((now + float(said["refresh_token_expires_in"])) * 1000)
+        if said.get("scope"):
+            found["scopes"] = str(said["scope"]).split()
+
+    def _refresh_request(self, refresh: str) -> tuple[dict[str, str], bytes]:
+        scopes = self._read()[0]["claudeAiOauth"].get("scopes") or ["user:inference", "user:profile"]
+        body = {
+            "grant_type": "refresh_token",
+            "refresh_token": refresh,
+            "client_id": self._ID,
+            "scope": " ".join(scopes),
+        }
+        return {"Content-Type": "application/json"}, json.dumps(body).encode()
+
+
+class CodexLogin(Login):
+    """A login with ChatGPT. One with an API key is a key like any other."""
+
+    client, title, provider, dialect = "codex", "Codex", "openai", "responses"
+    command, key_name = "codex login", "OPENAI_API_KEY"
+    user_agent = re.compile(r"codex[-_]")
+    url = "https://chatgpt.com/backend-api/codex"
+    token_url = "https://auth.openai.com/oauth/token"
+    lock = "auth.lock"
+    _ID = "app_EMoamEEZ73f0CkXaXp7hrann"
+
+    async def _dress(self, send: Send, path: str, headers: Mapping[str, str], data: bytes, model: str) -> LoginRequest:
+        wanted = CIMultiDict(headers)
+        wanted["Authorization"] = f"Bearer {self.tokens.access}"
+        if self.tokens.account:
+            wanted["ChatGPT-Account-Id"] = self.tokens.account
+        return LoginRequest(self.base + path.removeprefix("/v1"), wanted, data)
+
+    def _tokens_of(self, document: dict[str, Any]) -> LoginTokens:
+        found = document["tokens"]
+        access = _text(found["access_token"])
+        claims = _claims(access)
+        own = _claims(found.get("id_token")).get("https://api.openai.com/auth") or {}
+        account = found.get("account_id") or own.get("chatgpt_account_id")
+        return LoginTokens(access, found.get("refresh_token") or None, claims.get("exp"), account)
+
+    def _update(self, document: dict[str, Any], said: Mapping[str, Any]) -> None:
+        for name in ("id_token", "access_token", "refresh_token"):
+            if said.get(name):
+                document["tokens"][name] = said[name]
+        document["last_refresh"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+    def _refresh_request(self, refresh: str) -> tuple[dict[str, str], bytes]:
+        body = {"client_id": self._ID, "grant_type": "refresh_token", "refresh_token": refresh}
+        return {"Content-Type": "application/json"}, json.dumps(body).encode()
+
+
+class GeminiLogin(Login):
+    """A login with Google. It is for Code Assist, which wraps the requests and answers of the Gemini API."""
+
+    client, title, provider, dialect = "gemini-cli", "Gemini CLI", "google", "gemini"
+    command, key_name = "gemini (choose Login with Google)", "GEMINI_API_KEY"
+    user_agent = re.compile(r"GeminiCLI")
+    url = "https://cloudcode-pa.googleapis.com"
+    token_url = "https://oauth2.googleapis.com/token"
+    _ID = "681255809395-oo8ft2oprdrnp9e3aqf6av3hmdib135j.apps.googleusercontent.com"
+    _PUBLIC = "GOCSPX" + "-4uHgMPm-1o7Sk-geV6Cu5clXFsxl"
+    """Google calls it a client secret; that of an installed program is in its source, and proves nothing."""
+
+    def __init__(self, path: Path | None, environ: Mapping[str, str], token: str | None = None) -> None:
+        super().__init__(path, environ, token)
+        project = environ.get("GOOGLE_CLOUD_PROJECT") or environ.get("GOOGLE_CLOUD_PROJECT_ID")
+        self._assist = CodeAssist(self.base, project)
+
+    async def _dress(self, send: Send, path: str, headers: Mapping[str, str], data: bytes, model: str) -> LoginRequest:
+        wanted = CIMultiDict(headers)
+        wanted["Authorization"] = f"Bearer {self.tokens.access}"
+        if self._assist.project is None:
+            await self._find_project(send)
+        return LoginRequest(self._assist.address(path), wanted, self._assist.wrap(path, data, model))
+
+    async def _find_project(self, send: Send) -> None:
+        address, data = self._assist.project_request()
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.tokens.access}"}
+        answer = await send(address, CIMultiDict(headers), data)
+        status, said = answer.status, json_object(await read_small(answer))
+        if status != 200 or not self._assist.found(said):
+            why = refusal_text(said, status) if status != 200 else "the account is not set up yet"
+            raise LoginRefused(f"Code Assist gave no project ({why}); run: {self.command}", passing=status >= 500)
+
+    def unwrapper(self, *, stream: bool) -> Unwrapper | None:
+        return Unwrapper(stream=stream)
+
+    def _tokens_of(self, document: dict[str, Any]) -> LoginTokens:
+        expires = document.get("expiry_date")
+        return LoginTokens(
+            _text(document["access_token"]), document.get("refresh_token") or None, expires / 1000 if expires else None
+        )
+
+    def _update(self, document: dict[str, Any], said: Mapping[str, Any]) -> None:
+        for name in ("access_token", "refresh_token", "id_token", "scope", "token_type"):
+            if said.get(name):
+                document[name] = said[name]
+        document["expiry_date"] = int((time.time() + float(said.get("expires_in") or 3600)) * 1000)
+
+    def _refresh_request(self, refresh: str) -> tuple[dict[str, str], bytes]:
+        body = {
+            "refresh_token": refresh,
+            "client_id": self._ID,
+            "client_secret": self._PUBLIC,
+            "grant_type": "refresh_token",
+        }
+        return {"Content-Type": "application/x-www-form-urlencoded"}, urlencode(body).encode()
+
+
+LOGINS: tuple[type[Login], ...] = (ClaudeLogin, CodexLogin, GeminiLogin)
+
+
+def login_path(kind: type[Login], environ: Mapping[str, str]) -> Path | None:
+    """Where a client keeps its login; None without a home directory."""
+    home = environ.get("HOME")
+    match kind.client:
+        case "claude-code":
+            own, default, name = environ.get("CLAUDE_CONFIG_DIR"), ".claude", ".credentials.json"
+        case "codex":
+            own, default, name = environ.get("CODEX_HOME"), ".codex", "auth.json"
+        case _:
+            top = environ.get("GEMINI_CLI_HOME")
+            own, default, name = f"{top}/.gemini" if top else None, ".gemini", "oauth_creds.json"
+    if own:
+        return Path(own) / name
+    return Path(home) / default / name if home else None
+
+
+def find_login(kind: type[Login], environ: Mapping[str, str]) -> Login | str | None:
+    """The login of a client, or the API key that it holds instead; None if there is neither, or `PIER_LOGINS=off`."""
+    if environ.get("PIER_LOGINS") == "off":
+        return None
+    if kind is ClaudeLogin and (token := environ.get("CLAUDE_CODE_OAUTH_TOKEN")):
+        return ClaudeLogin(None, environ, token)
+    path = login_path(kind, environ)
+    try:
+        if path is None or not path.is_file():
+            return None
+        document = json.loads(path.read_bytes()[:FILE_LIMIT])
+    except (OSError, ValueError):
+        document = None
+    if kind is CodexLogin and isinstance(document, dict) and not document.get("tokens"):
+        key = document.get("OPENAI_API_KEY")
+        return key if isinstance(key, str) and key else None
+    if kind is ClaudeLogin and isinstance(document, dict) and "claudeAiOauth" not in document:
+        return None  # the file holds logins of MCP servers alone
+    return kind(path, environ)
+
+
+def login_statuses(environ: Mapping[str, str]) -> list[LoginStatus]:
+    """One row for each client, whether a login was found or not."""
+    rows = []
+    for kind in LOGINS:
+        found, path = find_login(kind, environ), login_path(kind, environ)
+        if isinstance(found, Login):
+            rows.append(found.status())
+            continue
+        state: LoginState = "ready" if found else "missing"
+        source = str(path) if path else "no home directory"
+        detail = "an API key" if found else ""
+        rows.append(LoginStatus(kind.client, kind.title, kind.provider, state, source, detail, command=kind.command))
+    return rows
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("it holds no access token")
+    return value
+
+
+def _claims(token: Any) -> dict[str, Any]:
+    """What a JWT says; nothing if it is something else. Its signature is not checked: the provider does that."""
+    try:
+        part = token.split(".")[1]
+        value = json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))
+    except (AttributeError, IndexError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

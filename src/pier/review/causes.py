@@ -1,0 +1,172 @@
+"""Why trials ended the way they did, without a model: exact, free, and from what the trial's own files say.
+
+For each trial the first of these that holds is its cause: it passed; an error left it without a verdict; a budget or
+its time ended the agent's work; the agent's program failed; the agent broke its own grading; tests failed, by name
+where the verifier's output names them; else its reward. Further facts (planted files, refused hosts, retries of model
+calls) are listed as signs, which do not decide.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pier.errors import JobError
+from pier.review.source import SourceTrial
+from pier.tree import Tree, TreeError
+from pier.trial.result import AgentResult, Integrity, TrialResult, read_result
+
+PASSED = "passed"
+_OUTPUT_LIMIT = 16 << 20
+_NAMED = 3
+_FAILED_LINE = re.compile(r"^(?:FAILED|ERROR)\s+(\S+)", re.MULTILINE)
+_NOT_PASSED = frozenset({"failed", "other"})
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why one trial ended the way it did: a stable `key` to group by, the blame, a sentence, and the signs."""
+
+    key: str
+    blame: str
+    text: str
+    signs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CauseGroup:
+    """The trials of one cause. `text` is the first trial's; `signs` are counted over all of them."""
+
+    key: str
+    blame: str
+    text: str
+    trials: tuple[str, ...]
+    tasks: int
+    signs: tuple[tuple[str, int], ...]
+
+
+def group_causes(trials: Iterable[SourceTrial]) -> list[CauseGroup]:
+    """The causes of some trials, the most frequent first; trials that passed come last."""
+    members: dict[str, list[tuple[SourceTrial, Cause]]] = {}
+    for trial in trials:
+        cause = find_cause(trial)
+        members.setdefault(cause.key, []).append((trial, cause))
+    groups = [_group(key, rows) for key, rows in members.items()]
+    return sorted(groups, key=lambda group: (group.key == PASSED, -len(group.trials), group.key))
+
+
+def _group(key: str, rows: Sequence[tuple[SourceTrial, Cause]]) -> CauseGroup:
+    signs = Counter(sign for _, cause in rows for sign in cause.signs)
+    first = rows[0][1]
+    return CauseGroup(
+        key=key,
+        blame=first.blame,
+        text=first.text,
+        trials=tuple(trial.name for trial, _ in rows),
+        tasks=len({trial.task for trial, _ in rows}),
+        signs=tuple(signs.most_common(5)),
+    )
+
+
+def find_cause(trial: SourceTrial) -> Cause:
+    """The cause of one trial."""
+    try:
+        result = read_result(trial.directory)
+    except JobError as error:
+        return Cause(error.code, "infra", str(error))
+    return next(_causes(trial, result))
+
+
+def _causes(trial: SourceTrial, result: TrialResult) -> Iterator[Cause]:
+    """All causes that hold, the deciding one first; the last always does."""
+    signs = tuple(_signs(result))
+    fault = trial.outcome.fault if trial.outcome else None
+    if trial.passed:
+        yield Cause(PASSED, "none", "passed", signs)
+    if fault is not None and not result.has_verdict:
+        yield Cause(fault.code, fault.blame, _first_line(fault.message), signs)
+    for used in _used(result):
+        if ended := (used.metadata or {}).get("ended"):
+            yield Cause(_budget_key(str(ended)), "agent", f"the session of the model ended: {ended}", signs)
+    if fault is not None:
+        yield Cause(fault.code, fault.blame, _first_line(fault.message), signs)
+    broken = [note for integrity in _integrity(result) for note in integrity.notes if note.kind == "no_reward"]
+    if broken:
+        yield Cause("broke-grading", "agent", _first_line(broken[0].detail), signs)
+    if not result.has_verdict:
+        yield Cause("not-graded", "none", "the trial was not graded", signs)
+    if failed := failed_tests(trial):
+        more = f" and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
+        names = ", ".join(failed[:_NAMED])
+        yield Cause(f"tests: {names}{more}", "agent", f"{len(failed)} tests failed: {names}{more}", signs)
+    if not any((result.rewards or {}).values()):
+        yield Cause("zero", "agent", "the verifier gave 0 and names no test", signs)
+    yield Cause("partial", "agent", f"the verifier gave {json.dumps(result.rewards)}", signs)
+
+
+def _budget_key(ended: str) -> str:
+    limits = {name: name for name in ("turns", "input tokens", "output tokens", "tokens")}
+    limits |= {"$": "cost", "seconds": "time"}
+    return f"budget: {next((name for sign, name in limits.items() if sign in ended), 'session')}"
+
+
+def _used(result: TrialResult) -> list[AgentResult]:
+    found = [result.agent_result, *(step.agent_result for step in result.step_results or ())]
+    return [each for each in found if each is not None]
+
+
+def _integrity(result: TrialResult) -> list[Integrity]:
+    found = [result.integrity, *(step.integrity for step in result.step_results or ())]
+    return [each for each in found if each is not None]
+
+
+def _signs(result: TrialResult) -> Iterator[str]:
+    """Facts of a trial that may explain it."""
+    for kind in dict.fromkeys(note.kind for each in _integrity(result) for note in each.notes):
+        yield f"integrity: {kind}"
+    if result.pier is not None and result.pier.network_refused:
+        yield "network: " + ", ".join(sorted(result.pier.network_refused)[:_NAMED])
+    for used in _used(result):
+        metadata = used.metadata or {}
+        if metadata.get("model_retries"):
+            yield "model calls were retried"
+        calls = metadata.get("model_calls")
+        for end in sorted(calls) if isinstance(calls, dict) else ():
+            if end != "answered":
+                yield f"model calls: {end}"
+        if used.summarization_count:
+            yield "context was summarized"
+
+
+def failed_tests(trial: SourceTrial) -> list[str]:
+    """The tests that the verifier's output says failed: from `ctrf.json`, else from the summary lines of pytest."""
+    found: list[str] = []
+    with Tree(trial.directory.resolve()) as tree:
+        places = ["", *(f"{entry.path}/" for entry in tree.listed("steps") if entry.kind == "directory")]
+        for place in places:
+            found += _from_report(tree, f"{place}verifier/ctrf.json") or _from_output(
+                tree, f"{place}verifier/test-stdout.txt"
+            )
+    return list(dict.fromkeys(name[:200] for name in found))
+
+
+def _from_report(tree: Tree, path: str) -> list[str]:
+    try:
+        tests = json.loads(tree.read(path, _OUTPUT_LIMIT))["results"]["tests"]
+        return [str(test["name"]) for test in tests if test.get("status") in _NOT_PASSED]
+    except (OSError, TreeError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return []
+
+
+def _from_output(tree: Tree, path: str) -> list[str]:
+    try:
+        return _FAILED_LINE.findall(tree.read(path, _OUTPUT_LIMIT).decode(errors="replace"))
+    except (OSError, TreeError):
+        return []
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0][:300]

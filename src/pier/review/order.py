@@ -1,0 +1,300 @@
+"""The tasks of a review, made from finished trials: an instruction and what its output must be.
+
+    <root>/.reviews/RUN/                the review: an ordinary job
+    <root>/.reviews/.tasks/RUN/NAME/    its tasks, named like what they are about; also prompt.md, rubric.json
+    <root>/.reviews/.inputs/RUN/        what a review of a whole job reads: the analyses of its trials
+
+An order says what a task is about and travels in `metadata.review` of its `task.toml`, so it is part of the task's
+digest: a trial that was run again is reviewed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pier.beneath import remove
+from pier.errors import JobError, TaskError, UsageError
+from pier.files import is_plain_name, write
+from pier.job.directory import remove_job
+from pier.job.ledger import JOURNAL
+from pier.review.output import INPUT, OUTPUTS, Kind, Schema, schema_of
+from pier.review.rubric import ReviewRubric, fill_in, load_prompt
+from pier.review.source import SourceTrial, task_directory
+from pier.task import Task
+from pier.task.digest import tree_digest
+from pier.tree import Tree, TreeError
+from pier.trial.result import TrialResult, read_result
+from pier.verifier.changes import ARTIFACTS
+
+REVIEWS = ".reviews"
+_TASKS, _INPUTS = f"{REVIEWS}/.tasks", f"{REVIEWS}/.inputs"
+_SECONDS = 1800
+_RESULT_LIMIT = 64 << 20
+
+_TOML = """\
+schema_version = "1.1"
+
+[metadata]
+review = {order}
+
+[agent]
+timeout_sec = {seconds}
+
+[environment]
+network_mode = "no-network"
+workdir = "/critique/work"
+"""
+
+
+class ReviewOrder(BaseModel):
+    """What one task of a review is about. `trial` and `input` are names below the review's root; `asks` is how often
+    the critic is asked again for output that is not accepted; `digest` is that of the reviewed trial's result."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Kind
+    trial: str | None = None
+    task: str | None = None
+    input: str | None = None
+    criteria: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
+    asks: int = Field(default=2, ge=0)
+    digest: str = ""
+
+    @property
+    def output(self) -> str:
+        return f"{ARTIFACTS}/{OUTPUTS[self.kind]}"
+
+    def schema_model(self) -> Schema:
+        return schema_of(self.kind, self.criteria, self.causes)
+
+    def places(self, root: Path) -> dict[str, Path]:
+        """The directories that the critic sees, by their names below `INPUT`."""
+        found: dict[str, Path] = {}
+        if self.trial is not None and is_plain_name(self.trial):
+            found["trial"] = root / self.trial
+        if self.task is not None:
+            found["task"] = Path(self.task)
+        if self.input is not None and is_plain_name(self.input):
+            found["job"] = root / _INPUTS / self.input
+        return found
+
+
+def read_order(task: Task) -> ReviewOrder:
+    """The order in a task that was made for a review."""
+    try:
+        return ReviewOrder.model_validate_json(str(task.config.metadata.get("review")))
+    except ValidationError as error:
+        raise TaskError(f"{task.path} is not a task of a review", code="not-a-review") from error
+
+
+def root_of(task: Task) -> Path:
+    """The root of the review that a task belongs to."""
+    return task.path.parents[3]
+
+
+@dataclass(frozen=True, slots=True)
+class ReviewPlan:
+    """What is asked in one review. `prompt` is the text with its placeholders; without a rubric the critic answers no
+    criteria, as with prompts made for datacurve pier."""
+
+    kind: Kind
+    root: Path
+    run: str
+    prompt: str
+    rubric: ReviewRubric | None = None
+    asks: int = 2
+    overwrite: bool = False
+    extra: dict[str, str] = field(default_factory=dict)
+    """Further placeholders."""
+
+    @property
+    def tasks_dir(self) -> Path:
+        return self.root / _TASKS / self.run
+
+    @property
+    def inputs_dir(self) -> Path:
+        return self.root / _INPUTS / self.run
+
+    @property
+    def job(self) -> Path:
+        return self.root / REVIEWS / self.run
+
+    @property
+    def prompt_sha256(self) -> str:
+        return hashlib.sha256(self.prompt.encode()).hexdigest()
+
+    def write_trials(self, trials: Iterable[SourceTrial]) -> None:
+        """Make a task for each trial."""
+        self._begin()
+        for trial in trials:
+            self._write_trial(trial)
+
+    def write_tasks(self, tasks: Iterable[Path]) -> dict[str, Path]:
+        """Make a review for each task; their names, which are unique."""
+        self._begin()
+        names: dict[str, Path] = {}
+        for path in tasks:
+            name, number = path.name, 2
+            while name in names:
+                name, number = f"{path.name}-{number}", number + 1
+            names[name] = path.resolve()
+            order = self._order(task=str(path.resolve()), digest=_tree_digest(path))
+            values = {"task_name": name, "file_tree": _file_tree(path), "source_trial_name": ""}
+            self._write(name, order, values, f"The task's files are in {INPUT}/task.")
+        return names
+
+    def write_job(self, files: dict[str, str]) -> None:
+        """Make one task about a whole job, which sees `files`."""
+        self._begin()
+        self.inputs_dir.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            write(self.inputs_dir / name, text, durable=False)
+        digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+        about = "\n".join(f"- {INPUT}/job/{name}" for name in files)
+        self._write("job", self._order(input=self.run, digest=digest), {}, f"Your input is in these files:\n{about}")
+
+    def _begin(self) -> None:
+        """Make the directory of tasks. A run of the same name is removed with `overwrite`; else its tasks stay, and
+        those that are asked for again must be the same."""
+        if not is_plain_name(self.run) or self.run.startswith("."):
+            raise UsageError(f"invalid value {self.run!r} for --name: expected the name of one directory")
+        for above in (REVIEWS, _TASKS, _INPUTS):
+            refuse_links(self.root, f"{above}/{self.run}")
+        if self.overwrite:
+            if self.job.exists():
+                remove_job(self.job)
+            for path in (self.tasks_dir, self.inputs_dir):
+                if path.exists():
+                    remove(str(path))
+        self.tasks_dir.mkdir(parents=True, exist_ok=True)
+        self._put(self.tasks_dir / "prompt.md", self.prompt)
+        rubric = json.dumps(self.rubric.model_dump(), indent=2) if self.rubric else None
+        if rubric is not None:
+            self._put(self.tasks_dir / "rubric.json", rubric + "\n")
+
+    def _put(self, path: Path, text: str) -> None:
+        """Write a file of the tasks. `JobError` if the job was begun with another content."""
+        try:
+            if path.read_text() == text:
+                return
+        except FileNotFoundError:
+            pass
+        else:
+            if (self.job / JOURNAL).exists():
+                raise JobError(
+                    f"the run {self.run} exists and asked for something else: {path} differs",
+                    hint="choose another --name, or add --overwrite",
+                    code="job-differs",
+                )
+        write(path, text, durable=False)
+
+    def _order(self, **about: Any) -> ReviewOrder:
+        rubric = self.rubric
+        return ReviewOrder(
+            kind=self.kind,
+            criteria=tuple(rubric.names) if rubric else (),
+            causes=tuple(cause.name for cause in rubric.causes) if rubric else (),
+            asks=self.asks,
+            **about,
+        )
+
+    def _write_trial(self, trial: SourceTrial) -> None:
+        result = _result(trial.directory)
+        task = task_directory(result, self.root) if result else None
+        order = self._order(trial=trial.name, task=str(task) if task else None, digest=_result_digest(trial.directory))
+        where = [f"The trial's files are in {INPUT}/trial."]
+        where.append(
+            f"The task's files (instruction, tests, solution) are in {INPUT}/task. The agent saw neither tests nor "
+            "solution."
+            if task
+            else "The task's own files are not available."
+        )
+        where += _missing(trial.directory)
+        values = {"source_trial_name": trial.name, "task_name": trial.task, "task_section": where[1], "file_tree": ""}
+        self._write(trial.name, order, values, "\n".join(where))
+
+    def _write(self, name: str, order: ReviewOrder, values: dict[str, str], where: str) -> None:
+        directory = self.tasks_dir / name
+        (directory / "environment").mkdir(parents=True, exist_ok=True)
+        text = json.dumps(order.model_dump_json(exclude_none=True))
+        self._put(directory / "environment" / ".gitkeep", "")
+        self._put(directory / "task.toml", _TOML.format(order=text, seconds=_SECONDS))
+        self._put(directory / "instruction.md", self._instruction(order, values, where))
+
+    def _instruction(self, order: ReviewOrder, values: dict[str, str], where: str) -> str:
+        guidance = self.rubric.guidance() if self.rubric else ""
+        known = {
+            "task_dir": f"{INPUT}/task",
+            "trial_dir": f"{INPUT}/trial",
+            "critique_result_path": order.output,
+            "critique_markdown_path": f"{ARTIFACTS}/critique-result.md",
+            "critique_artifacts_dir": f"{ARTIFACTS}/critique-artifacts",
+            "criteria_guidance": guidance,
+            **values,
+            **self.extra,
+        }
+        parts = [fill_in(self.prompt, known).rstrip()]
+        if guidance and "{criteria_guidance}" not in self.prompt:
+            parts.append(f"Criteria:\n{guidance}")
+        if self.rubric and self.rubric.causes:
+            parts.append(f"Causes (choose the one that fits best):\n{self.rubric.cause_list()}")
+        schema = json.dumps(order.schema_model().model_json_schema(), separators=(",", ":"))
+        contract = fill_in(
+            load_prompt("contract"),
+            {"where": where, "output": order.output, "schema": schema, "artifacts": ARTIFACTS, "input": INPUT},
+        )
+        return "\n\n".join((*parts, contract.rstrip())) + "\n"
+
+
+def refuse_links(root: Path, below: str) -> None:
+    """Refuse to write below a root where a link stands in the way: a job may come from anywhere."""
+    path = root
+    for part in below.split("/"):
+        path = path / part
+        if path.is_symlink():
+            raise JobError(f"{path} is a link, so nothing is written there", code="job-files")
+
+
+def _result(directory: Path) -> TrialResult | None:
+    try:
+        return read_result(directory)
+    except JobError:
+        return None
+
+
+def _result_digest(directory: Path) -> str:
+    """The digest of a trial's result, which is sealed last and has a random id; of its trajectory if it has none."""
+    with Tree(directory.resolve()) as tree:
+        for name in ("result.json", "agent/trajectory.json"):
+            try:
+                return hashlib.sha256(tree.read(name, _RESULT_LIMIT)).hexdigest()
+            except (OSError, TreeError):
+                continue
+    return ""
+
+
+def _missing(directory: Path) -> list[str]:
+    """What the critic should know about a trial that lacks something."""
+    with Tree(directory.resolve()) as tree:
+        steps = [entry.path for entry in tree.listed("steps")]
+        names = ["agent/trajectory.json", *(f"{step}/agent/trajectory.json" for step in steps)]
+        if not any(tree.find(name) for name in names):
+            return ["The trial has no trajectory, so no step can be cited: cite files and lines."]
+    return []
+
+
+def _file_tree(path: Path) -> str:
+    with Tree(path.resolve()) as tree:
+        return "\n".join(entry.path for entry in tree.entries(limit=10_000) if entry.kind == "file")
+
+
+def _tree_digest(path: Path) -> str:
+    return tree_digest(path.resolve())

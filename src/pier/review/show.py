@@ -1,0 +1,155 @@
+"""Reviews as text for people. Whatever a model wrote is printed without control characters."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pier.review.causes import PASSED, CauseGroup
+from pier.review.output import Evidence
+from pier.review.read import Agreement, Critique, CritiqueRun
+from pier.trial.record import printable
+
+_EXAMPLES = 3
+_WIDTH = 100
+
+
+def lines_of(text: str, indent: str = "") -> list[str]:
+    """Text of a model or an agent, line by line, safe for a terminal."""
+    return [f"{indent}{printable(line)}" for line in text.strip().splitlines()]
+
+
+def cost_text(cost: float | None) -> str:
+    return "unknown" if cost is None else f"${cost:.4f}"
+
+
+def run_lines(run: CritiqueRun) -> list[str]:
+    """One run: ratings, answers to each criterion, tags, and what failed."""
+    done = [each for each in run.critiques if each.status == "completed"]
+    ratings = Counter(each.rating for each in done)
+    critic = f"{run.agent or 'unknown'}{f' on {run.model}' if run.model else ''}"
+    lines = [
+        printable(f"{run.name}: {critic}"),
+        f"  {len(done)} of {max(run.n_items, len(run.critiques))} trials reviewed: {ratings['good']} good, "
+        f"{ratings['bad']} bad; cost {cost_text(run.cost_usd)}",
+    ]
+    lines += _answers(done)
+    if tags := Counter(tag for each in done for tag in each.tags):
+        lines.append(printable("  tags: " + ", ".join(f"{tag} {count}" for tag, count in tags.most_common(10))))
+    failed = [each for each in run.critiques if each.status == "failed"]
+    for each in failed[:_EXAMPLES]:
+        lines.append(printable(f"  no review of {each.trial}: {(each.error or '')[:200]}"))
+    if len(failed) > _EXAMPLES:
+        lines.append(f"  ... and {len(failed) - _EXAMPLES} more without a review")
+    return lines
+
+
+def _answers(critiques: Sequence[Critique]) -> list[str]:
+    names = list(dict.fromkeys(name for each in critiques for name in each.checks))
+    if not names:
+        return []
+    width = max(map(len, names))
+    lines = [f"  {'criterion':<{width}}  pass  fail   n/a  failed in"]
+    for name in names:
+        answers = [(each.trial, each.checks[name].outcome) for each in critiques if name in each.checks]
+        count = Counter(outcome for _, outcome in answers)
+        failed = [trial for trial, outcome in answers if outcome == "fail"]
+        examples = ", ".join(failed[:_EXAMPLES]) + (", ..." if len(failed) > _EXAMPLES else "")
+        row = f"  {name:<{width}}  {count['pass']:>4}  {count['fail']:>4}  {count['not_applicable']:>4}  {examples}"
+        lines.append(printable(row.rstrip()))
+    return lines
+
+
+def critique_lines(critique: Critique) -> list[str]:
+    """One critique in full."""
+    critic = f"{critique.agent or 'unknown'}{f' on {critique.model}' if critique.model else ''}"
+    lines = [printable(f"{critique.trial}: {critique.rating or critique.status}  ({critique.run}: {critic})")]
+    if critique.error:
+        lines += lines_of(critique.error, "  ")
+    lines += lines_of(critique.feedback or "", "  ")
+    if critique.tags:
+        lines.append(printable(f"  tags: {', '.join(critique.tags)}"))
+    for name, check in critique.checks.items():
+        lines.append(printable(f"  {check.outcome:<14} {name}: {check.explanation}"))
+    for finding in critique.findings:
+        about = f"{finding.criterion}: " if finding.criterion else ""
+        lines.append(printable(f"  [{finding.severity}] {about}{finding.summary}"))
+        for evidence in finding.evidence:
+            quote = f": {evidence.quote}" if evidence.quote else ""
+            lines.append(printable(f"      {evidence.place}{quote}"))
+    lines.append(f"  cost {cost_text(critique.cost_usd)}, files {critique.directory}")
+    return lines
+
+
+def agreement_lines(found: Agreement) -> list[str]:
+    """How far critics agree."""
+    if found.rating is None:
+        return ["no trial was reviewed by two of these critics"]
+    lines = [f"agreement of {len(found.runs)} critics over {found.n_trials} trials: rating {found.rating:.0%}"]
+    lines += [printable(f"  {name}: {share:.0%}") for name, share in found.by_criterion.items()]
+    if found.disputed:
+        names = ", ".join(found.disputed[:10]) + (", ..." if len(found.disputed) > 10 else "")
+        lines.append(printable(f"  disputed ({len(found.disputed)}): {names}"))
+    return lines
+
+
+def cause_lines(groups: Sequence[CauseGroup]) -> list[str]:
+    """Causes that were found without a model."""
+    total = sum(len(group.trials) for group in groups)
+    passed = sum(len(group.trials) for group in groups if group.key == PASSED)
+    lines = [f"{total} trials, {passed} passed"]
+    for group in groups:
+        examples = ", ".join(group.trials[:_EXAMPLES]) + (", ..." if len(group.trials) > _EXAMPLES else "")
+        blame = f" (blame: {group.blame})" if group.blame != "none" else ""
+        lines.append(printable(f"{len(group.trials):>6}  {group.key[:_WIDTH]}{blame}"))
+        if group.key != PASSED:
+            lines.append(printable(f"        {group.text[: 2 * _WIDTH]}"))
+            lines.append(printable(f"        {group.tasks} tasks; e.g. {examples}"))
+        lines += [printable(f"        {count} x {sign[:_WIDTH]}") for sign, count in group.signs]
+    return lines
+
+
+def counted_lines(causes: Iterable[dict[str, Any]]) -> list[str]:
+    """Causes that a model named."""
+    return [
+        printable(f"{row['count']:>6}  {row['cause']}  e.g. {', '.join(row['trials'][:_EXAMPLES])}") for row in causes
+    ]
+
+
+def check_lines(report: dict[str, dict[str, Any]]) -> list[str]:
+    """The report of `pier check`."""
+    lines: list[str] = []
+    for path, row in report.items():
+        lines.append(path)
+        lines += [f"  {p['level']}: {p['rule']}: {printable(p['message'])}" for p in row["problems"]]
+        lines += [
+            printable(f"  {'ok' if run['ok'] else 'FAILED':<7} {run['agent']}: {json.dumps(run['rewards'])}")
+            for run in row["runs"]
+        ]
+        review = row["review"] or {}
+        if review.get("error"):
+            lines += lines_of(f"no review: {review['error']}", "  ")
+        for name, answer in (review.get("checks") or {}).items():
+            lines.append(printable(f"  {answer['outcome']:<14} {name}: {answer['explanation']}"))
+        for finding in review.get("findings") or ():
+            places = ", ".join(Evidence.model_validate(each).place for each in finding["evidence"])
+            lines.append(printable(f"  [{finding['severity']}] {finding['summary']} ({places})"))
+        if not row["problems"] and not review.get("checks"):
+            lines.append("  no problems found")
+    return lines
+
+
+def has_failures(report: dict[str, dict[str, Any]]) -> bool:
+    """Whether a task has an error, a run that went wrong, or a criterion that failed."""
+    return any(
+        any(problem["level"] == "error" for problem in row["problems"])
+        or not all(run["ok"] for run in row["runs"])
+        or any(answer["outcome"] == "fail" for answer in ((row["review"] or {}).get("checks") or {}).values())
+        for row in report.values()
+    )
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)

@@ -1,0 +1,180 @@
+"""Finds the trials that a review is about: of a job, a workspace, or a single one; of pier, Harbor or datacurve pier.
+
+`root` is the directory that holds the trials. Results of reviews are written there, next to what was reviewed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from pier.errors import JobError, TaskError, UsageError
+from pier.job.outcome import Outcome
+from pier.job.view import JobView, TrialView
+from pier.task import load_task
+from pier.tree import Tree
+from pier.trial.result import TrialResult
+
+WORKSPACE_TRIALS = ".pier/trials"
+"""Where a workspace keeps its trials."""
+
+Only = Literal["passed", "failed", "errored"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTrial:
+    """A finished trial that can be reviewed."""
+
+    name: str
+    directory: Path
+    task: str
+    agent: str
+    model: str | None
+    outcome: Outcome | None
+
+    @property
+    def passed(self) -> bool:
+        rewards = self.outcome.rewards if self.outcome else None
+        full = bool(rewards) and all(value >= 1 for value in (rewards or {}).values())
+        return full and self.outcome is not None and self.outcome.fault is None
+
+    @property
+    def errored(self) -> bool:
+        return self.outcome is not None and self.outcome.fault is not None
+
+    def is_of(self, only: Only) -> bool:
+        """Whether it counts as passed, as errored (any error), or as failed (a verdict below 1)."""
+        match only:
+            case "passed":
+                return self.passed
+            case "errored":
+                return self.errored
+            case "failed":
+                return not self.passed and self.outcome is not None and self.outcome.rewards is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The finished trials below `root`. `single` if one trial was named rather than all of them."""
+
+    root: Path
+    trials: tuple[SourceTrial, ...]
+    single: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrialFilter:
+    """Which trials of a source are wanted. `passing` False means every trial that did not pass."""
+
+    names: Sequence[str] = ()
+    tasks: Sequence[str] = ()
+    agents: Sequence[str] = ()
+    models: Sequence[str] = ()
+    only: Only | None = None
+    passing: bool | None = None
+    seed: int | None = None
+    limit: int | None = None
+
+    def apply(self, trials: Iterable[SourceTrial]) -> list[SourceTrial]:
+        """The wanted trials, shuffled with the seed if there is one. `UsageError` for names that none has."""
+        found = list(trials)
+        if unknown := set(self.names) - {trial.name for trial in found}:
+            raise UsageError(f"unknown trial {min(unknown)!r}", hint="pier job show JOB --trials", code="no_trial")
+        if self.names:
+            by_name = {trial.name: trial for trial in found}
+            found = [by_name[name] for name in dict.fromkeys(self.names)]
+        found = [trial for trial in found if self._takes(trial)]
+        if self.seed is not None:
+            random.Random(self.seed).shuffle(found)
+        return found if self.limit is None else found[: self.limit]
+
+    def _takes(self, trial: SourceTrial) -> bool:
+        return (
+            (not self.tasks or any(fnmatchcase(name, glob) for glob in self.tasks for name in _forms(trial.task)))
+            and (not self.agents or bool(_forms(trial.agent) & _lower(self.agents)))
+            and (not self.models or bool(_forms(trial.model or "") & _lower(self.models)))
+            and (self.only is None or trial.is_of(self.only))
+            and (self.passing is None or trial.passed == self.passing)
+        )
+
+
+def _forms(name: str) -> set[str]:
+    """A name as users may write it: whole, and without what stands before its first or last slash."""
+    name = name.lower()
+    return {name, name.partition("/")[2] or name, name.rpartition("/")[2]}
+
+
+def _lower(names: Iterable[str]) -> set[str]:
+    return {name.lower() for name in names}
+
+
+def open_source(path: Path) -> Source:
+    """The trials of a job, a workspace, a directory of trials, or one trial."""
+    if not path.is_dir():
+        raise UsageError(f"{path}: no such directory", hint="pier job list")
+    if (path / WORKSPACE_TRIALS).is_dir():
+        return _directory_of_trials((path / WORKSPACE_TRIALS).resolve())
+    try:
+        return _job(JobView.open(path))
+    except JobError as error:
+        if error.code != "not-a-job":
+            raise
+    try:
+        trial = TrialView.open(path)
+    except JobError:
+        return _directory_of_trials(path.resolve())
+    return Source(path.resolve().parent, (_from_view(path.resolve(), trial),), single=True)
+
+
+def _job(view: JobView) -> Source:
+    root = view.directory.resolve()
+    return Source(
+        root,
+        tuple(
+            SourceTrial(row.name, root / row.name, row.task, row.agent, row.model, row.outcome)
+            for row in view.trials
+            if row.outcome is not None
+        ),
+    )
+
+
+def _directory_of_trials(root: Path) -> Source:
+    with Tree(root) as tree:
+        names = [entry.path for entry in tree.listed() if entry.kind == "directory" and entry.path[0] != "."]
+    found: list[SourceTrial] = []
+    for name in names:
+        try:
+            found.append(_from_view(root / name, TrialView.open(root / name)))
+        except JobError:
+            continue
+    if not found:
+        raise JobError(
+            f"{root} is not a job, a trial or a workspace", code="not-a-job", hint="pier job list, or pier capture"
+        )
+    return Source(root, tuple(found))
+
+
+def _from_view(directory: Path, view: TrialView) -> SourceTrial:
+    return SourceTrial(directory.name, directory, view.task, view.agent, view.model, view.outcome)
+
+
+def task_directory(result: TrialResult, root: Path) -> Path | None:
+    """The directory of a trial's task on this machine, if it is still there and is a task of that name. Harbor keeps
+    paths as they were typed: they count from here, or from where `jobs` is. What a trial's files say is not trusted
+    further: nothing but a task is shown to a critic."""
+    reference = result.config.get("task")
+    path = reference.get("path") if isinstance(reference, dict) else None
+    if not isinstance(path, str) or not path or "\0" in path:
+        return None
+    for base in (Path.cwd(), root.parent.parent):
+        try:
+            task = load_task(base / path, verify=False)
+        except (TaskError, OSError, ValueError):
+            continue
+        if task.name == result.task_name:
+            return task.path
+    return None

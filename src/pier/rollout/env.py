@@ -1,0 +1,476 @@
+"""`CliAgentEnv`: an agent program in a sandbox whose model calls are intercepted, one turn of the rollout each.
+
+The gateway is served inside the sandbox's own loopback at `/rollout/<id>`, with a key for each rollout, so it needs
+neither a tunnel nor a network. Answers are streamed, in four dialects, and calls may be parallel. A stop gives the
+agent no further turn and says so in its own dialect; what it has done by then is scored. A fault of sandbox, gateway or
+model is the state's `error`, and such a rollout has no reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from pier.errors import AgentError, ArgumentError, PierError, SandboxError, UsageError
+from pier.gateway.budget import Budget
+from pier.gateway.server import Gateway
+from pier.gateway.session import Session
+from pier.image.model import Image
+from pier.lease import Lease, sweep
+from pier.network.policy import NetworkPolicy
+from pier.rollout.client import ModelSource
+from pier.rollout.faults import SandboxCreationError, SandboxSetupError, TunnelError
+from pier.rollout.marks import cleanup, stop
+from pier.rollout.multi_turn import MultiTurnEnv
+from pier.rollout.rubric import Rubric
+from pier.rollout.sandboxes import BackgroundJob, SandboxClient
+from pier.rollout.state import AttributeDict, Messages, State
+from pier.rollout.turns import TurnLog, sampling_of
+from pier.sandbox import open_backend
+from pier.sandbox.contract import Backend, Limits, Listener, Sandbox, SandboxSpec
+from pier.sandbox.opening import find_image
+from pier.trial.agent import provider_fault
+
+_GIGABYTE = 1 << 30
+_IDLE = "tail -f /dev/null"
+INSTRUCTION = "/task/instruction.md"
+"""Where the agent finds what the row asks; `HARBOR_INSTRUCTION_PATH` says so."""
+_REASONS = {
+    "max_turns": "max_turns_reached",
+    "max_output_tokens": "max_total_completion_tokens_reached",
+}
+
+
+@dataclass(slots=True)
+class _Services:
+    """What all rollouts of an environment share while it runs."""
+
+    backend: Backend
+    gateway: Gateway
+    served: bool = False
+    images: dict[str, asyncio.Task[Image]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Live:
+    """What one rollout holds open."""
+
+    session: Session
+    log: TurnLog
+    listener: Listener | None = None
+    job: BackgroundJob | None = None
+
+
+async def agent_timeout(state: State) -> float:
+    return float(bool(state.get("timed_out")))
+
+
+async def agent_error(state: State) -> float:
+    return float(bool(state.get("agent_exit_code")))
+
+
+async def sandbox_oom(state: State) -> float:
+    return float(bool(state.get("sandbox_oom")))
+
+
+class CliAgentEnv(MultiTurnEnv):
+    """Runs `run_command` in a sandbox for each row of the dataset. `backend` is `local`, `docker` or `module:Class`.
+
+    While `post_sandbox_setup` runs, the sandbox may reach the internet (`setup_network`); the agent may not, unless
+    `network="public"` or a list of hosts says so. `interception_url` is for agents that must call the gateway from
+    outside: it listens on `interception_port` of this machine, and agents are given that URL.
+    """
+
+    grace_seconds = 30.0
+    """How long an agent may go on once it was refused a turn."""
+    PROTECTED_ENV_VARS = frozenset(
+        {
+            *("OPENAI_BASE_URL", "OPENAI_MODEL", "OPENAI_API_KEY", "OPENAI_TIMEOUT", "OPENAI_REQUEST_TIMEOUT"),
+            *("HTTPX_TIMEOUT", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "GOOGLE_GEMINI_BASE_URL", "GEMINI_API_KEY"),
+        }
+    )
+
+    def __init__(
+        self,
+        run_command: str,
+        interception_port: int = 8765,
+        interception_url: str | None = None,
+        max_turns: int = -1,
+        timeout_seconds: float | None = 3600.0,
+        poll_interval: float = 5.0,
+        docker_image: str = "python:3.11-slim",
+        start_command: str = _IDLE,
+        cpu_cores: int = 1,
+        memory_gb: int = 2,
+        disk_size_gb: int = 5,
+        gpu_count: int = 0,
+        timeout_minutes: int = 60,
+        environment_vars: dict[str, str] | None = None,
+        keep_sandbox_for_scoring: bool = False,
+        backend: str = "local",
+        backend_options: Mapping[str, str] | None = None,
+        network: str | list[str] = "none",
+        setup_network: str | list[str] = "public",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(max_turns=max_turns, timeout_seconds=timeout_seconds, **kwargs)
+        if wrong := sorted(self.PROTECTED_ENV_VARS & set(environment_vars or ())):
+            raise UsageError(f"invalid environment_vars: {wrong[0]} is set by the environment itself")
+        self.run_command = run_command
+        self.interception_port = interception_port
+        self.interception_url = interception_url
+        self.poll_interval = poll_interval
+        self.docker_image = docker_image
+        self.start_command = start_command
+        self.cpu_cores = cpu_cores
+        self.memory_gb = memory_gb
+        self.disk_size_gb = disk_size_gb
+        self.gpu_count = gpu_count
+        self.timeout_minutes = timeout_minutes
+        self.environment_vars = environment_vars
+        self.keep_sandbox_for_scoring = keep_sandbox_for_scoring
+        self.backend = backend
+        self.backend_options = dict(backend_options or {})
+        self.network = network
+        self.setup_network = setup_network
+        self.sandbox_client = SandboxClient(lambda: self._services.backend)
+        self._open: _Services | None = None
+        self._users = 0
+        self._opening = asyncio.Lock()
+        self._stack = AsyncExitStack()
+        self._live: dict[str, _Live] = {}
+        self.add_rubric(Rubric(funcs=[agent_timeout, agent_error, sandbox_oom], weights=[0.0, 0.0, 0.0]))
+
+    @property
+    def _services(self) -> _Services:
+        if self._open is None:
+            raise SandboxError("the environment is not running", hint="async with env.running(): ...")
+        return self._open
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The backend and the gateway, open for all rollouts within; the last one to leave closes them."""
+        async with self._opening:
+            self._users += 1
+            try:
+                if self._open is None:
+                    self._open = await self._start_services()
+            except BaseException:
+                self._users -= 1
+                raise
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                await asyncio.shield(self._stop_services())
+
+    async def _start_services(self) -> _Services:
+        async with AsyncExitStack() as stack:
+            lease = stack.enter_context(Lease(label="rollouts"))
+            backend = await stack.enter_async_context(open_backend(self.backend, lease, self.backend_options))
+            await sweep(dict.fromkeys(backend.kinds, backend.destroy))
+            gateway = await stack.enter_async_context(Gateway())
+            if self.interception_url is not None:
+                await gateway.serve("0.0.0.0", self.interception_port)
+            self._stack = stack.pop_all()
+        return _Services(backend, gateway)
+
+    async def _stop_services(self) -> None:
+        services, self._open = self._open, None
+        for task in services.images.values() if services else ():
+            task.cancel()
+        await self.sandbox_client.close()
+        await self._stack.aclose()
+
+    async def setup_state(self, state: State) -> State:
+        await super().setup_state(state)
+        rollout_id = state["rollout_id"] = f"rollout_{secrets.token_hex(8)}"
+        url = (self.interception_url or f"http://127.0.0.1:{self.interception_port}").rstrip("/")
+        state["interception_base_url"] = f"{url}/rollout/{rollout_id}/v1"
+        state["agent_completed"] = state["agent_timed_out"] = False
+        live = self._live[rollout_id] = self._open_session(state)
+        env = await self.build_env_vars(state)
+        sandbox = await self._start_sandbox(state, {name: str(value) for name, value in env.items()})
+        state["sandbox_id"] = sandbox.id
+        await self._set_up(state, sandbox, live)
+        await self.start_agent(state)
+        live.job = state.get("background_job")
+        self.logger.info("started %s, example %s", rollout_id, state["example_id"])
+        return state
+
+    def _open_session(self, state: State) -> _Live:
+        source: ModelSource = state["client"]
+        budget = Budget(
+            turns=self.max_turns if self.max_turns > 0 else None,
+            output_tokens=self.max_total_completion_tokens if self.max_total_completion_tokens > 0 else None,
+        )
+        log = TurnLog()
+        session = self._services.gateway.session(
+            state["model"] or None,
+            upstream=source.upstream,
+            budget=budget,
+            tokens=source.tokens,
+            sampling=sampling_of(state["sampling_args"]),
+            on_generation=log.add,
+            labels={"rollout": state["rollout_id"], "example": str(state["example_id"])},
+        )
+        return _Live(session, log)
+
+    async def _start_sandbox(self, state: State, env: dict[str, str]) -> Sandbox:
+        services, resources = self._services, self.get_sandbox_resources(state)
+        held = (await services.backend.capabilities()).limits
+        asked = {
+            "cpus": resources["cpu_cores"],
+            "memory": resources["memory_gb"] * _GIGABYTE,
+            "disk": resources["disk_size_gb"] * _GIGABYTE,
+        }
+        try:
+            limits = Limits(**{name: value for name, value in asked.items() if value and name in held})
+            spec = SandboxSpec(
+                image=await self._image(await self.get_docker_image(state)),
+                network=await self._policy(self.setup_network),
+                limits=limits.over(await services.backend.share()),
+                env=env,
+                gpus=resources["gpu_count"],
+                name=state["rollout_id"],
+            )
+        except PierError as error:
+            said = f"cannot start a sandbox: {error.message}"
+            blame, retryable = error.blame, error.retryable
+            raise SandboxCreationError(said, hint=error.hint, blame=blame, retryable=retryable) from error
+        return await self.sandbox_client.create(spec)
+
+    async def _image(self, reference: str) -> Image:
+        """An image, fetched once however many rollouts want it."""
+        images = self._services.images
+        if reference not in images:
+            images[reference] = asyncio.get_running_loop().create_task(find_image(reference, self._services.backend))
+        try:
+            return await asyncio.shield(images[reference])
+        except PierError:
+            images.pop(reference, None)
+            raise
+
+    async def _policy(self, network: str | list[str]) -> NetworkPolicy:
+        if isinstance(network, list | tuple):
+            return NetworkPolicy("allowlist", tuple(network))
+        if network not in ("none", "public"):
+            raise ArgumentError(f"invalid value {network!r} for network: expected none, public or a list of hosts")
+        known = await self._services.backend.capabilities()
+        if network == self.setup_network == "public" and not (known.switch_network and "public" in known.networks):
+            network = self.network if isinstance(self.network, str) else "none"
+        return NetworkPolicy("public" if network == "public" else "none")
+
+    async def _set_up(self, state: State, sandbox: Sandbox, live: _Live) -> None:
+        """Everything between the start of the sandbox and the agent's."""
+        if self.interception_url is None:
+            factory = self._services.gateway.protocol_factory(live.session)
+            try:
+                live.listener = await sandbox.listen(self.interception_port, factory)
+            except PierError as error:
+                raise TunnelError(f"cannot serve the gateway inside the sandbox: {error.message}") from error
+        if self.start_command not in ("", _IDLE):
+            await self.sandbox_client.start_background_job(sandbox.id, self.start_command)
+        if instruction := instruction_of(state):
+            await sandbox.write_file(INSTRUCTION, instruction)
+        try:
+            await self.post_sandbox_setup(state)
+        except SandboxError:
+            raise
+        except Exception as error:
+            said = f"post_sandbox_setup failed: {type(error).__name__}: {error}"
+            raise SandboxSetupError(said, blame="user", retryable=False) from error
+        policy = await self._policy(self.network)
+        if policy != sandbox.spec.network:
+            await sandbox.set_network(policy)
+
+    async def get_docker_image(self, state: State) -> str:
+        """The image of the sandbox; override for images by row."""
+        return self.docker_image
+
+    def get_sandbox_resources(self, state: State) -> dict[str, Any]:
+        """What the sandbox may use; override for limits by row."""
+        return {
+            "cpu_cores": self.cpu_cores,
+            "memory_gb": self.memory_gb,
+            "disk_size_gb": self.disk_size_gb,
+            "gpu_count": self.gpu_count,
+            "timeout_minutes": self.timeout_minutes,
+        }
+
+    async def build_env_vars(self, state: State) -> dict[str, str]:
+        """The variables of the sandbox; override to add some."""
+        base, key = state["interception_base_url"], self._live[state["rollout_id"]].session.key
+        root = base.removesuffix("/v1")
+        variables = {
+            **(self.environment_vars or {}),
+            "OPENAI_BASE_URL": base,
+            "OPENAI_API_KEY": key,
+            "OPENAI_TIMEOUT": "600",
+            "OPENAI_REQUEST_TIMEOUT": "600",
+            "HTTPX_TIMEOUT": "600",
+            "ANTHROPIC_BASE_URL": root,
+            "ANTHROPIC_API_KEY": key,
+            "GOOGLE_GEMINI_BASE_URL": root,
+            "GEMINI_API_KEY": key,
+        }
+        if state.get("model"):
+            variables["OPENAI_MODEL"] = state["model"]
+        if instruction_of(state):
+            variables["HARBOR_INSTRUCTION_PATH"] = INSTRUCTION
+        return variables
+
+    async def post_sandbox_setup(self, state: State) -> None:
+        """Called when the sandbox runs and before the agent starts; upload files, install what it needs."""
+
+    async def start_agent(self, state: State) -> None:
+        """Start the agent's program; its end is the rollout's."""
+        job = await self.sandbox_client.start_background_job(state["sandbox_id"], self.run_command)
+        state["background_job"] = job
+        state["agent_start_time"] = time.time()
+
+    async def check_agent_completed(self, state: State) -> bool:
+        """Whether the agent is done; override if that shows otherwise than by its program's end."""
+        return bool(state.get("agent_completed"))
+
+    async def normalize_intercepted_messages(self, intercepted_messages: Messages) -> Messages:
+        """What is kept of the messages of a call as the prompt of its step."""
+        return intercepted_messages
+
+    async def normalize_response(self, response: AttributeDict) -> AttributeDict:
+        """What is kept of a model's answer."""
+        return response
+
+    async def post_rollout(self, state: State) -> None:
+        """Called when the agent is done, while its sandbox is still there; fetch files, compute what rewards need."""
+
+    @stop
+    async def agent_completed(self, state: State) -> bool:
+        return await self.check_agent_completed(state)
+
+    async def play(self, state: State) -> None:
+        """Until the agent has ended: keep its turns, and give no further one once a stop condition holds."""
+        live = self._live[state["rollout_id"]]
+        job = live.job
+        ended = job.waiting if job else asyncio.get_running_loop().create_future()
+        deadline: float | None = None
+        while not ended.done():
+            await live.log.changed({ended}, self.poll_interval)
+            await self._take_turns(state, live)
+            if state.get("error") is not None or await self.check_agent_completed(state):
+                break
+            if not live.session.ended and await self.is_completed(state):
+                live.session.stop(f"stopped: {state['stop_condition']}")
+            if live.session.ended:
+                deadline = deadline or time.monotonic() + self.grace_seconds
+                if time.monotonic() > deadline or job is None:
+                    break
+        if job is not None and ended.done():
+            self._note_end(state, job)
+
+    def _note_end(self, state: State, job: BackgroundJob) -> None:
+        if (failure := job.waiting.exception()) is not None:
+            raise SandboxError(f"the agent's sandbox failed: {failure}") from failure
+        result = job.waiting.result()
+        state["agent_completed"] = True
+        state["agent_exit_code"] = result.exit_code
+        state["agent_stdout"], state["agent_stderr"] = result.text, result.error_text
+        if result.out_of_memory:
+            state["sandbox_oom"] = True
+
+    async def _take_turns(self, state: State, live: _Live) -> None:
+        for turn in live.log.take():
+            if turn.too_long:
+                state["prompt_too_long"] = state["is_truncated"] = True
+            if turn.response is None:
+                continue
+            prompt = await self.normalize_intercepted_messages(turn.prompt)
+            response = await self.normalize_response(turn.response)
+            if not state["trajectory"]:
+                state["prompt"] = prompt
+            state["timing"].model.spans.append(turn.span)
+            await self.add_trajectory_step(state, turn.step(prompt, response, state["trajectory_id"]))
+
+    @cleanup(priority=100)
+    async def render_state(self, state: State) -> None:
+        """Set what is known once the agent is done: `completion`, the stop and the error."""
+        live = self._live.get(state.get("rollout_id", ""))
+        if live is None:
+            state["completion"] = []
+            return
+        if live.job is not None:
+            await self.sandbox_client.kill_job(live.job)
+        await live.session.drain()
+        await self._take_turns(state, live)
+        live.log.finish(state)
+        await self._judge(state, live)
+
+    async def _judge(self, state: State, live: _Live) -> None:
+        """Which stop it was, and whether a fault of the model or of the agent's program ended the rollout."""
+        session = live.session
+        fault = await provider_fault(session)
+        if fault is not None and not state.get("timed_out"):
+            state["error"] = state.get("error") or fault
+        if session.stop_reason in _REASONS and not state.get("timed_out"):
+            state["stop_condition"], state["is_completed"] = _REASONS[session.stop_reason], True
+        code = state.get("agent_exit_code")
+        if code and not session.ended and state.get("error") is None and not state.get("prompt_too_long"):
+            turns = len(state["trajectory"])
+            when = f"after {turns} turns" if turns else "before any model call"
+            tail = state["agent_stderr"].strip()[-2000:]
+            state["error"] = AgentError(f"the agent failed {when} with exit code {code}: {tail}", code="agent_exit")
+        if state.get("error") is not None:
+            state["stop_condition"], state["is_completed"] = "has_error", True
+        stopped = state["stop_condition"] not in (None, "agent_completed", "has_error")
+        state["is_truncated"] = bool(
+            state["is_truncated"] or stopped or any(s["is_truncated"] for s in state["trajectory"])
+        )
+        state["termination_reason"] = _termination(state)
+
+    @cleanup
+    async def destroy_sandbox(self, state: State) -> None:
+        """Call `post_rollout`, then remove the sandbox, or keep it until the rollout is scored."""
+        try:
+            if state.get("sandbox_id") and state.get("is_completed"):
+                await self.post_rollout(state)
+        finally:
+            if not self.keep_sandbox_for_scoring or not state.get("is_completed"):
+                await self._release(state)
+
+    async def finish(self, state: State) -> None:
+        await self._release(state)
+
+    async def _release(self, state: State) -> None:
+        live = self._live.pop(state.get("rollout_id", ""), None)
+        if live is not None:
+            if live.listener is not None:
+                await live.listener.close()
+            await live.session.close()
+        if state.get("sandbox_id"):
+            await self.sandbox_client.delete(state["sandbox_id"])
+        state.pop("background_job", None)
+
+
+def instruction_of(state: State) -> str | None:
+    """What the row asks of the agent: its question, else what the user says in its prompt."""
+    row = state["input"]
+    if row.get("question"):
+        return str(row["question"])
+    said = [message.content for message in row["prompt"] if message.role == "user" and isinstance(message.content, str)]
+    return said[-1] if said else None
+
+
+def _termination(state: State) -> str:
+    """One word for how the rollout ended."""
+    if state.get("timed_out"):
+        return "timeout"
+    error = state.get("error")
+    if isinstance(error, PierError):
+        return error.code
+    return state.get("stop_condition") or "unknown"

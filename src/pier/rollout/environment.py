@@ -1,0 +1,391 @@
+"""Environments: rows to roll out, a rubric to score them with, and the runs over all of them.
+
+`evaluate`, `generate` and their results have the shape that users of `verifiers` know: `{"outputs": [...], "metadata":
+{...}}`. The rollouts of one example are scored together once all of them are there. A rollout whose error is not the
+agent's is run again up to `max_retries` times, alone; if it stays so, it has no reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pier.errors import PierError, UsageError
+from pier.rollout.client import ModelSource, sources_of
+from pier.rollout.dataset import RolloutDataset, Row, as_dataset, with_prompts
+from pier.rollout.marks import call_named, marked
+from pier.rollout.results import Output, Results, ResultsHeader, default_path, output_of
+from pier.rollout.rubric import Rubric, RubricGroup
+from pier.rollout.state import RolloutTiming, State, TimeSpan, as_messages
+
+DatasetSource = Any
+"""Rows, a dataset, or a function that gives one."""
+OnState = Callable[[State], None]
+"""Called with each rollout once it is scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPlan:
+    """How a run is done: by which model, with how many rollouts at once and how many retries."""
+
+    source: ModelSource
+    model: str
+    sampling_args: Mapping[str, Any]
+    gate: asyncio.Semaphore | nullcontext[None]
+    retries: int = 0
+    independent: bool = False
+    columns: tuple[str, ...] = ()
+    on_state: OnState | None = None
+
+
+class RolloutEnvironment(ABC):
+    """The base of all environments; `pier.rollout.Environment`. Further keywords become attributes."""
+
+    def __init__(
+        self,
+        dataset: DatasetSource = None,
+        eval_dataset: DatasetSource = None,
+        system_prompt: str | None = None,
+        few_shot: list[Any] | None = None,
+        parser: Any = None,
+        rubric: Rubric | None = None,
+        sampling_args: Mapping[str, Any] | None = None,
+        env_id: str | None = None,
+        env_args: Mapping[str, Any] | None = None,
+        score_rollouts: bool = True,
+        pass_threshold: float = 0.5,
+        **attributes: Any,
+    ) -> None:
+        if dataset is None and eval_dataset is None:
+            raise UsageError("an environment needs a dataset", hint="dataset=vf.Environment.make_dataset([...])")
+        self.logger = logging.getLogger(f"pier.rollout.{type(self).__name__}")
+        self.system_prompt = system_prompt
+        self.few_shot = few_shot
+        self.parser = parser
+        self.rubric = rubric or Rubric()
+        self.sampling_args = dict(sampling_args or {})
+        self.env_id = env_id or ""
+        self.env_args = dict(env_args or {})
+        self.score_rollouts = score_rollouts
+        self.pass_threshold = pass_threshold
+        self._sources = {"train": dataset, "eval": eval_dataset}
+        self._built: dict[str, RolloutDataset] = {}
+        for name, source in self._sources.items():
+            if source is not None and not callable(source):
+                self._build(name)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    @staticmethod
+    def make_dataset(rows: Any) -> RolloutDataset:
+        """Rows as a dataset: a list of objects, a dataset of Hugging Face, or the results of `evaluate`."""
+        return as_dataset(rows)
+
+    def _build(self, name: str) -> RolloutDataset | None:
+        source = self._sources[name]
+        if name not in self._built and source is not None:
+            rows = as_dataset(source() if callable(source) else source)
+            self._built[name] = with_prompts(rows, self.system_prompt, self.few_shot)
+        return self._built.get(name)
+
+    def get_dataset(self, n: int = -1, seed: int | None = None) -> RolloutDataset:
+        """The rows for training, at most `n` of them; those for evaluation if there are no others."""
+        return _part(self._build("train") or self._build("eval"), n, seed)
+
+    def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> RolloutDataset:
+        """The rows for evaluation; those for training if there are no others."""
+        return _part(self._build("eval") or self._build("train"), n, seed)
+
+    def add_rubric(self, rubric: Rubric) -> None:
+        """Score with this rubric too."""
+        if isinstance(self.rubric, RubricGroup):
+            self.rubric.rubrics.append(rubric)
+        else:
+            self.rubric = RubricGroup([self.rubric, rubric])
+
+    def set_kwargs(self, **attributes: Any) -> None:
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    async def init_state(
+        self, input: Row, client: Any, model: str, sampling_args: Mapping[str, Any] | None = None
+    ) -> State:
+        """The state that a rollout of a row begins with."""
+        row = deepcopy(dict(input))
+        row["prompt"] = as_messages(row["prompt"])
+        state = State(input=row)
+        state.update(
+            task=row.get("task", self.env_id or "default"),
+            client=client if isinstance(client, ModelSource) else sources_of(client)[0],
+            model=model,
+            sampling_args=dict(sampling_args or {}),
+            is_completed=False,
+            is_truncated=False,
+            stop_condition=None,
+            trajectory=[],
+            trajectory_id=_fresh_id(),
+            completion=None,
+            reward=None,
+            metrics=None,
+            error=None,
+            tool_defs=None,
+            timing=RolloutTiming(),
+        )
+        return state
+
+    @abstractmethod
+    async def rollout(
+        self, input: Row, client: Any, model: str, sampling_args: Mapping[str, Any] | None = None
+    ) -> State:
+        """Roll out one row. What goes wrong is in the state's `error`."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Everything that rollouts need stays open within."""
+        yield
+
+    async def cleanup(self, state: State) -> None:
+        """Call the methods that are marked with `cleanup`."""
+        for handler in marked(self, "cleanup"):
+            await call_named(handler, {"state": state, "env": self, "task": state.get("task")})
+
+    async def is_completed(self, state: State) -> bool:
+        """Ask the stop conditions in order; the first that holds is `stop_condition`."""
+        if state.get("is_completed"):
+            return True
+        for condition in marked(self, "stop"):
+            if await call_named(condition, {"state": state, "env": self}):
+                state["is_completed"] = True
+                state["stop_condition"] = condition.__name__
+                return True
+        return False
+
+    async def evaluate(
+        self,
+        client: Any = None,
+        model: str = "",
+        sampling_args: Mapping[str, Any] | None = None,
+        num_examples: int = -1,
+        rollouts_per_example: int = 1,
+        *,
+        shuffle: bool = False,
+        shuffle_seed: int | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Roll out the rows for evaluation, `rollouts_per_example` times each. `options` are those of `generate`."""
+        rows = self.get_eval_dataset(num_examples, (shuffle_seed or 0) if shuffle else None).repeat(
+            rollouts_per_example
+        )
+        seed = {"shuffle": shuffle, "shuffle_seed": (shuffle_seed or 0) if shuffle else None}
+        return await self.generate(rows, client, model, sampling_args, **seed, **options)
+
+    def evaluate_sync(self, client: Any = None, model: str = "", **options: Any) -> dict[str, Any]:
+        return _run(lambda: self.evaluate(client, model, **options))
+
+    def generate_sync(self, inputs: Any, client: Any = None, model: str = "", **options: Any) -> dict[str, Any]:
+        return _run(lambda: self.generate(inputs, client, model, **options))
+
+    async def generate(
+        self,
+        inputs: Any,
+        client: Any = None,
+        model: str = "",
+        sampling_args: Mapping[str, Any] | None = None,
+        max_concurrent: int = -1,
+        results_path: str | Path | None = None,
+        state_columns: list[str] | None = None,
+        save_results: bool = False,
+        independent_scoring: bool = False,
+        max_retries: int = 0,
+        shuffle: bool = False,
+        shuffle_seed: int | None = None,
+        on_start: Callable[[list[Row], list[Row]], None] | None = None,
+        on_progress: Callable[[list[Output], list[Output], dict[str, Any]], None] | None = None,
+        on_state: OnState | None = None,
+    ) -> dict[str, Any]:
+        """Roll out rows, which have a `prompt` and an `example_id`; those of one `example_id` are a group.
+
+        `max_concurrent` rollouts run at once. With `save_results` rows are written to `results_path` as they come, and
+        what is there already is not run again. `on_progress` gets all rows, the new ones and the numbers so far.
+        """
+        rows = [dict(row) for row in as_dataset(inputs)]
+        sampling = {**self.sampling_args, **(sampling_args or {})}
+        sources, counts = sources_of(client), Counter(row["example_id"] for row in rows)
+        header = ResultsHeader(
+            env_id=self.env_id,
+            env_args=self.env_args,
+            model=model,
+            base_url=",".join(source.base_url for source in sources),
+            num_examples=len(counts),
+            rollouts_per_example=len(rows) // len(counts) if counts else 0,
+            sampling_args=sampling,
+            pass_threshold=self.pass_threshold,
+            state_columns=tuple(state_columns or ()),
+            shuffle=shuffle,
+            shuffle_seed=shuffle_seed,
+        )
+        results = Results(header, Path(results_path) if results_path else default_path(self.env_id, model))
+        left = _left(rows, results.load()) if save_results and results_path and results.can_resume else rows
+        if save_results:
+            await asyncio.to_thread(results.start)
+        if on_start is not None:
+            on_start(rows, left)
+        plan = RolloutPlan(
+            source=sources[0],
+            model=model,
+            sampling_args=sampling,
+            gate=asyncio.Semaphore(max_concurrent) if max_concurrent > 0 else nullcontext(),
+            retries=max_retries,
+            independent=independent_scoring,
+            columns=header.state_columns,
+            on_state=on_state,
+        )
+        async with self.running():
+            async for new in self._groups(left, plan, sources):
+                results.outputs += new
+                if save_results:
+                    await asyncio.to_thread(results.save, new)
+                if on_progress is not None:
+                    on_progress(results.outputs, new, results.metadata())
+        return results.as_dict()
+
+    async def _groups(
+        self, rows: list[Row], plan: RolloutPlan, sources: list[ModelSource]
+    ) -> AsyncIterator[list[Output]]:
+        """The rows of each group as it is scored; single rows with independent scoring. Leaving early ends them."""
+        groups: dict[Any, list[Row]] = defaultdict(list)
+        for index, row in enumerate(rows):
+            groups[index if plan.independent else row["example_id"]].append(row)
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self._group(group, _with_source(plan, sources[index % len(sources)])))
+                for index, group in enumerate(groups.values())
+            ]
+            try:
+                for done in asyncio.as_completed(running):
+                    yield await done
+            finally:
+                for task in running:
+                    task.cancel()
+
+    async def run_rollout(
+        self,
+        input: Row,
+        client: Any = None,
+        model: str = "",
+        sampling_args: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Output:
+        """Roll out and score one row."""
+        return (await self.run_group([input], client, model, sampling_args, **options))[0]
+
+    async def run_group(
+        self,
+        group_inputs: list[Row],
+        client: Any = None,
+        model: str = "",
+        sampling_args: Mapping[str, Any] | None = None,
+        max_retries: int = 0,
+        state_columns: list[str] | None = None,
+    ) -> list[Output]:
+        """Roll out and score rows of one example together."""
+        sampling = {**self.sampling_args, **(sampling_args or {})}
+        columns = tuple(state_columns or ())
+        plan = RolloutPlan(sources_of(client)[0], model, sampling, nullcontext(), max_retries, columns=columns)
+        async with self.running():
+            return await self._group(group_inputs, plan)
+
+    async def _group(self, rows: list[Row], plan: RolloutPlan) -> list[Output]:
+        states = await asyncio.gather(*(self._tried(row, plan) for row in rows))
+        span = TimeSpan()
+        try:
+            await self._score(states, plan, span)
+        finally:
+            for state in states:
+                state["timing"].scoring = span
+                await self.finish(state)
+        for state in states:
+            if plan.on_state is not None:
+                plan.on_state(state)
+        return [output_of(state, plan.columns) for state in states]
+
+    async def _score(self, states: list[State], plan: RolloutPlan, span: TimeSpan) -> None:
+        span.start = time.time()
+        if not self.score_rollouts:
+            for state in states:
+                state["reward"], state["metrics"] = None, {}
+        elif plan.independent:
+            await self.rubric.score_rollout(states[0])
+        else:
+            await self.rubric.score_group(states)
+        for state in states:
+            await self.rubric.cleanup(state)
+        span.end = time.time()
+
+    async def finish(self, state: State) -> None:  # noqa: B027 - most environments hold nothing that long
+        """Called once a rollout is scored; nothing of it is needed any more."""
+
+    async def _tried(self, row: Row, plan: RolloutPlan) -> State:
+        """One rollout, run again while something other than the agent is to blame."""
+        attempt = 0
+        while True:
+            async with plan.gate:
+                state = await self.rollout(row, plan.source, plan.model, plan.sampling_args)
+            error = state.get("error")
+            if attempt == plan.retries or not isinstance(error, PierError) or not _passing(error):
+                return state
+            attempt += 1
+            self.logger.warning("rollout of example %s failed, trying again: %s", row["example_id"], error)
+            await self.finish(state)
+            await asyncio.sleep(min(2.0 ** (attempt - 1), 60.0))
+
+
+def _passing(error: PierError) -> bool:
+    return error.retryable and error.blame in ("infra", "provider")
+
+
+def _with_source(plan: RolloutPlan, source: ModelSource) -> RolloutPlan:
+    return replace(plan, source=source)
+
+
+def _left(rows: list[Row], done: list[Output]) -> list[Row]:
+    counts = Counter(row["example_id"] for row in done)
+    left = []
+    for row in rows:
+        if counts[row["example_id"]] > 0:
+            counts[row["example_id"]] -= 1
+        else:
+            left.append(row)
+    return left
+
+
+def _part(dataset: RolloutDataset | None, n: int, seed: int | None) -> RolloutDataset:
+    assert dataset is not None
+    dataset = dataset if seed is None else dataset.shuffle(seed)
+    return dataset.select(range(min(n, len(dataset)))) if n > 0 else dataset
+
+
+def _fresh_id() -> str:
+    return secrets.token_hex(16)
+
+
+def _run(make: Callable[[], Any]) -> Any:
+    """Run a coroutine to its end, also where an event loop is running already, such as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(make())
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: asyncio.run(make())).result()

@@ -1,0 +1,75 @@
+"""Finds a module with `load_environment()`: a file, a directory, an importable name, or one below `./environments`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pier.errors import UsageError
+from pier.rollout.environment import RolloutEnvironment
+
+ENVIRONMENTS = Path("environments")
+
+
+def load_environment(env_id: str, **env_args: Any) -> RolloutEnvironment:
+    """The environment that a module's `load_environment(**env_args)` gives. `UsageError` if there is none."""
+    module = _find(env_id)
+    load = getattr(module, "load_environment", None)
+    if load is None:
+        raise UsageError(f"{env_id} has no function load_environment()", hint="def load_environment(): return ...")
+    try:
+        environment = load(**env_args)
+    except TypeError as error:
+        raise UsageError(f"load_environment() of {env_id} failed: {error}") from error
+    if not isinstance(environment, RolloutEnvironment):
+        kind = f"{type(environment).__module__}.{type(environment).__name__}"
+        hint = "import pier.rollout as vf, instead of verifiers" if kind.startswith("verifiers") else None
+        raise UsageError(f"load_environment() of {env_id} gave a {kind}: expected an Environment", hint=hint)
+    environment.env_id = environment.env_id or module.__name__.rpartition(".")[2].replace("_", "-")
+    environment.env_args = environment.env_args or env_args
+    return environment
+
+
+def _find(env_id: str) -> ModuleType:
+    name = env_id.rsplit("/", 1)[-1].replace("-", "_")
+    for path in (Path(env_id), ENVIRONMENTS / name, ENVIRONMENTS / f"{name}.py"):
+        if (place := _file(path)) is not None:
+            return _load_file(place)
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        if error.name != name:
+            raise UsageError(f"cannot import {env_id}: {error}") from error
+        raise UsageError(
+            f"unknown environment {env_id!r}: no such file, module or {ENVIRONMENTS / name}",
+            hint="give the path of a Python file with load_environment()",
+        ) from None
+
+
+def _file(path: Path) -> Path | None:
+    """The file of a module: itself, or the one in a directory that has its name."""
+    if path.is_file() and path.suffix == ".py":
+        return path
+    if path.is_dir():
+        inside = path.resolve().name.replace("-", "_")
+        found = (path / f"{inside}.py", path / inside / "__init__.py", path / "__init__.py")
+        return next((each for each in found if each.is_file()), None)
+    return None
+
+
+def _load_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    folder = path.parent.parent if path.name == "__init__.py" else path.parent
+    name = path.parent.name if path.name == "__init__.py" else path.stem
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,283 @@
+"""What rollouts came to: one row each, the numbers over all of them, and both on disk.
+
+`results.jsonl` gets a row as soon as a group is scored; `metadata.json` is replaced with each. A run that was killed
+goes on from there (`results_path`). Rollouts without a reward count in no mean and make no pass@k: they are reported as
+errors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pier import __version__, files
+from pier.errors import UsageError
+from pier.rollout.export import FORMATS, is_wanted, sink_for
+from pier.rollout.samples import SampleOrigin
+from pier.rollout.state import RolloutTiming, State, error_data, is_fault
+
+Output = dict[str, Any]
+_RESULTS, _METADATA = "results.jsonl", "metadata.json"
+
+
+def default_path(env_id: str, model: str) -> Path:
+    name = f"{env_id or 'environment'}--{model}".replace("/", "--")
+    return Path("outputs") / "evals" / name / secrets.token_hex(4)
+
+
+def output_of(state: State, columns: Iterable[str] = ()) -> Output:
+    """The row of a rollout; `columns` are further keys of its state."""
+    timing, error = state["timing"], state.get("error")
+    output: Output = {
+        "example_id": state["example_id"],
+        "prompt": _saved(state.get("prompt")),
+        "completion": _saved(state.get("completion")),
+        "reward": state.get("reward"),
+        "error": None if error is None else error_data(error),
+        "timing": timing.as_dict() if isinstance(timing, RolloutTiming) else timing,
+        "is_completed": state.get("is_completed", False),
+        "is_truncated": state.get("is_truncated", False),
+        "stop_condition": state.get("stop_condition"),
+        "termination_reason": state.get("termination_reason"),
+        "metrics": state.get("metrics") or {},
+        "tool_defs": state.get("tool_defs"),
+    }
+    output |= {name: state[name] for name in ("answer", "info") if state.get(name)}
+    if state.get("advantage") is not None:
+        output["advantage"] = state["advantage"]
+    if (usage := _usage(state)) is not None:
+        output["token_usage"] = usage
+    if error is not None:
+        output["error_chain"] = output["error"]["error_chain_repr"]
+        output["long_error_chain"] = output["error"]["error_chain_str"]
+    output |= output["metrics"]
+    for name in columns:
+        output[name] = _plain(state.get(name), name)
+    return output
+
+
+def _saved(messages: Any) -> Any:
+    """Messages with each tool call as JSON text, so that rows of different tools have one type."""
+    if not isinstance(messages, list):
+        return messages
+    rows = []
+    for message in messages:
+        row = dict(message)
+        if row.get("tool_calls"):
+            row["content"] = row.get("content") or ""
+            row["tool_calls"] = [json.dumps(dict(call), ensure_ascii=False) for call in row["tool_calls"]]
+        rows.append(row)
+    return rows
+
+
+def _usage(state: State) -> dict[str, float] | None:
+    steps = [step["response"]["usage"] for step in state.get("trajectory") or () if step["response"].get("usage")]
+    if not steps:
+        return None
+    output = float(sum(usage["completion_tokens"] for usage in steps))
+    context = float(steps[-1]["prompt_tokens"] + steps[-1]["completion_tokens"])
+    return {
+        "input_tokens": float(sum(usage["prompt_tokens"] for usage in steps)),
+        "output_tokens": output,
+        "final_output_tokens": output,
+        "final_input_tokens": max(0.0, context - output),
+    }
+
+
+def _plain(value: Any, name: str) -> Any:
+    try:
+        return json.loads(json.dumps(value, default=_as_json))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"invalid value {name!r} for state_columns: it cannot be written as JSON ({error})") from None
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, BaseException):
+        return repr(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, RolloutTiming):
+        return value.as_dict()
+    dump = getattr(value, "model_dump", None)
+    if callable(dump):
+        return dump()
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+@dataclass(frozen=True, slots=True)
+class ResultsHeader:
+    """What was asked for."""
+
+    env_id: str
+    env_args: Mapping[str, Any]
+    model: str
+    base_url: str
+    num_examples: int
+    rollouts_per_example: int
+    sampling_args: Mapping[str, Any]
+    pass_threshold: float
+    state_columns: tuple[str, ...]
+    shuffle: bool = False
+    shuffle_seed: int | None = None
+
+
+@dataclass(slots=True)
+class Results:
+    """The rows so far. `save` writes new ones to the directory `path`."""
+
+    header: ResultsHeader
+    path: Path
+    outputs: list[Output] = field(default_factory=list)
+    began: float = field(default_factory=time.time)
+
+    def load(self) -> list[Output]:
+        """Take the rows of an earlier run in `path`, at most as many of each example as are wanted. `UsageError` if
+        that run was of something else."""
+        saved = _read_metadata(self.path)
+        wanted = {name: getattr(self.header, name) for name in ("env_id", "model", "rollouts_per_example", "shuffle")}
+        differs = [name for name, value in wanted.items() if saved.get(name, value) != value]
+        if differs or saved.get("num_examples", 0) > self.header.num_examples:
+            what = ", ".join(f"{name} was {saved.get(name)!r}" for name in differs or ["num_examples"])
+            raise UsageError(f"cannot resume {self.path}: {what}", hint="use the same settings, or another directory")
+        seen: Counter[Any] = Counter()
+        for row in files.read_journal(self.path / _RESULTS):
+            if isinstance(row, dict) and "example_id" in row:
+                seen[row["example_id"]] += 1
+                if seen[row["example_id"]] <= self.header.rollouts_per_example:
+                    self.outputs.append(row)
+        return self.outputs
+
+    @property
+    def can_resume(self) -> bool:
+        return (self.path / _RESULTS).is_file() and (self.path / _METADATA).is_file()
+
+    def start(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / _RESULTS).touch()
+        self.save_metadata()
+
+    def save(self, new: list[Output]) -> None:
+        journal = files.Journal(self.path / _RESULTS, durable=True)
+        try:
+            for output in new:
+                journal.append(_plain(output, "the rollout"))
+        finally:
+            journal.close()
+        self.save_metadata()
+
+    def save_metadata(self) -> None:
+        known = {name: value for name, value in self.metadata().items() if name not in ("path_to_save", "date")}
+        files.write_json(self.path / _METADATA, known)
+
+    def metadata(self) -> dict[str, Any]:
+        head, rewards = self.header, [row["reward"] for row in self.outputs if row.get("reward") is not None]
+        at, every = pass_at_k(self.outputs, head.rollouts_per_example, head.pass_threshold)
+        return {
+            "env_id": head.env_id,
+            "env_args": dict(head.env_args),
+            "model": head.model,
+            "base_url": head.base_url,
+            "num_examples": head.num_examples,
+            "rollouts_per_example": head.rollouts_per_example,
+            "shuffle": head.shuffle,
+            "shuffle_seed": head.shuffle_seed,
+            "sampling_args": dict(head.sampling_args),
+            "date": datetime.now().isoformat(),
+            "time": time.time() - self.began,
+            "avg_reward": _mean(rewards),
+            "avg_metrics": _means(row.get("metrics") or {} for row in self.outputs),
+            "avg_error": _mean([float(row.get("error") is not None) for row in self.outputs]) or 0.0,
+            "without_reward": len(self.outputs) - len(rewards),
+            "pass_at_k": at,
+            "pass_all_k": every,
+            "pass_threshold": head.pass_threshold,
+            "usage": _means(row.get("token_usage") or {} for row in self.outputs) or None,
+            "version_info": {"pier_version": __version__},
+            "state_columns": list(head.state_columns),
+            "path_to_save": self.path,
+            "tools": None,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """`outputs`, those of one example together, and `metadata`."""
+        return {"outputs": sorted(self.outputs, key=lambda row: row["example_id"]), "metadata": self.metadata()}
+
+
+def _read_metadata(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads((path / _METADATA).read_text())
+    except ValueError as error:
+        raise UsageError(f"cannot resume {path}: {_METADATA} is not JSON: {error}") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _means(tables: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for table in tables:
+        for name, value in table.items():
+            if isinstance(value, int | float):
+                found[name].append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def pass_at_k(outputs: list[Output], wanted: int, threshold: float) -> tuple[dict[str, float], dict[str, float]]:
+    """For k = 1, 2, 4, ...: how likely one of k rollouts passes, and how likely all do, without bias, as means over the
+    examples whose rollouts all have a reward."""
+    groups: dict[Any, list[float | None]] = defaultdict(list)
+    for row in outputs:
+        groups[row["example_id"]].append(row.get("reward"))
+    whole = [[r for r in group if r is not None] for group in groups.values()]
+    whole = [group for group in whole if len(group) == wanted]
+    if wanted < 2 or not whole:
+        return {}, {}
+    passed = [sum(reward >= threshold for reward in group) for group in whole]
+    at, every = {}, {}
+    for k in (1 << power for power in range(wanted.bit_length())):
+        if k <= wanted:
+            ways = math.comb(wanted, k)
+            at[str(k)] = sum(1 - math.comb(wanted - c, k) / ways for c in passed) / len(whole)
+            every[str(k)] = sum(math.comb(c, k) / ways for c in passed) / len(whole)
+    return at, every
+
+
+@contextmanager
+def sample_writer(path: Path, form: str = "pier") -> Iterator[Callable[[State], None]]:
+    """Writes the training samples of rollouts to a file, JSON lines or Parquet; it is there whole at the end."""
+    with sink_for(path) as sink:
+
+        def write(state: State) -> None:
+            origin = origin_of(state)
+            for sample in state.get("samples") or ():
+                if is_wanted(sample, origin, form):
+                    sink.add(FORMATS[form](sample, origin))
+
+        yield write
+
+
+def origin_of(state: State) -> SampleOrigin:
+    """The rollout that samples belong to. Without a reward it has none, which is not 0."""
+    error, reward = state.get("error"), state.get("reward")
+    metrics = {name: value for name, value in (state.get("metrics") or {}).items() if value is not None}
+    return SampleOrigin(
+        recording=Path(),
+        rollout=state.get("rollout_id", state["trajectory_id"]),
+        group=f"example-{state['example_id']}",
+        task=str(state.get("task")),
+        agent="command",
+        rewards=None if reward is None else {**metrics, "reward": reward},
+        termination_reason=state.get("termination_reason") or "unknown",
+        fault=getattr(error, "blame", "user") if is_fault(error) else None,
+    )

@@ -1,0 +1,199 @@
+"""Reward functions with weights, as users of `verifiers` write them: plain or async, each takes what it names.
+
+A rollout function may name `prompt`, `completion`, `answer`, `state`, `info`, `task`, any column of its row, and what
+`add_class_object` put there. A group function names `states`, `prompts`, `completions`, `answers`, `tasks` or `infos`,
+or says that it returns a list, and scores all rollouts of one example at once. A rollout with a fault of infrastructure
+or provider is not scored: its reward is None, which is not 0. Neither is one whose reward function raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_origin
+
+from pier.errors import UsageError, VerifierError
+from pier.rollout.marks import call_named, marked
+from pier.rollout.state import State, is_fault
+
+RewardFunction = Callable[..., Any]
+_PLURAL = frozenset({"states", "prompts", "completions", "answers", "tasks", "infos"})
+_INPUT = frozenset({"prompt", "answer", "info", "example_id"})
+
+
+class Rubric:
+    """`Rubric(f, g)` or `Rubric(funcs=[f, g], weights=[1.0, 0.5])`; the reward is the weighted sum."""
+
+    def __init__(
+        self,
+        *given: RewardFunction | Sequence[RewardFunction],
+        funcs: Sequence[RewardFunction] | None = None,
+        weights: Sequence[float] | None = None,
+        parser: Any = None,
+    ) -> None:
+        self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
+        self.funcs: list[RewardFunction] = []
+        for each in given:
+            self.funcs += [each] if callable(each) else each
+        self.funcs += funcs or ()
+        self.weights: list[float] = list(weights) if weights else [1.0] * len(self.funcs)
+        if len(self.weights) != len(self.funcs):
+            raise UsageError(f"{len(self.weights)} weights for {len(self.funcs)} reward functions: expected as many")
+        self.parser = parser
+        self.class_objects: dict[str, Any] = {"parser": parser} if parser is not None else {}
+
+    def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
+        self.funcs.append(func)
+        self.weights.append(weight)
+
+    def add_metric(self, func: RewardFunction, weight: float = 0.0) -> None:
+        """A number that is reported and does not count."""
+        self.add_reward_func(func, weight)
+
+    def add_class_object(self, name: str, value: Any) -> None:
+        """Something that reward functions may name."""
+        self.class_objects[name] = value
+
+    def weighted(self) -> list[tuple[RewardFunction, float, dict[str, Any]]]:
+        """Each function with its weight and the objects that it may name."""
+        return [(func, weight, self.class_objects) for func, weight in zip(self.funcs, self.weights, strict=True)]
+
+    @property
+    def has_group_rewards(self) -> bool:
+        return any(is_group(func) for func, _, _ in self.weighted())
+
+    async def cleanup(self, state: State) -> None:
+        """Call the methods that are marked with `cleanup`."""
+        for handler in marked(self, "cleanup"):
+            await call_named(handler, {**objects_of(state), **self.class_objects})
+
+    async def teardown(self) -> None:
+        """Call the methods that are marked with `teardown`."""
+        for handler in marked(self, "teardown"):
+            await call_named(handler, {})
+
+    async def score_rollout(self, state: State) -> None:
+        """Set `reward` and `metrics` of one rollout. `UsageError` if the rubric compares rollouts of a group."""
+        if self.has_group_rewards:
+            raise UsageError("this rubric has group rewards: score the whole group", hint="independent_scoring=False")
+        await self._score([state])
+
+    async def score_group(self, states: list[State]) -> None:
+        """Set `reward`, `metrics` and `advantage` (the reward less the group's mean) of rollouts of one example."""
+        await self._score(states)
+        rewards = [state["reward"] for state in states if state.get("reward") is not None]
+        for state in states:
+            reward = state.get("reward")
+            state["advantage"] = None if reward is None else reward - sum(rewards) / len(rewards)
+            for step in state.get("trajectory") or ():
+                for name in ("reward", "advantage"):
+                    step[name] = state[name] if step[name] is None else step[name]
+
+    async def _score(self, states: list[State]) -> None:
+        sound = [state for state in states if not is_fault(state.get("error"))]
+        for state in states:
+            state["reward"], state["metrics"] = None, {}
+        for state in sound:
+            state["reward"] = 0.0
+        for func, weight, objects in self.weighted():
+            scores = await self._scores(func, [state for state in sound if state["reward"] is not None], objects)
+            for state, score in scores:
+                _add(state, name_of(func), score, weight)
+
+    async def _scores(
+        self, func: RewardFunction, states: list[State], objects: Mapping[str, Any]
+    ) -> list[tuple[State, float | Exception]]:
+        if not states:
+            return []
+        if not is_group(func):
+            return list(zip(states, await asyncio.gather(*(_score(func, s, objects) for s in states)), strict=True))
+        try:
+            found = [float(value) for value in await call_named(func, {**group_objects(states), **objects})]
+            if len(found) != len(states):
+                raise ValueError(f"{len(found)} scores for {len(states)} rollouts")
+        except Exception as error:  # noqa: BLE001 - the user's own code; the rollouts report it
+            return [(state, error) for state in states]
+        return list(zip(states, found, strict=True))
+
+
+def _add(state: State, name: str, score: float | Exception, weight: float) -> None:
+    if not isinstance(score, Exception):
+        state["metrics"][name] = score
+        state["reward"] += score * weight
+        return
+    logging.getLogger(__name__).error("the reward function %s failed: %r", name, score)
+    state["metrics"][name] = None
+    if weight:
+        error = VerifierError(f"the reward function {name} failed: {type(score).__name__}: {score}", code="reward")
+        error.__cause__ = score
+        state["error"], state["reward"] = state.get("error") or error, None
+
+
+async def _score(func: RewardFunction, state: State, objects: Mapping[str, Any]) -> float | Exception:
+    try:
+        return float(await call_named(func, {**objects_of(state), **objects}))
+    except Exception as error:  # noqa: BLE001 - the user's own code; the rollout reports it
+        return error
+
+
+def name_of(func: RewardFunction) -> str:
+    return getattr(func, "__name__", None) or type(func).__name__
+
+
+def is_group(func: RewardFunction) -> bool:
+    """Whether a function scores a whole group."""
+    signature = inspect.signature(func)
+    returned = signature.return_annotation
+    is_list = returned is list or get_origin(returned) is list or str(returned).startswith("list[")
+    return bool(_PLURAL & set(signature.parameters)) or is_list
+
+
+def objects_of(state: State) -> dict[str, Any]:
+    """What a function of one rollout may name."""
+    row = {name: value for name, value in (state.get("input") or {}).items() if name not in _INPUT}
+    return {
+        **row,
+        "prompt": state.get("prompt"),
+        "completion": state.get("completion"),
+        "answer": state.get("answer", ""),
+        "info": state.get("info", {}),
+        "task": state.get("task"),
+        "state": state,
+    }
+
+
+def group_objects(states: list[State]) -> dict[str, Any]:
+    """What a function of a group may name."""
+    each = [objects_of(state) for state in states]
+    names = {"prompt": "prompts", "completion": "completions", "answer": "answers", "info": "infos", "task": "tasks"}
+    return {"states": states, **{plural: [objects[name] for objects in each] for name, plural in names.items()}}
+
+
+class RubricGroup(Rubric):
+    """Several rubrics as one: rewards are added up, and metrics of one name too."""
+
+    def __init__(self, rubrics: Sequence[Rubric]) -> None:
+        super().__init__()
+        if not rubrics:
+            raise UsageError("a RubricGroup needs at least one rubric")
+        self.rubrics = list(rubrics)
+
+    def weighted(self) -> list[tuple[RewardFunction, float, dict[str, Any]]]:
+        return [each for rubric in self.rubrics for each in rubric.weighted()]
+
+    def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
+        self.rubrics[0].add_reward_func(func, weight)
+
+    def add_class_object(self, name: str, value: Any) -> None:
+        for rubric in self.rubrics:
+            rubric.add_class_object(name, value)
+
+    async def cleanup(self, state: State) -> None:
+        for rubric in self.rubrics:
+            await rubric.cleanup(state)
+
+    async def teardown(self) -> None:
+        for rubric in self.rubrics:
+            await rubric.teardown()

@@ -1,0 +1,190 @@
+"""The sandboxes of an environment by their ids: what `self.sandbox_client` is in the hooks of `CliAgentEnv`.
+
+The methods and their results are those of the client that users of `verifiers` know; each acts on a pier sandbox of
+whatever backend. A job runs in the background until it ends or is killed; its end is an event, nothing is polled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pier.errors import InfraError, PierError
+from pier.rollout.faults import SandboxCreationError
+from pier.sandbox.contract import Backend, Process, Result, Sandbox, SandboxSpec
+
+_OUTPUT = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResponse:
+    stdout: str
+    stderr: str
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFileResponse:
+    content: str
+    size: int
+
+
+@dataclass(slots=True)
+class BackgroundJob:
+    """A command that was started. `result` is there once it has ended."""
+
+    job_id: str
+    sandbox_id: str
+    process: Process = field(repr=False)
+    waiting: asyncio.Task[Result] = field(repr=False)
+
+    @property
+    def result(self) -> Result | None:
+        ended = self.waiting.done() and not self.waiting.cancelled() and self.waiting.exception() is None
+        return self.waiting.result() if ended else None
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundJobStatus:
+    job_id: str
+    completed: bool
+    exit_code: int | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+class SandboxClient:
+    """Made by an environment. `get_backend` gives the backend that it runs on at the moment."""
+
+    def __init__(self, get_backend: Callable[[], Backend]) -> None:
+        self._get_backend = get_backend
+        self._sandboxes: dict[str, Sandbox] = {}
+        self._jobs: dict[str, list[BackgroundJob]] = {}
+
+    def __getitem__(self, sandbox_id: str) -> Sandbox:
+        """The sandbox itself, with all that pier's sandboxes can do."""
+        try:
+            return self._sandboxes[sandbox_id]
+        except KeyError:
+            raise InfraError(f"unknown sandbox {sandbox_id!r}: it is gone, or of another environment") from None
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        """Start a sandbox. `SandboxCreationError` if that fails."""
+        try:
+            sandbox = await self._get_backend().start(spec)
+        except PierError as error:
+            raise SandboxCreationError(
+                f"cannot start a sandbox: {error.message}",
+                hint=error.hint,
+                blame=error.blame,
+                retryable=error.retryable,
+            ) from error
+        self._sandboxes[sandbox.id] = sandbox
+        return sandbox
+
+    async def delete(self, sandbox_id: str) -> None:
+        """Stop a sandbox and all that runs in it. One that is gone is fine."""
+        sandbox = self._sandboxes.pop(sandbox_id, None)
+        jobs = self._jobs.pop(sandbox_id, [])
+        if sandbox is not None:
+            await asyncio.shield(sandbox.stop())
+        for job in jobs:
+            job.waiting.cancel()
+        if jobs:
+            await asyncio.wait([job.waiting for job in jobs])
+
+    async def upload_file(
+        self, sandbox_id: str, file_path: str, local_file_path: str | Path, timeout: float | None = None
+    ) -> None:
+        """Copy a file of this machine to a path in the sandbox."""
+        source = Path(local_file_path).resolve(strict=True)
+        async with asyncio.timeout(timeout):
+            await self[sandbox_id].upload(source, file_path)
+
+    async def upload_bytes(
+        self, sandbox_id: str, file_path: str, file_bytes: bytes, filename: str = "", timeout: float | None = None
+    ) -> None:
+        async with asyncio.timeout(timeout):
+            await self[sandbox_id].write_file(file_path, file_bytes)
+
+    async def download_file(
+        self, sandbox_id: str, file_path: str, local_file_path: str | Path, timeout: float | None = None
+    ) -> None:
+        async with asyncio.timeout(timeout):
+            await self[sandbox_id].download(file_path, Path(local_file_path))
+
+    async def read_file(self, sandbox_id: str, file_path: str, timeout: float | None = None) -> ReadFileResponse:
+        async with asyncio.timeout(timeout):
+            data = await self[sandbox_id].read_file(file_path)
+        return ReadFileResponse(data.decode(errors="replace"), len(data))
+
+    async def execute_command(
+        self,
+        sandbox_id: str,
+        command: str,
+        working_dir: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        user: str | None = None,
+    ) -> CommandResponse:
+        """Run a command in the sandbox's shell. `TimeoutError` if it takes too long; it is killed then."""
+        result = await self[sandbox_id].exec(command, cwd=working_dir, env=env, timeout=timeout, user=user)
+        if result.timed_out:
+            raise TimeoutError(f"the command took longer than {timeout:g} s: {command[:200]}")
+        return CommandResponse(result.text, result.error_text, result.exit_code)
+
+    async def start_background_job(
+        self,
+        sandbox_id: str,
+        command: str,
+        working_dir: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> BackgroundJob:
+        """Start a command in the sandbox's shell and come back at once."""
+        sandbox = self[sandbox_id]
+        process = await sandbox.spawn(command, cwd=working_dir, env=env, user=user, output_limit=_OUTPUT)
+        jobs = self._jobs.setdefault(sandbox_id, [])
+        waiting = asyncio.get_running_loop().create_task(process.wait())
+        jobs.append(job := BackgroundJob(f"{sandbox_id}-{len(jobs) + 1}", sandbox_id, process, waiting))
+        return job
+
+    async def get_background_job(
+        self, sandbox_id: str, job: BackgroundJob, timeout: float | None = None
+    ) -> BackgroundJobStatus:
+        """How a job stands now."""
+        result = job.result
+        if result is None:
+            if job.waiting.done():
+                await job.waiting  # it raises what went wrong
+            return BackgroundJobStatus(job.job_id, completed=False)
+        return BackgroundJobStatus(job.job_id, True, result.exit_code, result.text, result.error_text)
+
+    async def run_background_job(
+        self,
+        sandbox_id: str,
+        command: str,
+        timeout: float = 900,
+        working_dir: str | None = None,
+        env: Mapping[str, str] | None = None,
+        poll_interval: float = 3,
+    ) -> BackgroundJobStatus:
+        """Run a command to its end. `TimeoutError` if it takes too long; it is killed then."""
+        job = await self.start_background_job(sandbox_id, command, working_dir, env)
+        done, _ = await asyncio.wait({job.waiting}, timeout=timeout)
+        if not done:
+            await job.process.kill()
+            raise TimeoutError(f"the job took longer than {timeout:g} s: {command[:200]}")
+        return await self.get_background_job(sandbox_id, job)
+
+    async def kill_job(self, job: Any) -> None:
+        """Kill a job and every process that it started."""
+        await job.process.kill()
+        await asyncio.wait({job.waiting}, timeout=30)
+
+    async def close(self) -> None:
+        for sandbox_id in list(self._sandboxes):
+            await self.delete(sandbox_id)

@@ -1,0 +1,292 @@
+"""A runtime for verifiers 0.4: its harnesses and tasksets run in pier's sandboxes (`pip install 'pier[verifiers]'`).
+
+    from pier.rollout.verifiers_runtime import PierConfig, install
+    install()
+    agent = Agent(AgentConfig(..., runtime=PierConfig(image="python:3.11-slim")))
+
+`PierConfig` is a `DockerConfig` with a backend of pier's, so tasks set its image and limits as they do there. The
+interception server and tool servers of the host are served on the sandbox's own loopback at the ports they have
+outside: no tunnel, no proxy, and with `allow=[]` no network at all.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from verifiers.v1 import runtimes
+from verifiers.v1.errors import SandboxError as RuntimeFault
+from verifiers.v1.runtimes import DockerConfig, DockerRuntimeInfo, ProgramResult, RuntimeProcess
+from verifiers.v1.runtimes import Runtime as VerifiersRuntime
+
+from pier.errors import PathError, PierError
+from pier.lease import Lease, sweep
+from pier.network.policy import PUBLIC, NetworkPolicy
+from pier.sandbox import open_backend
+from pier.sandbox.contract import Backend, Limits, Process, Sandbox, SandboxSpec
+from pier.sandbox.opening import find_image
+
+_GIGABYTE = 1 << 30
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+class PierConfig(DockerConfig):
+    """A sandbox of pier's: `image`, `workdir`, `cpu`, `memory`, `disk`, `allow`, and the `backend` that runs it."""
+
+    backend: str = "local"
+
+
+class PierRuntimeInfo(DockerRuntimeInfo):
+    backend: str = "local"
+
+
+@dataclass
+class _OpenBackend:
+    """One backend for all runtimes that use it at the same time; the last one closes it."""
+
+    users: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    backend: Backend | None = None
+
+    async def enter(self, name: str) -> Backend:
+        async with self.lock:
+            self.users += 1
+            if self.backend is None:
+                lease = self.stack.enter_context(Lease(label="verifiers"))
+                self.backend = await self.stack.enter_async_context(open_backend(name, lease))
+                await sweep(dict.fromkeys(self.backend.kinds, self.backend.destroy))
+            return self.backend
+
+    async def leave(self) -> None:
+        async with self.lock:
+            self.users -= 1
+            if not self.users:
+                self.backend = None
+                await self.stack.aclose()
+
+
+_backends: dict[tuple[int, str], _OpenBackend] = {}
+"""By event loop and name."""
+
+
+class PierProcess(RuntimeProcess):
+    """A live process in a sandbox."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, asyncio.Queue[bytes]] = {"stdout": asyncio.Queue(), "stderr": asyncio.Queue()}
+        self.stdout, self.stderr = self._lines("stdout"), self._lines("stderr")
+        self._process: Process | None = None
+        self._ended: asyncio.Task[int] | None = None
+
+    def take(self, stream: str, data: bytes) -> None:
+        self._queues[stream].put_nowait(data)
+
+    def started(self, process: Process) -> PierProcess:
+        self._process = process
+        self._ended = asyncio.get_running_loop().create_task(self._wait(process))
+        return self
+
+    async def _wait(self, process: Process) -> int:
+        try:
+            return (await process.wait()).exit_code
+        finally:
+            for queue in self._queues.values():
+                queue.put_nowait(b"")
+
+    async def _lines(self, stream: str) -> AsyncIterator[bytes]:
+        while data := await self._queues[stream].get():
+            yield data
+
+    async def write(self, data: bytes) -> None:
+        assert self._process is not None
+        await self._process.write(data)
+
+    async def wait(self) -> int:
+        assert self._ended is not None
+        return await asyncio.shield(self._ended)
+
+    async def poll(self) -> int | None:
+        return self._ended.result() if self._ended is not None and self._ended.done() else None
+
+    async def terminate(self) -> None:
+        assert self._process is not None
+        await self._process.signal(15)
+
+    async def kill(self) -> None:
+        assert self._process is not None
+        await self._process.kill()
+
+
+class PierRuntime(VerifiersRuntime):
+    """One sandbox."""
+
+    supports_user: ClassVar[bool] = True
+
+    def __init__(self, config: PierConfig, name: str | None = None) -> None:
+        super().__init__(name)
+        self.config = config.model_copy(update={"workdir": config.workdir or "/app"})
+        self.info = PierRuntimeInfo(**self.config.model_dump())
+        self._sandbox: Sandbox | None = None
+        self._shared: _OpenBackend | None = None
+        self._ports: set[int] = set()
+        self._served: set[int] = set()
+
+    @property
+    def sandbox(self) -> Sandbox:
+        if self._sandbox is None:
+            raise RuntimeFault("the sandbox is not running")
+        return self._sandbox
+
+    async def start(self) -> None:
+        key = (id(asyncio.get_running_loop()), self.config.backend)
+        shared = _backends.setdefault(key, _OpenBackend())
+        with _attributed():
+            backend = await shared.enter(self.config.backend)
+            self._shared = shared
+            held = (await backend.capabilities()).limits
+            asked = {"cpus": self.config.cpu, "memory": self.config.memory, "disk": self.config.disk}
+            sizes = {
+                name: value if name == "cpus" else int(value * _GIGABYTE) for name, value in asked.items() if value
+            }
+            spec = SandboxSpec(
+                image=await find_image(self.config.image, backend),
+                network=PUBLIC,
+                limits=Limits(**{name: value for name, value in sizes.items() if name in held}).over(
+                    await backend.share()
+                ),
+                workdir=self.config.workdir,
+                name=self.name,
+            )
+            self._sandbox = await backend.start(spec)
+        self.info.id = self._sandbox.id
+
+    async def teardown(self) -> None:
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await sandbox.stop()
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            await shared.leave()
+
+    async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
+        with _attributed():
+            await self._serve_ports()
+            result = await self.sandbox.exec(argv, env=self.process_env(env), user=self.user)
+        return ProgramResult(result.exit_code, result.text, result.error_text)
+
+    async def open_process(self, argv: list[str], env: dict[str, str]) -> RuntimeProcess:
+        process = PierProcess()
+        with _attributed():
+            await self._serve_ports()
+            spawned = await self.sandbox.spawn(
+                argv, env=self.process_env(env), user=self.user, stdin=True, on_output=process.take
+            )
+        return process.started(spawned)
+
+    async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
+        command = ["/bin/sh", "-c", 'exec "$@" >"$0" 2>&1', self._path(log), *argv]
+        with _attributed():
+            await self._serve_ports()
+            await self.sandbox.spawn(command, env=self.process_env(env), user=self.user)
+
+    def _path(self, path: str) -> str:
+        return str(PurePosixPath(self.config.workdir or "/app") / path)
+
+    async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
+        more = {} if max_bytes is None else {"max_bytes": max_bytes}
+        with _attributed(f"read {path!r}"):
+            return await self.sandbox.read_file(self._path(path), user=self.user or "0:0", **more)
+
+    async def write(self, path: str, data: bytes) -> None:
+        with _attributed(f"write {path!r}"):
+            await self.sandbox.write_file(self._path(path), data, user=self.user or "0:0")
+
+    def host_url(self, url: str) -> str:
+        """The same URL: what listens there on the host is served at that port of the sandbox's loopback."""
+        parts = urlsplit(url)
+        if parts.hostname in _LOOPBACK and parts.port:
+            self._ports.add(parts.port)
+        return url
+
+    async def _serve_ports(self) -> None:
+        for port in self._ports - self._served:
+            self._served.add(port)
+            await self.sandbox.listen(port, _forwarding(port))
+
+    async def prepare_execution(self, routes: list[str] | None) -> None:
+        for url in routes or ():
+            self.host_url(url)
+        with _attributed():
+            await self._serve_ports()
+            await self.sandbox.set_network(self._policy(routes))
+
+    def _policy(self, routes: list[str] | None) -> NetworkPolicy:
+        if routes is None or not self.network_restricted:
+            return PUBLIC
+        if self.config.block not in ([], ["*"]):
+            raise RuntimeFault("pier's sandboxes have a list of allowed hosts, and none of blocked ones")
+        return NetworkPolicy("allowlist", tuple(self.config.allow)) if self.config.allow else NetworkPolicy("none")
+
+    async def expose(self, port: int) -> str:
+        raise RuntimeFault("a port of a sandbox cannot be reached from outside: run the tool server on the host")
+
+
+@contextlib.contextmanager
+def _attributed(what: str = "") -> Any:
+    """Errors of pier's as the ones that verifiers attributes to the sandbox."""
+    try:
+        yield
+    except (PierError, PathError) as error:
+        raise RuntimeFault(f"{what}: {error}" if what else str(error)) from error
+
+
+def _forwarding(port: int) -> Any:
+    """Makes a protocol for each connection inside that passes its bytes on to a port of this machine."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(65536):
+                target.write(data)
+                await target.drain()
+            if target.can_write_eof():
+                target.write_eof()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            outside, onward = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            return writer.close()
+        try:
+            await asyncio.gather(copy(reader, onward), copy(outside, writer))
+        finally:
+            onward.close()
+            writer.close()
+
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(connect(reader, writer))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    return lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader(), connected)
+
+
+def install() -> None:
+    """Let verifiers make a `PierRuntime` wherever it is given a `PierConfig`. Idempotent."""
+    known = runtimes._runtime_cls
+    if getattr(known, "knows_pier", False):
+        return
+
+    def runtime_class(config: Any) -> type[VerifiersRuntime]:
+        return PierRuntime if isinstance(config, PierConfig) else known(config)
+
+    runtime_class.knows_pier = True  # type: ignore[attr-defined]
+    runtimes._runtime_cls = runtime_class

@@ -1,0 +1,272 @@
+"""Agents that people start by hand in a workspace: their packs side by side, their command lines and their settings.
+
+A trial starts an agent with its own arguments and one instruction. Here the user gives the arguments, so of what an
+agent's `launch` says only its program, its variables and its files are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pier.agent.contract import PACK_PATH, Agent, AgentFile, AgentRun, Launch
+from pier.agent.packed import PackedAgent, place
+from pier.agent.registry import find_agent
+from pier.errors import AgentError, SandboxError, UsageError
+from pier.files import write_json
+from pier.home import packs_home
+from pier.sandbox.contract import Mount, Sandbox
+from pier.trial.agent import make_agent, prepare_agent
+from pier.trial.spec import AgentChoice
+
+PROGRAMS = {
+    "claude": "claude-code",
+    "codex": "codex",
+    "gemini": "gemini-cli",
+    "opencode": "opencode",
+    "aider": "aider",
+    "goose": "goose",
+    "qwen": "qwen-code",
+    "pi": "pi",
+    "kimi": "kimi",
+    "copilot": "copilot",
+    "cline": "cline",
+    "openhands": "openhands",
+    "mini": "mini-swe-agent",
+}
+"""The commands that people type, and the agents that they are."""
+
+BIN = "/opt/pier/bin"
+"""Where a shell in the sandbox finds the agents."""
+_PACKS = "/opt/pier/packs"
+_SHARED = ("ld.so", "ca.pem", "tools", "C.utf8", "lib")
+"""The parts of a pack that programs look for at `PACK_PATH`, wherever the rest is."""
+_KEPT_FLAGS = ("--mcp-config",)
+
+
+def recognise(word: str) -> str | None:
+    """The agent that a command starts, by the name of its program."""
+    return PROGRAMS.get(Path(word).name)
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledAgent:
+    """An agent whose pack is mounted at `location`."""
+
+    agent: Agent
+    version: str
+    location: str
+
+    @property
+    def name(self) -> str:
+        return self.agent.name
+
+    @property
+    def programs(self) -> list[str]:
+        """What people type to start it."""
+        return [word for word, name in PROGRAMS.items() if name == self.name] or [self.name]
+
+    def launch(self, run: AgentRun) -> Launch:
+        """How it is started without arguments of pier's: its program, and flags that hand it the task's tools."""
+        planned = self.agent.launch(_for_people(self.agent, run))
+        argv = [*_program(planned.argv), *_kept(planned.argv)]
+        files = (*planned.files, *_first_files(self.agent, run))
+        env = {**planned.env, **_own_env(self.agent, run)}
+        if self.location == PACK_PATH:
+            return replace(planned, argv=argv, env=env, files=files)
+        return Launch(
+            [self._moved(word) for word in argv],
+            {name: self._moved(value) for name, value in env.items()},
+            tuple(replace(file, data=file.data.replace(PACK_PATH.encode(), self.location.encode())) for file in files),
+        )
+
+    def _moved(self, text: str) -> str:
+        return text.replace(PACK_PATH, self.location)
+
+
+def _for_people(agent: Agent, run: AgentRun) -> AgentRun:
+    if agent.name == "codex":
+        model = f"model = {json.dumps(run.endpoint.model)}\n" if run.endpoint and run.endpoint.model else ""
+        trust = f'[projects.{json.dumps(run.workdir)}]\ntrust_level = "trusted"\n'
+        return replace(run, options={**run.options, "config_toml": model + trust})
+    return run
+
+
+def _own_env(agent: Agent, run: AgentRun) -> dict[str, str]:
+    if agent.name == "claude-code" and run.endpoint is not None:
+        # It asks for permission to use a key that it finds in this variable, and takes a token without a question.
+        return {"ANTHROPIC_AUTH_TOKEN": run.endpoint.key, "ANTHROPIC_API_KEY": ""}
+    model = run.endpoint.model if run.endpoint else ""
+    if model and agent.name == "gemini-cli":
+        return {"GEMINI_MODEL": model.rpartition("/")[2]}
+    if model and agent.name == "aider":
+        return {"AIDER_MODEL": f"openai/{model}"}
+    return {}
+
+
+def _first_files(agent: Agent, run: AgentRun) -> tuple[AgentFile, ...]:
+    """Settings that spare people the questions of a first start."""
+    if agent.name != "claude-code":
+        return ()
+    from pier.agent.claude_code import CONFIG
+
+    project = {"hasTrustDialogAccepted": True, "hasCompletedProjectOnboarding": True}
+    settings = {
+        "hasCompletedOnboarding": True,
+        "bypassPermissionsModeAccepted": True,
+        "theme": "dark",
+        "projects": {run.workdir: project},
+    }
+    return (AgentFile(f"{CONFIG}/.claude.json", json.dumps(settings).encode(), 0o600),)
+
+
+def _program(argv: Sequence[str]) -> list[str]:
+    """The words at the beginning that name the program: the agent's own, or an interpreter and what it runs."""
+    size = 1
+    while size < len(argv) and argv[size].startswith(PACK_PATH):
+        size += 1
+    if argv[0].endswith("/python3"):
+        size += 1 if argv[size : size + 1] == ["-I"] else 0
+        size += 2 if list(argv[size : size + 1]) in (["-m"], ["-c"]) else 0
+    return list(argv[:size])
+
+
+def _kept(argv: Sequence[str]) -> list[str]:
+    return [word for flag in _KEPT_FLAGS if flag in argv for word in argv[argv.index(flag) : argv.index(flag) + 2]]
+
+
+def check_agents(names: Sequence[str]) -> None:
+    """Refuse agents that people cannot start in a sandbox."""
+    for name in names:
+        agent = find_agent(name)
+        if agent.pack is None or agent.outside:
+            raise UsageError(
+                f"the agent {name} cannot be started by hand: it comes in no pack",
+                hint="pier agent list shows those that do",
+                code="no-pack",
+            )
+
+
+async def install_agents(
+    names: Sequence[str], say: Callable[[str], None]
+) -> tuple[list[InstalledAgent], tuple[Mount, ...]]:
+    """The agents with what must be mounted for them; packs that are missing are built first."""
+    check_agents(names)
+    agents = [make_agent(AgentChoice(name)) for name in names]
+    ready = [await prepare_agent(agent, AgentChoice(name), say) for name, agent in zip(names, agents, strict=True)]
+    if len(agents) <= 1:
+        return [InstalledAgent(a, r.version, PACK_PATH) for a, r in zip(agents, ready, strict=True)], tuple(
+            mount for one in ready for mount in one.mounts
+        )
+    installed, mounts, packs = [], [], []
+    for agent, one in zip(agents, ready, strict=True):
+        location = f"{_PACKS}/{agent.name}"
+        installed.append(InstalledAgent(agent, one.version, location))
+        packs += [mount.source for mount in one.mounts if mount.target == PACK_PATH and mount.source]
+        mounts += [replace(mount, target=location) if mount.target == PACK_PATH else mount for mount in one.mounts]
+    return installed, (Mount(PACK_PATH, combine(packs)), *mounts)
+
+
+def combine(packs: Sequence[Path]) -> Path:
+    """A directory with the loader, the libraries and the tools of several packs, made once for each set of them."""
+    key = hashlib.sha256("\n".join(sorted(path.name for path in packs)).encode()).hexdigest()[:24]
+    home = packs_home() / "combined"
+    final = home / key
+    if final.is_dir():
+        return final
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".", dir=home))
+    except OSError as error:
+        raise AgentError(
+            f"cannot put several packs together in {home}: {error}",
+            hint="set PIER_PACKS to a directory that you may write to",
+            code="pack",
+            blame="infra",
+        ) from error
+    try:
+        for pack in packs:
+            for name in _SHARED:
+                if (pack / name).exists():
+                    _add(pack / name, scratch / name)
+        scratch.chmod(0o755)
+        scratch.rename(final)
+    except OSError:
+        if not final.is_dir():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return final
+
+
+def _add(source: Path, target: Path) -> None:
+    if source.is_dir() and not source.is_symlink():
+        target.mkdir(exist_ok=True)
+        for child in source.iterdir():
+            _add(child, target / child.name)
+    elif not target.exists():
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except OSError:
+            shutil.copy2(source, target, follow_symlinks=False)
+
+
+@dataclass(slots=True)
+class PlacedFiles:
+    """The agents' settings that pier wrote into a sandbox, by digest; `path` remembers them over a restart. One that
+    was changed inside since then stays as it is."""
+
+    path: Path
+    _digests: dict[str, str] = field(default_factory=dict)
+
+    def load(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._digests = json.loads(self.path.read_text())
+
+    async def place(self, sandbox: Sandbox, files: Sequence[AgentFile], bases: Sequence[str]) -> None:
+        fresh = []
+        for file in files:
+            try:
+                current = _digest(await sandbox.read_file(file.path))
+            except (OSError, SandboxError):
+                current = None
+            if current in (None, self._digests.get(file.path)) and current != _digest(file.data):
+                fresh.append(file)
+                self._digests[file.path] = _digest(file.data)
+        if fresh:
+            await place(sandbox, fresh, bases)
+            write_json(self.path, self._digests, mode=0o600, durable=False)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+async def add_skills(sandbox: Sandbox, agent: Agent, run: AgentRun, skills: Sequence[Path]) -> None:
+    """Put the task's skills and those of the user where the agent looks for them."""
+    target = agent.skills_into(run) if isinstance(agent, PackedAgent) else None
+    if target is None:
+        if run.skills_dir or skills:
+            run.warn(f"{agent.name} does not support skills")
+        return
+    if run.skills_dir:
+        try:
+            await sandbox.put_tar(sandbox.get_tar(run.skills_dir), target)
+        except FileNotFoundError:
+            run.warn(f"the task's skills_dir {run.skills_dir} is not in its image")
+    for path in skills:
+        await sandbox.upload(path, f"{target}/{path.name}")
+
+
+async def add_programs(sandbox: Sandbox, launches: Mapping[str, Sequence[str]]) -> None:
+    """Scripts for shells in the sandbox, one for each program that people type."""
+    for program, argv in launches.items():
+        words = " ".join("'" + word.replace("'", "'\\''") + "'" for word in argv)
+        await sandbox.write_file(f"{BIN}/{program}", f'#!/bin/sh\nexec {words} "$@"\n', mode=0o755)

@@ -1,0 +1,126 @@
+"""What changed in a workspace since it was started: the files it began with, compared with those it has now.
+
+`.pier/seed/files.json` lists every file with its digest; those that are small enough are kept whole, for a diff of
+their lines. No link is followed, since what runs in the sandbox may have made it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pier.beneath import TreeError, remove
+from pier.errors import WorkspaceError
+from pier.files import write, write_json
+from pier.tree import Entry, Tree
+from pier.workspace.workspace import PIER, TASK, Workspace
+
+SEED, INDEX, FILES = "seed", "files.json", "files"
+_KEPT = 1 << 20
+"""Larger files are compared by their digests alone."""
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FileChange:
+    """One path that differs. `diff` is of the lines, for text that is not too large."""
+
+    path: str
+    kind: Literal["added", "changed", "removed"]
+    diff: str = ""
+
+
+def keep_seed(workspace: Workspace, source: Path | None = None) -> None:
+    """Note what is in the workspace's directory (or in `source`) now."""
+    seed = workspace.pier / SEED
+    if seed.exists():
+        remove(str(seed))
+    (seed / FILES).mkdir(parents=True)
+    known: dict[str, str] = {}
+    with Tree(source or workspace.root) as tree:
+        for entry in _content(tree):
+            mark = _mark(tree, entry)
+            if mark is None:
+                continue
+            known[entry.path] = mark
+            if entry.kind == "file" and entry.size <= _KEPT:
+                write(seed / FILES / _name(entry.path), tree.read(entry.path, _KEPT), durable=False)
+    write_json(seed / INDEX, known, durable=False)
+
+
+def changes_since_start(workspace: Workspace, source: Path | None = None) -> list[FileChange]:
+    """What differs from the seed, by path."""
+    seed = workspace.pier / SEED
+    try:
+        known: dict[str, str] = json.loads((seed / INDEX).read_text())
+    except (OSError, ValueError) as error:
+        raise WorkspaceError(
+            f"cannot compare {workspace.root}: what it began with is not kept: {error}", code="no-seed"
+        ) from error
+    found: list[FileChange] = []
+    present: set[str] = set()
+    with Tree(source or workspace.root) as tree:
+        for entry in _content(tree):
+            mark = _mark(tree, entry)
+            if mark is None:
+                continue
+            present.add(entry.path)
+            if mark == known.get(entry.path):
+                continue
+            kind = "changed" if entry.path in known else "added"
+            after = tree.read(entry.path, _KEPT) if entry.kind == "file" and entry.size <= _KEPT else None
+            before = _kept(seed, entry.path) if kind == "changed" else b""
+            found.append(FileChange(entry.path, kind, _lines(entry.path, before, after)))
+    gone = set(known) - present
+    found += [FileChange(path, "removed", _lines(path, _kept(seed, path), b"")) for path in gone]
+    return sorted(found, key=lambda change: change.path)
+
+
+def _content(tree: Tree) -> Iterator[Entry]:
+    for top in tree.listed():
+        if top.path in (PIER, TASK):
+            continue
+        entries = tree.entries(top.path) if top.kind == "directory" else (top,)
+        yield from (entry for entry in entries if entry.kind != "directory")
+
+
+def _mark(tree: Tree, entry: Entry) -> str | None:
+    """What a file is, in one word; None for what is neither a file nor a link, or is gone meanwhile."""
+    try:
+        if entry.kind == "link":
+            return f"link {entry.leads}"
+        if entry.kind != "file":
+            return None
+        digest = hashlib.sha256()
+        with tree.open(entry.path) as stream:
+            while chunk := stream.read(_CHUNK):
+                digest.update(chunk)
+            runs = os.fstat(stream.fileno()).st_mode & 0o111
+    except (OSError, TreeError):
+        return None
+    return f"{'x' if runs else 'f'} {digest.hexdigest()}"
+
+
+def _name(path: str) -> str:
+    return hashlib.sha256(path.encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def _kept(seed: Path, path: str) -> bytes | None:
+    try:
+        return (seed / FILES / _name(path)).read_bytes()
+    except OSError:
+        return None
+
+
+def _lines(path: str, before: bytes | None, after: bytes | None) -> str:
+    if before is None or after is None or b"\0" in before or b"\0" in after:
+        return ""
+    old, new = (part.decode(errors="replace").splitlines(keepends=True) for part in (before, after))
+    rows = difflib.unified_diff(old, new, f"a/{path}", f"b/{path}")
+    return "".join(row if row.endswith("\n") else f"{row}\n\\ No newline at end of file\n" for row in rows)

@@ -1,0 +1,40 @@
+"""Trees of files on this machine: moved into a workspace's directory, replaced and removed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pier.beneath import remove
+from pier.workspace.workspace import PIER, TASK
+
+
+def merge_tree(source: Path, target: Path) -> None:
+    """Move what is in `source` into `target`; what is there already stays. The workspace's own parts are left out."""
+    for child in source.iterdir():
+        place = target / child.name
+        if child.name in (PIER, TASK):
+            continue
+        if not os.path.lexists(place):
+            child.rename(place)
+        elif child.is_dir() and not child.is_symlink() and place.is_dir() and not place.is_symlink():
+            merge_tree(child, place)
+
+
+def replace_tree(source: Path, target: Path) -> None:
+    """Make `target` hold what `source` holds, apart from the workspace's own parts. What is replaced goes last, so that
+    a full disk loses nothing."""
+    fresh = {child.name for child in source.iterdir()} - {PIER, TASK}
+    aside = source.with_name("replaced")
+    aside.mkdir()
+    for child in list(target.iterdir()):
+        if child.name not in (PIER, TASK):
+            child.rename(aside / child.name)
+    for name in fresh:
+        (source / name).rename(target / name)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a tree of files that came from a sandbox."""
+    if os.path.lexists(path):
+        remove(str(path))

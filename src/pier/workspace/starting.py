@@ -1,0 +1,345 @@
+"""`pier start`: makes a workspace, or brings one back with what it is asked to add.
+
+Everything that can be refused is refused before anything is made. The settings are on disk before a sandbox starts, so
+a start that is interrupted is continued by the next `pier start`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pier.errors import PierError, UsageError, WorkspaceError
+from pier.files import write
+from pier.secret import is_secret, looks_secret
+from pier.task import Task, load_task
+from pier.task.sources import find_tasks
+from pier.trial.environment import SandboxStarter, ServiceLogs
+from pier.trial.plan import agent_plan
+from pier.workspace.agents import check_agents
+from pier.workspace.client import call, is_running, launch
+from pier.workspace.diff import keep_seed
+from pier.workspace.ports import parse_port
+from pier.workspace.workspace import PIER, TASK, Workspace, WorkspaceConfig, enclosing, new_directory
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StartOrder:
+    """What `pier start` was asked for. None and empty values leave an existing workspace as it is."""
+
+    task: str | None = None
+    directory: Path | None = None
+    image: str | None = None
+    agents: tuple[str, ...] = ()
+    model: str | None = None
+    host: bool = False
+    mounted: bool = True
+    direct: bool = False
+    backend: str | None = None
+    ports: tuple[str, ...] = ()
+    mounts: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    skills: tuple[Path, ...] = ()
+    force: bool = False
+
+    @property
+    def is_new(self) -> bool:
+        return self.task is not None or self.image is not None
+
+
+async def start(order: StartOrder, say: Say) -> tuple[Workspace, dict[str, Any]]:
+    """Make or bring back a workspace; what its supervisor reports about it (nothing in host mode)."""
+    for port in order.ports:
+        parse_port(port)
+    workspace, changed = _existing(order) if not _makes_new(order) else (await _create(order, say), True)
+    if workspace.is_host:
+        workspace.save()
+        return workspace, {}
+    workspace.settle()
+    if changed:
+        workspace.save()
+    if is_running(workspace):
+        if not changed:
+            say("the workspace is running already")
+            return workspace, await call(workspace, {"op": "wait"}, say)
+        say("restarting the sandbox")
+        await call(workspace, {"op": "stop"})
+        await _gone(workspace)
+    launch(workspace)
+    answer = await call(workspace, {"op": "wait"}, say)
+    return Workspace.open(workspace.root), answer
+
+
+async def _gone(workspace: Workspace) -> None:
+    """Wait until the supervisor has let go of the workspace."""
+    from pier.files import locked
+
+    while True:
+        with locked(workspace.state / "lock", wait=False) as free:
+            if free:
+                return
+        await asyncio.sleep(0.01)
+
+
+def _makes_new(order: StartOrder) -> bool:
+    """Whether a new workspace is wanted; a directory that is one already is brought back."""
+    if order.directory is not None and (order.directory / PIER / "workspace.json").is_file():
+        return False
+    if order.directory is None and order.task is None:
+        return False
+    if not order.is_new and not order.host:
+        raise UsageError(
+            f"{order.directory}: not a workspace, and neither a task nor --image says what to make",
+            hint=f"pier start TASK -d {order.directory}",
+            code="start-what",
+        )
+    return True
+
+
+def _existing(order: StartOrder) -> tuple[Workspace, bool]:
+    """The workspace to bring back with what is added, and whether anything is."""
+    workspace = Workspace.open(order.directory) if order.directory else Workspace.find(Path.cwd())
+    config = workspace.config
+    _check_names(order)
+    if order.task is not None and config.task != _task_text(order.task):
+        raise WorkspaceError(
+            f"{workspace.root} is a workspace of {config.task or config.image} already",
+            hint="choose another directory with -d",
+            code="other-workspace",
+        )
+    if order.host and not workspace.is_host:
+        raise WorkspaceError(f"{workspace.root} has a sandbox", hint="choose another directory", code="other-workspace")
+    before = config.model_dump()
+    secret_count = dict(workspace.secret_env())
+    config.agents = list(dict.fromkeys((*config.agents, *order.agents)))
+    config.ports = list(dict.fromkeys((*config.ports, *order.ports)))
+    config.mounts = list(dict.fromkeys((*config.mounts, *order.mounts)))
+    config.skills = list(dict.fromkeys((*config.skills, *order.skills)))
+    config.model = order.model or config.model
+    config.image = order.image or config.image
+    config.direct = config.direct or order.direct
+    if order.backend and order.backend != config.backend:
+        config.backend = order.backend
+    _set_env(workspace, order.env)
+    return workspace, config.model_dump() != before or workspace.secret_env() != secret_count
+
+
+async def _create(order: StartOrder, say: Say) -> Workspace:
+    task, origin = _find_task(order.task, say) if order.task else (None, None)
+    root = _directory(order, task)
+    _check_names(order)
+    _check_place(root, order, task)
+    made = not root.exists()
+    root.mkdir(parents=True, exist_ok=True)
+    config = WorkspaceConfig(
+        mode="host" if order.host else "sandbox",
+        backend=order.backend or "local",
+        task=_task_text(order.task) if order.task else None,
+        task_path=task.path if task else None,
+        image=order.image,
+        agents=list(dict.fromkeys(order.agents)),
+        model=order.model,
+        direct=order.direct,
+        ports=list(order.ports),
+        mounts=list(order.mounts),
+        skills=list(order.skills),
+        mounted=order.mounted,
+        git=origin,
+    )
+    workspace = Workspace(root.resolve(), config)
+    try:
+        workspace.save()
+        _set_env(workspace, order.env)
+        workspace.save()
+        if task is not None:
+            _write_instruction(workspace, task)
+        if order.host:
+            await seed_host(workspace, task, say)
+    except BaseException:
+        _undo(workspace, made)
+        raise
+    return workspace
+
+
+def _undo(workspace: Workspace, made: bool) -> None:
+    """Take back a workspace that could not be made; files that it did not make stay."""
+    shutil.rmtree(workspace.state, ignore_errors=True)
+    shutil.rmtree(workspace.pier, ignore_errors=True)
+    shutil.rmtree(workspace.root / TASK, ignore_errors=True)
+    if made and not any(workspace.root.iterdir()):
+        workspace.root.rmdir()
+
+
+def _find_task(text: str, say: Say) -> tuple[Task, dict[str, str] | None]:
+    if "#" in text or "://" in text:
+        say(f"fetching {text.partition('#')[0]}")
+    origins = find_tasks(text)
+    if len(origins) != 1:
+        names = ", ".join(origin.path.name for origin in origins[:5])
+        raise UsageError(
+            f"{text} holds {len(origins)} tasks; a workspace is of one",
+            hint=f"choose one: {names}" if names else "pier task init DIR makes one",
+            code="one-task",
+        )
+    origin = origins[0]
+    git = None
+    if origin.git_url:
+        git = {"url": origin.git_url, "commit": origin.git_commit or "", "path": origin.git_path or ""}
+    return load_task(origin.path, verify=False, origin=origin), git
+
+
+def _task_text(text: str) -> str:
+    path = Path(text)
+    return str(path.resolve()) if path.is_dir() else text
+
+
+def _directory(order: StartOrder, task: Task | None) -> Path:
+    if order.directory is not None:
+        return order.directory
+    if task is not None and task.origin.git_url:
+        return Path.cwd() / task.short_name
+    raise UsageError(
+        "a new workspace needs a directory",
+        hint=f"pier start {order.task or '--image REF'} -d DIR",
+        code="no-directory",
+    )
+
+
+def _check_names(order: StartOrder) -> None:
+    from pier.sandbox import BACKENDS
+
+    check_agents(order.agents)
+    if order.backend and order.backend not in BACKENDS and ":" not in order.backend:
+        known = ", ".join(BACKENDS)
+        raise UsageError(f"invalid value {order.backend!r} for --env: expected one of {known}", code="backend")
+    for path in order.skills:
+        if not path.is_dir():
+            raise UsageError(f"{path}: a skill is a directory with a SKILL.md", code="skill")
+
+
+def _check_place(root: Path, order: StartOrder, task: Task | None) -> None:
+    if root.exists() and not root.is_dir():
+        raise WorkspaceError(f"{root} is a file", hint="choose another directory with -d", code="workspace-place")
+    outer = enclosing(root)
+    if outer is not None:
+        raise WorkspaceError(
+            f"{root} lies in the workspace {outer.root}: a workspace cannot be inside another",
+            hint="choose a directory elsewhere with -d",
+            code="nested-workspace",
+        )
+    if task is not None and root.resolve().is_relative_to(task.path):
+        raise WorkspaceError(
+            f"{root} lies in the task {task.path}, which no sandbox may see",
+            hint="choose a directory elsewhere with -d",
+            code="workspace-place",
+        )
+    if root.is_dir() and any(root.iterdir()) and not order.force:
+        raise WorkspaceError(
+            f"{root} is not empty", hint="-f starts there all the same, and keeps every file", code="not-empty"
+        )
+
+
+def _set_env(workspace: Workspace, env: Mapping[str, str]) -> None:
+    """Add variables: values that look secret, and empty ones, are kept on this machine only."""
+    hidden = {
+        name: value
+        for name, value in env.items()
+        if not value or looks_secret(name) or is_secret(name, value, given=True)
+    }
+    for name, value in env.items():
+        workspace.config.env[name] = "" if name in hidden else value
+    if hidden:
+        workspace.keep_secrets({**workspace.secret_env(), **hidden})
+
+
+def _write_instruction(workspace: Workspace, task: Task) -> None:
+    """The instructions where people and agents read them; one file for each step."""
+    folder = workspace.root / TASK
+    folder.mkdir(exist_ok=True)
+    for index, step in enumerate(task.steps):
+        name = "instruction.md" if not index else f"instruction-{step.name}.md"
+        path = folder / name
+        source = task.path / "instruction.md"
+        if workspace.is_host and not index and source.is_file():
+            path.unlink(missing_ok=True)
+            path.symlink_to(source)
+        else:
+            write(path, step.instruction)
+
+
+async def seed_host(workspace: Workspace, task: Task | None, say: Say) -> None:
+    """Copy the image's working directory into a workspace without a sandbox; without an image, the task's own
+    files."""
+    from pier.redact import Redactor
+    from pier.trial.plan import plan_network
+    from pier.trial.record import TrialRecord
+    from pier.trial.spec import open_services
+    from pier.workspace.live import DEFAULT_WORKDIR, in_directory, sandbox_choice, seed
+
+    if task is not None:
+        try:
+            async with open_services(workspace.config.backend, label=f"workspace {workspace.root}") as services:
+                record = TrialRecord(new_directory(workspace.state / "runs"), Redactor())
+                choice = sandbox_choice(workspace)
+                logs = ServiceLogs(record.directory / "services", record)
+                starter = SandboxStarter(task, services, record, f"seed-{workspace.config.id}", choice, logs, 1.0, say)
+                plan = agent_plan(task, choice, os.environ)
+                image = await starter.get_image(plan)
+                workdir = task.config.environment.workdir or image.config.workdir or "/"
+                workdir = DEFAULT_WORKDIR if workdir == "/" else workdir
+                network = plan_network(task.config.environment, task.steps)
+                workspace.config.workdir = workdir
+                moved = in_directory(task, workdir)
+                starter, plan = replace(starter, task=moved), replace(plan, table=moved.config.environment)
+                await seed(workspace, starter, plan, network.baseline, workdir)
+        except PierError as error:
+            say(f"the image is not available ({error}): copying the task's own files")
+            _copy_environment(task, workspace.root)
+    await asyncio.to_thread(keep_seed, workspace)
+    workspace.config.seeded = True
+    workspace.save()
+
+
+def _copy_environment(task: Task, root: Path) -> None:
+    for child in task.environment_dir.iterdir():
+        if child.name in ("Dockerfile", ".dockerignore", "docker-compose.yaml") or os.path.lexists(root / child.name):
+            continue
+        if child.is_dir():
+            shutil.copytree(child, root / child.name, symlinks=True)
+        else:
+            shutil.copy2(child, root / child.name, follow_symlinks=False)
+
+
+def parse_mounts(text: str) -> tuple[str, ...]:
+    """The mounts of `--mounts-json`: an array of `SOURCE:TARGET[:ro|rw]` or of objects as compose files have them."""
+    try:
+        rows = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--mounts-json is not JSON: {error}", code="mounts") from None
+    if not isinstance(rows, list):
+        raise UsageError("--mounts-json: expected a JSON array", code="mounts")
+    return tuple(_mount_text(row) for row in rows)
+
+
+def _mount_text(row: Any) -> str:
+    if isinstance(row, dict) and row.get("source") and row.get("target"):
+        row = f"{row['source']}:{row['target']}:{'ro' if row.get('read_only') else 'rw'}"
+    source, _, rest = str(row).partition(":")
+    target, _, mode = rest.partition(":")
+    if not source or not target.startswith("/") or mode not in ("", "ro", "rw"):
+        raise UsageError(
+            f"invalid mount {row!r} in --mounts-json: expected SOURCE:TARGET[:ro|rw] with an absolute TARGET",
+            code="mounts",
+        )
+    path = Path(source).expanduser().resolve()
+    if not path.exists():
+        raise UsageError(f"cannot mount {path}: it does not exist", code="mounts")
+    return f"{path}:{target}:{mode or 'rw'}"

@@ -1,0 +1,96 @@
+"""Keeps what changed in a sandbox outside of the workspace's directory: over a stop, for a fork, for a verification.
+
+The image's own tar does it in one go. Images without one that can (busybox, none at all) have each path copied by pier.
+
+    <directory>/...                  as `pier.trial.collect` keeps the state of a trial
+    <directory>/paths/<number>.tar   else: one archive for each path that changed
+    <directory>/paths.json           else: the paths in the same order, and those that were removed; written last
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path, PurePosixPath
+
+from pier.errors import SandboxError
+from pier.files import write_json
+from pier.sandbox.contract import Sandbox
+from pier.trial.collect import has_state, keep_state, restore_state
+from pier.verifier.changes import TESTS, VERIFIER_LOGS
+from pier.workspace.files import remove_tree
+
+_INDEX, _PATHS = "paths.json", "paths"
+_AT_ONCE = 16
+_CHUNK = 1 << 20
+_NOT_KEPT = (TESTS, VERIFIER_LOGS)
+
+
+async def keep(sandbox: Sandbox, directory: Path) -> None:
+    """Write what differs from the image to `directory`, in place of what was kept there before."""
+    scratch = directory.with_name(f".{directory.name}.new")
+    await asyncio.to_thread(remove_tree, scratch)
+    try:
+        await keep_state(sandbox, scratch)
+    except SandboxError:
+        await asyncio.to_thread(remove_tree, scratch)
+        await _keep_paths(sandbox, scratch)
+    await asyncio.to_thread(remove_tree, directory)
+    scratch.rename(directory)
+
+
+def is_kept(directory: Path) -> bool:
+    """Whether a whole state is in `directory`."""
+    return has_state(directory) or (directory / _INDEX).is_file()
+
+
+async def restore(sandbox: Sandbox, directory: Path) -> None:
+    """Bring what was kept into a sandbox of the same image."""
+    if has_state(directory):
+        await restore_state(sandbox, directory)
+        return
+    index = json.loads((directory / _INDEX).read_text())
+    for path in index["removed"]:
+        await sandbox.remove(path)
+    for number, path in enumerate(index["kept"]):
+        if not path:
+            continue
+        await sandbox.remove(path)
+        await sandbox.put_tar(_chunks(directory / _PATHS / f"{number}.tar"), str(PurePosixPath(path).parent))
+
+
+async def _keep_paths(sandbox: Sandbox, directory: Path) -> None:
+    if len(sandbox.services()) > 1:
+        raise SandboxError("what the other services of the task hold cannot be kept", code="no_state", retryable=False)
+    changes = await sandbox.changes()
+    if changes is None:
+        raise SandboxError("this backend cannot list what changed", code="no_state", blame="user", retryable=False)
+    kept = [change.path for change in changes if change.kind != "removed" and not _left_out(change.path)]
+    (directory / _PATHS).mkdir(parents=True)
+    limit = asyncio.Semaphore(_AT_ONCE)
+    missing: set[str] = set()
+
+    async def save(number: int, path: str) -> None:
+        async with limit:
+            try:
+                with (directory / _PATHS / f"{number}.tar").open("wb") as stream:
+                    async for chunk in sandbox.get_tar(path):
+                        stream.write(chunk)
+            except FileNotFoundError:
+                missing.add(path)
+
+    await asyncio.gather(*(save(number, path) for number, path in enumerate(kept)))
+    present = [path if path not in missing else "" for path in kept]
+    removed = [change.path for change in changes if change.kind == "removed"]
+    write_json(directory / _INDEX, {"kept": present, "removed": removed}, durable=False)
+
+
+def _left_out(path: str) -> bool:
+    return any(path == top or path.startswith(f"{top}/") for top in _NOT_KEPT)
+
+
+async def _chunks(path: Path) -> AsyncIterator[bytes]:
+    with path.open("rb") as stream:
+        while data := stream.read(_CHUNK):
+            yield data

@@ -1,0 +1,257 @@
+"""The process that holds a workspace: its sandbox and gateway live here, and commands reach them over a socket.
+
+`pier start` launches it and waits; it goes on until `pier stop`, a signal, or the end of its sandbox. One process per
+workspace: the second finds the lock taken and ends. What people run in the background ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pier.errors import PierError, SandboxError, StorageError
+from pier.files import locked
+from pier.sandbox import remote
+from pier.workspace.background import Background
+from pier.workspace.client import PROGRESS, error_fields
+from pier.workspace.commands import run_command
+from pier.workspace.files import remove_tree
+from pier.workspace.live import STATE, LiveWorkspace, open_live
+from pier.workspace.ports import forward_ports
+from pier.workspace.verify import VerifyOrder, verify
+from pier.workspace.workspace import Workspace
+
+_NAME = b"pier-workspace"
+_PR_SET_NAME = 15
+_GONE = frozenset({"sandbox_gone", "container_gone", "zygote_gone"})
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """Serves one workspace."""
+
+    workspace: Workspace
+    live: LiveWorkspace | None = None
+    background: Background | None = None
+    failure: PierError | None = None
+    lines: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
+    """A client was answered why the start failed."""
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, self.stopping.set)
+        server = await asyncio.start_unix_server(self._answer, sock=remote.bind(self.workspace.state))
+        try:
+            await self._hold()
+        except PierError as error:
+            self.failure = error
+        except OSError as error:
+            self.failure = StorageError(f"the workspace could not be started: {error}")
+        finally:
+            self.ready.set()
+            self._changed.set()
+            self.stopped.set()
+            if self.failure is not None:
+                self._log(f"error: {self.failure.explain()}")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.heard.wait(), 10)
+            server.close()
+            (self.workspace.state / remote.SOCKET).unlink(missing_ok=True)
+        return 1 if self.failure else 0
+
+    async def _hold(self) -> None:
+        async with open_live(self.workspace, self._say) as live:
+            async with forward_ports(live.sandbox, self.workspace.config.ports):
+                self.background = Background(live)
+                self.live = live
+                self._log("ready")
+                self.ready.set()
+                self._changed.set()
+                await self.stopping.wait()
+            await self.background.close()
+            await self._save(live)
+        self.live = None
+
+    async def _save(self, live: LiveWorkspace) -> None:
+        """Keep what is in the sandbox alone. What cannot be kept is reported by `pier stop`."""
+        try:
+            await live.adopt()
+            if not self.workspace.config.mounted:
+                await live.copy_back(self.workspace.root)
+            await live.save(self.workspace.pier / STATE)
+        except (SandboxError, OSError) as error:
+            self.notes.append(f"changes outside of the workspace's directory are not kept: {error}")
+            self._log(self.notes[-1])
+
+    def _say(self, line: str) -> None:
+        self.lines.append(line)
+        self._log(line)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _log(self, line: str) -> None:
+        sys.stderr.write(line.rstrip() + "\n")
+        sys.stderr.flush()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            frame = await remote.receive(reader)
+            if frame is not None and frame[0] == remote.REQUEST:
+                request = json.loads(frame[1])
+                answer = await self._serve(request, reader, writer)
+                await remote.send(writer, remote.EXIT, json.dumps(answer).encode())
+        except PierError as error:
+            await _send_error(writer, error)
+            if error.code in _GONE:
+                self.failure = error
+                self.stopping.set()
+        except (OSError, ValueError, KeyError) as error:
+            await _send_error(writer, PierError(f"the request failed: {error}", code="supervisor"))
+        finally:
+            writer.close()
+
+    async def _serve(
+        self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> dict[str, Any]:
+        op = request["op"]
+        if op == "wait":
+            return await self._wait(writer)
+        if op == "status":
+            return self._status()
+        if op == "stop":
+            self.stopping.set()
+            await self.stopped.wait()
+            return {"notes": self.notes}
+        live = await self._live()
+        assert self.background is not None
+        serve: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
+            "exec": partial(run_command, live, request, reader, writer),
+            "detach": partial(self.background.start, request),
+            "background": self.background.list,
+            "end": partial(self.background.stop, str(request.get("id"))),
+            "verify": partial(self._verify, live, request, writer),
+            "fetch": partial(self._fetch, live, request),
+            "save": partial(self._save_to, live, request),
+            "outside": partial(self._outside, live),
+        }
+        return await serve[op]()
+
+    async def _live(self) -> LiveWorkspace:
+        await self.ready.wait()
+        if self.live is None:
+            self.heard.set()
+            raise self.failure or SandboxError("the workspace is stopping", code="stopping", retryable=False)
+        return self.live
+
+    async def _wait(self, writer: asyncio.StreamWriter) -> dict[str, Any]:
+        """Report the progress of the start until it is done."""
+        sent = 0
+        while not self.ready.is_set() or sent < len(self.lines):
+            changed = self._changed
+            while sent < len(self.lines):
+                await remote.send(writer, PROGRESS, self.lines[sent].encode())
+                sent += 1
+            if not self.ready.is_set():
+                await changed.wait()
+        await self._live()
+        return self._status()
+
+    def _status(self) -> dict[str, Any]:
+        live = self.live
+        return {
+            "pid": os.getpid(),
+            "ready": live is not None,
+            "sandbox": live.sandbox.id if live else None,
+            "workdir": live.environment.workdir if live else None,
+            "image": live.environment.record.image.reference if live and live.environment.record.image else None,
+            "warnings": list(live.environment.record.warnings) if live else [],
+        }
+
+    async def _verify(
+        self, live: LiveWorkspace, request: dict[str, Any], writer: asyncio.StreamWriter
+    ) -> dict[str, Any]:
+        inside = request.get("session_dir")
+        directory = Path(request["trial_dir"]) if request.get("trial_dir") else None
+        scratch = self.workspace.pier / "incoming" / os.urandom(4).hex() if inside else None
+        if inside and scratch:
+            scratch.parent.mkdir(exist_ok=True)
+            await live.sandbox.download(inside, scratch)
+        order = VerifyOrder(
+            step=request.get("step"),
+            in_place=bool(request.get("in_place")),
+            agent=request.get("agent"),
+            session=request.get("session"),
+            session_dir=scratch,
+            trial_dir=directory,
+            capture=request.get("capture", True),
+        )
+
+        def say(line: str) -> None:
+            writer.write(PROGRESS + len(line.encode()).to_bytes(4, "big") + line.encode())
+
+        try:
+            path = await verify(self.workspace, live.services, order, say, live)
+        finally:
+            if scratch is not None:
+                await asyncio.to_thread(remove_tree, scratch)
+        return {"directory": str(path)}
+
+    async def _fetch(self, live: LiveWorkspace, request: dict[str, Any]) -> dict[str, Any]:
+        return {"left_out": await live.sandbox.download(request["path"], Path(request["target"]))}
+
+    async def _save_to(self, live: LiveWorkspace, request: dict[str, Any]) -> dict[str, Any]:
+        """Keep the present state for another workspace: files that are not mounted, and changes elsewhere."""
+        if not self.workspace.config.mounted:
+            await live.sandbox.download(live.environment.workdir, Path(request["files"]))
+        await live.save(Path(request["target"]))
+        return {}
+
+    async def _outside(self, live: LiveWorkspace) -> dict[str, Any]:
+        """What changed outside of the workspace's directory since the start."""
+        changes = await live.sandbox.changes()
+        before = {(change.path, change.mark) for change in live.environment.before or ()}
+        workdir = live.environment.workdir
+        rows = [
+            {"path": change.path, "kind": change.kind}
+            for change in changes or ()
+            if (change.path, change.mark) not in before and not f"{change.path}/".startswith(f"{workdir}/")
+        ]
+        return {"known": changes is not None, "changes": rows}
+
+
+async def _send_error(writer: asyncio.StreamWriter, error: PierError) -> None:
+    with contextlib.suppress(OSError):
+        await remote.send(writer, remote.ERROR, json.dumps(error_fields(error)).encode())
+
+
+def main(root: str) -> int:
+    """Hold the workspace in `root` until it is stopped."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, _NAME)
+    workspace = Workspace.open(Path(root))
+    with locked(workspace.state / "lock", wait=False) as mine:
+        if not mine:
+            sys.stderr.write("another process holds this workspace\n")
+            return 1
+        return asyncio.run(Supervisor(workspace).run())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,219 @@
+"""Captured sessions and verified trials below `.pier/trials`: listing them, and packing them for sharing.
+
+An archive opens anywhere: it holds regular files only. A link to a file of the same trial becomes a copy of it, others
+are left out. Secrets are removed on the way, and `redactions.json` in the archive says where and of which kind.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import posixpath
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from pier import __version__
+from pier.errors import JobError, UsageError
+from pier.files import is_plain_name
+from pier.job.view import TrialView
+from pier.redact import Redactor
+from pier.tree import Entry, Tree, TreeError
+from pier.workspace.scrub import Scrubbing
+from pier.workspace.workspace import PIER
+
+REPORT = "redactions.json"
+_IN_MEMORY = 16 * 1024 * 1024
+
+
+def traces_home(start: Path | None = None) -> Path:
+    """The directory of trials of the workspace, or of the directory, that `start` lies in."""
+    begin = (start or Path.cwd()).resolve()
+    for directory in (begin, *begin.parents):
+        if (directory / PIER / "trials").is_dir() or (directory / PIER / "workspace.json").is_file():
+            return directory / PIER / "trials"
+    raise UsageError(
+        f"{begin} has no traces: there is no {PIER}/trials here or above",
+        hint="pier capture saves one",
+        code="no-traces",
+    )
+
+
+def list_traces(home: Path) -> list[TrialView]:
+    """The trials, newest first. What is not a trial is passed over."""
+    names = sorted((path.name for path in _directories(home)), reverse=True)
+    found = []
+    for name in names:
+        try:
+            found.append(TrialView.open(home / name))
+        except JobError:
+            continue
+    return found
+
+
+def _directories(home: Path) -> Iterator[Path]:
+    try:
+        with os.scandir(home) as entries:
+            yield from [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return
+
+
+def find_trace(home: Path, name: str | None) -> Path:
+    """The trial with this name, or whose name begins so; the newest without a name."""
+    names = sorted(path.name for path in _directories(home) if not path.name.startswith("."))
+    if name is None:
+        if not names:
+            raise UsageError(f"there are no traces in {home}", hint="pier capture saves one", code="no-traces")
+        return home / names[-1]
+    fitting = [known for known in names if known == name] or [known for known in names if known.startswith(name)]
+    if len(fitting) == 1 and is_plain_name(fitting[0]):
+        return home / fitting[0]
+    what = f"{len(fitting)} traces begin with {name!r}" if fitting else f"unknown trace {name!r}"
+    raise UsageError(f"{what} in {home}", hint="pier traces lists them", code="no-trace")
+
+
+@dataclass(slots=True)
+class ExportReport:
+    """What an archive holds, and what was changed on the way into it."""
+
+    output: Path
+    trials: list[str]
+    files: int = 0
+    redacted: list[dict[str, Any]] = field(default_factory=list)
+    """`file`, `kind` and `count` of secrets that were removed."""
+    left_out: list[dict[str, str]] = field(default_factory=list)
+    """`file` and `reason`."""
+
+    def counts(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for row in self.redacted:
+            found[row["kind"]] += row["count"]
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = {"trials": self.trials, "files": self.files, "redacted": self.redacted, "left_out": self.left_out}
+        return {"pier": __version__, **rows}
+
+
+def export(trials: Sequence[Path], output: Path, redactor: Redactor) -> ExportReport:
+    """Pack trials into a tar.gz archive, all of it or nothing."""
+    if not output.parent.is_dir():
+        raise UsageError(f"{output.parent}: no such directory", hint="-o FILE in a directory that exists")
+    report = ExportReport(output, [trial.name for trial in trials])
+    fd, name = tempfile.mkstemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent)
+    try:
+        with os.fdopen(fd, "wb") as stream, tarfile.open(fileobj=stream, mode="w:gz") as archive:
+            for trial in trials:
+                with Tree(trial) as tree:
+                    _Packing(archive, tree, trial.name, redactor, report).run()
+            _add_report(archive, report)
+        Path(name).chmod(0o644)
+        Path(name).replace(output)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return report
+
+
+@dataclass(slots=True)
+class _Packing:
+    archive: tarfile.TarFile
+    tree: Tree
+    name: str
+    redactor: Redactor
+    report: ExportReport
+
+    def run(self) -> None:
+        for entry in self.tree.entries():
+            path = f"{self.name}/{entry.path}"
+            if entry.kind == "file":
+                self._add(entry, entry.path)
+            elif entry.kind == "link":
+                self._add_target(entry)
+            elif entry.kind == "other":
+                self.report.left_out.append({"file": path, "reason": "not a regular file"})
+
+    def _add_target(self, link: Entry) -> None:
+        """A copy of the file that a link leads to, if that is in this trial."""
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(link.path), link.leads))
+        inside = not link.leads.startswith("/") and not target.startswith("..")
+        found = self.tree.find(target) if inside and target != "." else None
+        if found is not None and found.kind == "file":
+            self._add(found, link.path)
+        else:
+            self.report.left_out.append({"file": f"{self.name}/{link.path}", "reason": f"a link to {link.leads}"})
+
+    def _add(self, entry: Entry, path: str) -> None:
+        clean = Scrubbing(self.redactor)
+        name = clean(f"{self.name}/{path}".encode(errors="surrogateescape")).decode(errors="surrogateescape")
+        try:
+            stream = self.tree.open(entry.path)
+        except (OSError, TreeError) as error:
+            self.report.left_out.append({"file": name, "reason": str(error)})
+            return
+        with stream, tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY) as copy:
+            modified, binary = os.fstat(stream.fileno()).st_mtime, _is_binary(stream)
+            for part in clean.parts(stream):
+                copy.write(part)
+            if clean.found and binary:
+                reason = f"a binary file with {_words(clean.found)}"
+                self.report.left_out.append({"file": name, "reason": reason})
+                return
+            self._write(name, copy, modified)
+        for kind, count in sorted(clean.found.items()):
+            self.report.redacted.append({"file": name, "kind": kind, "count": count})
+
+    def _write(self, name: str, copy: IO[bytes], modified: float) -> None:
+        info = tarfile.TarInfo(name)
+        info.size, info.mtime, info.mode = copy.tell(), int(modified), 0o644
+        copy.seek(0)
+        self.archive.addfile(info, copy)
+        self.report.files += 1
+
+
+def _is_binary(stream: IO[bytes]) -> bool:
+    head = stream.read(8192)
+    stream.seek(0)
+    return b"\0" in head
+
+
+def _words(found: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(found.items()))
+
+
+def _add_report(archive: tarfile.TarFile, report: ExportReport) -> None:
+    data = json.dumps(report.as_dict(), indent=2).encode() + b"\n"
+    info = tarfile.TarInfo(REPORT)
+    info.size, info.mode, info.mtime = len(data), 0o644, int(time.time())
+    archive.addfile(info, io.BytesIO(data))
+
+
+def trace_rows(views: Iterable[TrialView]) -> list[dict[str, Any]]:
+    """What a list shows of each trial."""
+    rows = []
+    for view in views:
+        used = view.result.agent_result if view.result else None
+        tokens = (used.n_input_tokens, used.n_output_tokens) if used else (None, None)
+        rows.append(
+            {
+                "id": view.directory.name,
+                "task": view.task,
+                "agent": view.agent,
+                "model": view.model,
+                "steps": used.n_agent_steps if used else None,
+                "input_tokens": tokens[0],
+                "output_tokens": tokens[1],
+                "cost_usd": used.cost_usd if used else None,
+                "rewards": view.result.rewards if view.result else None,
+                "trajectory": bool(view.files.trajectories),
+                "problem": view.problem or (view.error.exception_message if view.error else None),
+            }
+        )
+    return rows

@@ -1,0 +1,294 @@
+"""`pier verify`: the task's verifier on the present state of a workspace, as a trial below `.pier/trials`.
+
+The tests run in a separate sandbox that starts like the workspace's and gets its files: those of the directory,
+and what changed elsewhere. So they never dirty the work, and what runs in the workspace goes on. The task is read again
+each time, so an edited test counts at once. `in_place` runs them in the workspace's own sandbox instead, for tests that
+need what runs there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pier import __version__
+from pier.errors import SandboxError, UsageError, WorkspaceError
+from pier.image.model import Image, OnProgress
+from pier.redact import Redactor
+from pier.sandbox.contract import Change
+from pier.secret import secret_values
+from pier.task import Task
+from pier.trial.environment import TaskSandbox, open_environment, task_secrets
+from pier.trial.images import ImageRequest, TrialImages
+from pier.trial.plan import agent_plan
+from pier.trial.record import Clock, TrialRecord, now, task_reference, trial_config, trial_lock
+from pier.trial.result import (
+    AgentInfo,
+    AgentResult,
+    ModelInfo,
+    PierInfo,
+    TimingInfo,
+    TrialResult,
+    VerifierResult,
+    captured,
+    exception_info,
+    judge_as_harbor,
+)
+from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec
+from pier.trial.verify import grade
+from pier.workspace import state
+from pier.workspace.live import DEFAULT_WORKDIR, LiveWorkspace, clear_directory, in_directory, workspace_task
+from pier.workspace.workspace import PIER, TASK, Workspace
+
+if TYPE_CHECKING:
+    from pier.workspace.capture import CapturedSession
+
+STDOUT = "verifier/test-stdout.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOrder:
+    """What to verify, and which session's trajectory goes with it. `session_dir` is a path of this machine."""
+
+    step: str | None = None
+    in_place: bool = False
+    agent: str | None = None
+    session: str | None = None
+    session_dir: Path | None = None
+    trial_dir: Path | None = None
+    capture: bool = True
+
+
+async def verify(
+    workspace: Workspace,
+    services: TrialServices,
+    order: VerifyOrder,
+    say: Callable[[str], None],
+    live: LiveWorkspace | None = None,
+) -> Path:
+    """Grade the workspace; the directory of the trial, whose result is written last. `live` is None in host mode."""
+    if workspace.config.task_path is None:
+        raise WorkspaceError(
+            "this workspace has no task, so there is nothing to verify",
+            hint="pier capture saves the trajectory",
+            code="no-task",
+        )
+    task = workspace_task(workspace, verify=True)
+    index = _step_index(task, order.step)
+    directory = order.trial_dir or workspace.new_trial_directory()
+    environ = services.environ or {}
+    own = secret_values(workspace.environment(), environ, given=True)
+    redactor = Redactor((*own, *task_secrets(task, environ)))
+    return await _Verification(workspace, services, order, live, task, index, directory, redactor, say).run()
+
+
+def _step_index(task: Task, name: str | None) -> int:
+    if name is None:
+        return 0
+    names = [step.name for step in task.steps]
+    if name not in names:
+        known = ", ".join(filter(None, names)) or "none: the task has no steps"
+        raise UsageError(f"unknown step {name!r}; the task has: {known}", code="unknown-step")
+    return names.index(name)
+
+
+@dataclass(slots=True)
+class _Verification:
+    workspace: Workspace
+    services: TrialServices
+    order: VerifyOrder
+    live: LiveWorkspace | None
+    task: Task
+    index: int
+    directory: Path
+    redactor: Redactor
+    say: Callable[[str], None]
+
+    async def run(self) -> Path:
+        record = TrialRecord(self.directory, self.redactor)
+        record.open()
+        clock = Clock(record)
+        try:
+            spec = self._spec()
+            config = self.redactor.value(trial_config(spec, self.services.environ or {}))
+            record.write_config(config)
+            record.write_lock(trial_lock(spec, config))
+            result = self._new_result(spec, config)
+            with captured() as failure:
+                await self._grade(record, clock, result)
+            if failure.error is not None:
+                result.exception_info = exception_info(failure.error, clock.current, self.redactor)
+                record.write_exception(result.exception_info.exception_traceback)
+                record.log(f"error: {failure.error}")
+            with captured() as failure:
+                await self._add_trajectory(result, record)
+            if failure.error is not None:
+                record.warn(f"no trajectory could be saved: {failure.error}")
+            self._seal(result, record, clock)
+        finally:
+            record.close()
+        return self.directory
+
+    def _spec(self) -> TrialSpec:
+        config = self.workspace.config
+        name = self.order.agent or (config.agents[0] if config.agents else "nop")
+        choice = SandboxChoice(backend=config.backend, image=config.image)
+        return TrialSpec(
+            self.directory.name, self.task, self.directory, AgentChoice(name, config.model), sandbox=choice
+        )
+
+    def _new_result(self, spec: TrialSpec, config: dict[str, object]) -> TrialResult:
+        return TrialResult(
+            task_name=self.task.name,
+            trial_name=spec.name,
+            trial_uri=self.directory.resolve().as_uri(),
+            task_id=self.redactor.value(task_reference(self.task.origin)),
+            source=self.task.origin.source,
+            task_checksum=self.task.digest.removeprefix("sha256:"),
+            config=config,
+            agent_info=AgentInfo(name=spec.agent.name),
+            environment_type=self.services.backend.name,
+            started_at=now(),
+        )
+
+    async def _grade(self, record: TrialRecord, clock: Clock, result: TrialResult) -> None:
+        in_place = self.order.in_place and self.live is not None
+        opened = self._in_place(record) if in_place else self._copy(record, clock)
+        async with opened as environment:
+            with clock.phase("verify") as timing:
+                graded = await grade(environment, self.directory, index=self.index, last=not in_place)
+            result.verifier = timing
+            result.verifier_environment_mode = self.task.steps[self.index].verifier_mode
+            result.integrity = graded.integrity(self.redactor)
+            if graded.rewards is not None:
+                result.verifier_result = VerifierResult(rewards=dict(graded.rewards))
+            if graded.error is not None:
+                raise graded.error
+
+    @asynccontextmanager
+    async def _in_place(self, record: TrialRecord) -> AsyncIterator[TaskSandbox]:
+        assert self.live is not None
+        environment = self.live.environment
+        task = in_directory(self.task, environment.workdir)
+        record.image = environment.record.image
+        yield replace(environment, starter=replace(environment.starter, task=task, record=record))
+        await self.live.adopt()
+
+    @asynccontextmanager
+    async def _copy(self, record: TrialRecord, clock: Clock) -> AsyncIterator[TaskSandbox]:
+        """A sandbox that starts as the workspace's did and gets what is in that now."""
+        live, task = self.live, self.task
+        services, config = self.services, self.workspace.config
+        choice = SandboxChoice(backend=services.backend.name, image=config.image)
+        if config.workdir:
+            task = in_directory(task, config.workdir)
+        if live is not None and (image := live.environment.record.image) is not None:
+            request = agent_plan(task, choice, services.environ).image
+            services = replace(services, images=_SameImage(services.images, request, image))
+        name = f"verify-{config.id}"
+        opened = open_environment(task, services, record, name=name, choice=choice, clock=clock, on_progress=self.say)
+        async with opened as environment:
+            environment = _with_directory(environment)
+            await environment.begin_step(self.index)
+            with clock.phase("setup"):
+                if live is not None:
+                    await _copy_changes(live, environment)
+                await self._copy_files(environment)
+            yield environment
+
+    async def _copy_files(self, environment: TaskSandbox) -> None:
+        sandbox, workdir, live = environment.sandbox, environment.workdir, self.live
+        if live is not None and not self.workspace.config.mounted:
+            await sandbox.remove(workdir)
+            await sandbox.put_tar(live.sandbox.get_tar(workdir), workdir)
+            return
+        await clear_directory(sandbox, workdir)
+        owner = sandbox.spec.image.config.user or None
+        await sandbox.upload(self.workspace.root, workdir, leave_out=(PIER, TASK), owner=owner)
+
+    async def _add_trajectory(self, result: TrialResult, record: TrialRecord) -> None:
+        if not self.order.capture:
+            return
+        found = await asyncio.to_thread(self._capture)
+        if found is None:
+            return
+        model = ModelInfo(name=found.model) if found.model else None
+        result.agent_info = AgentInfo(name=found.agent, version=found.version, model_info=model)
+        result.agent_result = found.result or AgentResult()
+        result.n_agent_steps = result.agent_result.n_agent_steps
+        result.agent_execution = TimingInfo(started_at=found.started_at, finished_at=found.ended_at)
+
+    def _capture(self) -> CapturedSession | None:
+        from pier.workspace.capture import capture_session
+
+        order = self.order
+        return capture_session(
+            self.workspace,
+            self.directory / "agent",
+            agent=order.agent,
+            session=order.session,
+            session_dir=order.session_dir,
+            redactor=self.redactor,
+        )
+
+    def _seal(self, result: TrialResult, record: TrialRecord, clock: Clock) -> None:
+        judge_as_harbor(result)
+        result.finished_at = now()
+        image = record.image
+        result.pier = PierInfo(
+            version=__version__,
+            backend=self.services.backend.name,
+            image=image.reference if image else None,
+            image_digest=image.digest if image else None,
+            task_digest=self.task.digest,
+            phases=dict(clock.seconds),
+            warnings=list(record.warnings),
+            network_refused=dict(record.refused.most_common(100)),
+        )
+        record.log(f"rewards {result.rewards}")
+        record.write_result(result)
+
+
+def _with_directory(environment: TaskSandbox) -> TaskSandbox:
+    """In host mode the working directory is not known before the image is."""
+    if environment.workdir != "/":
+        return environment
+    task = in_directory(environment.task, DEFAULT_WORKDIR)
+    return replace(environment, workdir=DEFAULT_WORKDIR, starter=replace(environment.starter, task=task))
+
+
+async def _copy_changes(live: LiveWorkspace, environment: TaskSandbox) -> None:
+    """Bring what changed outside of the mounted directories."""
+    changes = await live.sandbox.changes()
+    if changes is None or _same(changes, live.environment.before):
+        return
+    with tempfile.TemporaryDirectory(prefix="pier-verify.") as name:
+        try:
+            await state.keep(live.sandbox, Path(name) / "state")
+            await state.restore(environment.sandbox, Path(name) / "state")
+        except SandboxError as error:
+            environment.record.warn(f"changes outside of the workspace are not part of this verification: {error}")
+
+
+def _same(changes: Sequence[Change], before: Sequence[Change] | None) -> bool:
+    return before is not None and {(c.path, c.kind, c.mark) for c in changes} == {
+        (c.path, c.kind, c.mark) for c in before
+    }
+
+
+class _SameImage(TrialImages):
+    """The images of the services, with the workspace's own in place of the task's: a Dockerfile that was edited counts
+    from the next start on."""
+
+    def __init__(self, images: TrialImages, request: ImageRequest, image: Image) -> None:
+        self._images = images
+        self._request = request
+        self._image = image
+
+    async def get(self, request: ImageRequest, on_progress: OnProgress | None = None) -> Image:
+        return self._image if request == self._request else await self._images.get(request, on_progress)

@@ -1,0 +1,326 @@
+"""A workspace on disk: its settings, its sessions and trials, and the index of all workspaces of this user.
+
+    DIR/.pier/workspace.json          the settings; values of secret variables are kept elsewhere
+    DIR/.pier/sessions/<time>/        one recorded run of an agent each
+    DIR/.pier/trials/<time>/          one trial for each `pier verify` and `pier capture`
+    DIR/.pier/agent/                  the agents' own logs and settings, at /logs/agent in the sandbox
+    <home>/workspaces/<id>/           this machine's part: link.json, secrets.json, control.sock, supervisor.log
+
+The directories below `<home>/workspaces` are the index. A workspace whose directory is gone is dropped from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pier.errors import WorkspaceError
+from pier.files import write_json
+from pier.home import pier_home
+
+PIER = ".pier"
+TASK = ".task"
+CONFIG, SESSION, CAST, LINK, SECRETS = "workspace.json", "session.json", "terminal.cast", "link.json", "secrets.json"
+RECORDING = "recording.jsonl"
+STAMP = "%Y-%m-%d_%H-%M-%S"
+_SUFFIXES = 1000
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class WorkspaceConfig(_Part):
+    """What a workspace was started with. `task` is a directory or a git reference, `task_path` where it is on this
+    machine. Values of secret variables in `env` are empty."""
+
+    version: int = 1
+    id: str = Field(default_factory=lambda: secrets.token_hex(4), pattern=r"^[0-9a-f]{8}$")
+    mode: Literal["sandbox", "host"] = "sandbox"
+    backend: str = "local"
+    task: str | None = None
+    task_path: Path | None = None
+    git: dict[str, str] | None = None
+    """The repository, commit and path that a remote task came from."""
+    image: str | None = None
+    agents: list[str] = []
+    model: str | None = None
+    direct: bool = False
+    """Agents call their providers themselves, with the variables of `env`."""
+    ports: list[str] = []
+    mounts: list[str] = []
+    env: dict[str, str] = {}
+    skills: list[Path] = []
+    mounted: bool = True
+    """Whether the directory is mounted; else its files are copied in at the start and back at the stop."""
+    workdir: str | None = None
+    """Where the directory is in the sandbox; known after the first start."""
+    image_digest: str | None = None
+    created_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
+    seeded: bool = False
+    """Whether the files of the image were copied into the directory."""
+
+
+class SessionInfo(_Part):
+    """One recorded run of an agent. `exit_code` is None while it runs, or if its end was not seen."""
+
+    id: str
+    agent: str
+    version: str | None = None
+    command: list[str] = []
+    model: str | None = None
+    tty: bool = False
+    started_at: datetime
+    ended_at: datetime | None = None
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkspaceSession:
+    """A recorded run of an agent and its files."""
+
+    info: SessionInfo
+    directory: Path
+
+    @property
+    def recording(self) -> Path:
+        """The recording of its model calls; missing if there were none."""
+        return self.directory / RECORDING
+
+    @property
+    def cast(self) -> Path:
+        """Its terminal as an asciinema cast."""
+        return self.directory / CAST
+
+    def write(self) -> None:
+        write_json(self.directory / SESSION, self.info.model_dump(mode="json"), durable=False)
+
+
+@dataclass(slots=True)
+class Workspace:
+    """A workspace: its directory and its settings as they were when it was opened."""
+
+    root: Path
+    config: WorkspaceConfig
+
+    @property
+    def pier(self) -> Path:
+        return self.root / PIER
+
+    @property
+    def trials(self) -> Path:
+        return self.pier / "trials"
+
+    @property
+    def agent_logs(self) -> Path:
+        return self.pier / "agent"
+
+    @property
+    def is_host(self) -> bool:
+        return self.config.mode == "host"
+
+    @property
+    def state(self) -> Path:
+        """What belongs to this workspace on this machine alone."""
+        return workspaces_home() / self.config.id
+
+    @classmethod
+    def open(cls, root: Path) -> Workspace:
+        """The workspace in a directory; `WorkspaceError` if it is something else, or its settings cannot be read."""
+        path = root / PIER / CONFIG
+        try:
+            config = WorkspaceConfig.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            raise WorkspaceError(
+                f"{root}: not a workspace", hint="pier start TASK -d DIR", code="no-workspace"
+            ) from None
+        except (OSError, ValidationError, UnicodeDecodeError) as error:
+            raise WorkspaceError(
+                f"{path}: cannot be read: {str(error).splitlines()[0]}",
+                hint=f"move {path.parent} away and run pier start again: the other files are untouched",
+                code="workspace-broken",
+            ) from error
+        return cls(root.resolve(), config)
+
+    @classmethod
+    def find(cls, path: Path | None = None) -> Workspace:
+        """The workspace that `path` (or the working directory) lies in, else the only one of this user."""
+        start = (path or Path.cwd()).resolve()
+        for directory in (start, *start.parents):
+            if (directory / PIER / CONFIG).is_file():
+                return cls.open(directory)
+        known = list_workspaces() if path is None else []
+        if len(known) == 1:
+            return known[0]
+        where = f"{start} lies in no workspace"
+        if known:
+            where += f", and there are {len(known)} to choose from"
+        hint = "pier list shows them; change into one, or pier start TASK -d DIR" if known else "pier start TASK -d DIR"
+        raise WorkspaceError(where, hint=hint, code="no-workspace")
+
+    def save(self) -> None:
+        """Write the settings and the link from this machine's index."""
+        self.pier.mkdir(parents=True, exist_ok=True)
+        write_json(self.pier / CONFIG, self.config.model_dump(mode="json"))
+        self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_json(self.state / LINK, {"path": str(self.root)}, mode=0o600)
+
+    def settle(self) -> bool:
+        """See to it that this machine's part belongs to this directory; whether it did already.
+
+        A directory that was moved takes its part along. One that was copied, or came from another machine, gets a part
+        and a new id, so that the original is not disturbed."""
+        known = _linked(self.state)
+        if known == self.root:
+            return True
+        if known is not None and (other := _try_open(known)) is not None and other.config.id == self.config.id:
+            self.config.id = secrets.token_hex(4)
+        self.save()
+        return False
+
+    def is_settled(self) -> bool:
+        """Whether this machine's part belongs to this directory."""
+        return _linked(self.state) == self.root
+
+    def secret_env(self) -> dict[str, str]:
+        """The values of secret variables, which stay on this machine."""
+        try:
+            found: Any = json.loads((self.state / SECRETS).read_text())
+        except (OSError, ValueError):
+            return {}
+        return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
+
+    def keep_secrets(self, values: dict[str, str]) -> None:
+        self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_json(self.state / SECRETS, values, mode=0o600)
+
+    def environment(self) -> dict[str, str]:
+        """The workspace's variables with their values. `WorkspaceError` if a secret is not on this machine."""
+        known = self.secret_env()
+        lost = [name for name, value in self.config.env.items() if not value and name not in known]
+        if lost:
+            raise WorkspaceError(
+                f"the value of {lost[0]} is not on this machine",
+                hint=" ".join(["pier start", *(f"-e {name}=..." for name in lost)]),
+                code="variable-lost",
+            )
+        return {name: known.get(name, value) for name, value in self.config.env.items()}
+
+    def sessions(self) -> list[WorkspaceSession]:
+        """The recorded runs of agents, oldest first; one that cannot be read is left out."""
+        found = []
+        for path in sorted(_children(self.pier / "sessions")):
+            try:
+                info = SessionInfo.model_validate_json((path / SESSION).read_bytes())
+            except (OSError, ValidationError):
+                continue
+            found.append(WorkspaceSession(info, path))
+        return sorted(found, key=lambda session: session.info.started_at)
+
+    def session(self, id: str | None = None, agent: str | None = None) -> WorkspaceSession | None:
+        """The newest recorded run with this id and agent."""
+        for session in reversed(self.sessions()):
+            if id in (None, session.info.id) and agent in (None, session.info.agent):
+                return session
+        return None
+
+    def new_session(self, agent: str, command: list[str], **facts: Any) -> WorkspaceSession:
+        directory = new_directory(self.pier / "sessions")
+        info = SessionInfo(id=directory.name, agent=agent, command=command, started_at=datetime.now(UTC), **facts)
+        session = WorkspaceSession(info, directory)
+        session.write()
+        return session
+
+    def new_trial_directory(self) -> Path:
+        """An empty directory for a trial, named after the time."""
+        return new_directory(self.trials)
+
+    def fetch(self, path: str, target: Path) -> None:
+        """Copy a file or directory of the running sandbox out to `target`, which must not exist."""
+        from pier.workspace.client import call_now
+
+        call_now(self, {"op": "fetch", "path": path, "target": str(target.absolute())})
+
+
+def new_directory(parent: Path) -> Path:
+    """A new directory named after the time; a number is added if two are made within a second."""
+    parent.mkdir(parents=True, exist_ok=True)
+    stamp = datetime.now().strftime(STAMP)
+    for number in range(1, _SUFFIXES):
+        path = parent / (stamp if number == 1 else f"{stamp}-{number}")
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue
+    raise WorkspaceError(f"cannot make a directory in {parent}: too many of this second")
+
+
+def workspaces_home() -> Path:
+    return pier_home() / "workspaces"
+
+
+def list_workspaces(on_dropped: Callable[[Path], None] | None = None) -> list[Workspace]:
+    """All workspaces of this user on this machine, by their directories. An entry whose directory is gone is removed
+    from the index, unless its supervisor still runs."""
+    found: list[Workspace] = []
+    for state in sorted(_children(workspaces_home())):
+        root = _linked(state)
+        workspace = _try_open(root) if root is not None else None
+        if workspace is not None and workspace.config.id == state.name:
+            found.append(workspace)
+        elif root is not None and not is_served(state):
+            shutil.rmtree(state, ignore_errors=True)
+            if on_dropped is not None:
+                on_dropped(root)
+    return sorted(found, key=lambda workspace: workspace.root)
+
+
+def is_served(state: Path) -> bool:
+    """Whether a supervisor answers at the socket of a workspace."""
+    from pier.sandbox.remote import dial_control
+
+    try:
+        dial_control(state).close()
+    except OSError:
+        return False
+    return True
+
+
+def enclosing(path: Path) -> Workspace | None:
+    """The workspace that a directory lies in, without being one itself."""
+    for directory in path.resolve().parents:
+        if (directory / PIER / CONFIG).is_file():
+            return _try_open(directory)
+    return None
+
+
+def _try_open(root: Path) -> Workspace | None:
+    try:
+        return Workspace.open(root)
+    except WorkspaceError:
+        return None
+
+
+def _linked(state: Path) -> Path | None:
+    try:
+        return Path(str(json.loads((state / LINK).read_text())["path"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _children(directory: Path) -> Iterator[Path]:
+    try:
+        with os.scandir(directory) as entries:
+            yield from [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return

@@ -1,0 +1,172 @@
+"""Workspaces on the local backend: what a user types, what is printed, and which files are where afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pier.job.view import TrialView
+from pier.workspace.workspace import Workspace
+from tests.job_tasks import PIER, make_task, pier
+from tests.workspaces import Terminal, stop_all
+
+pytestmark = pytest.mark.plain
+
+TEST = "cp answer.txt /logs/verifier/ 2>/dev/null; grep -q hi answer.txt; echo $((! $?)) > /logs/verifier/reward.txt"
+
+
+@pytest.fixture(autouse=True)
+def stopped(pier_home: Path) -> Iterator[None]:
+    yield
+    stop_all(pier_home)
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    task = make_task(tmp_path / "tasks" / "greet", test=TEST)
+    (task / "environment" / "notes.txt").write_text("from the task\n")
+    return task
+
+
+def start(*args: str, cwd: Path) -> None:
+    pier("start", *args, cwd=cwd, image=None)
+
+
+def ask(*args: str, cwd: Path, code: int = 0, **env: str) -> str:
+    return pier(*args, cwd=cwd, image=None, code=code, **env).stdout
+
+
+def test_a_workspace_from_start_to_stop(task: Path, tmp_path: Path) -> None:
+    ws = tmp_path / "ws"
+    start(str(task), "-d", "ws", "--image", "host", "-e", "COLOUR=blue", cwd=tmp_path)
+    assert (ws / "notes.txt").read_text() == "from the task\n"
+    assert (ws / ".task" / "instruction.md").read_text() == "Write hi to /tmp/answer.\n"
+
+    # Pipes, exit codes, variables, the place below the workspace, and files of the right owner on both sides.
+    (ws / "deep").mkdir()
+    said = ask("exec", "--", "sh", "-c", 'cat; pwd; echo "$COLOUR $TASK_WORKSPACE"; ls -A ../.pier', cwd=ws / "deep")
+    assert said.splitlines() == ["/app/deep", "blue /app"]
+    done = subprocess.run(
+        [*PIER, "exec", "sh", "-c", "cat > made.txt; exit 7"], input=b"by hand\n", cwd=ws, check=False
+    )
+    assert done.returncode == 7
+    assert (ws / "made.txt").read_text() == "by hand\n" and (ws / "made.txt").stat().st_uid == os.getuid()
+
+    # Verifying changes nothing, and a changed test counts at once.
+    assert "reward: 0" in ask("verify", cwd=ws)
+    (ws / "answer.txt").write_text("hi\n")
+    before = sorted(path.name for path in ws.iterdir())
+    assert "reward: 1" in ask("verify", cwd=ws)
+    (task / "tests" / "test.sh").write_text("touch dirt; echo the new test; echo 0.25 > /logs/verifier/reward.txt\n")
+    said = ask("verify", cwd=ws)
+    assert "the new test" in said and "reward: 0.25" in said
+    assert sorted(path.name for path in ws.iterdir()) == before
+    trials = sorted((ws / ".pier" / "trials").iterdir())
+    assert [TrialView.open(path).result.rewards for path in trials] == [{"reward": 0}, {"reward": 1}, {"reward": 0.25}]
+
+    # What changed, in the directory and elsewhere, survives a stop.
+    ask("exec", "--", "sh", "-c", "echo kept > /opt/kept; rm notes.txt", cwd=ws)
+    said = ask("diff", cwd=ws)
+    assert "+hi" in said and "-from the task" in said and "added: /opt/kept" in said
+    assert "stopped" in ask("stop", cwd=ws)
+    assert "not running" in pier("exec", "true", cwd=ws, image=None, code=2).stderr
+    (row,) = json.loads(ask("list", "--json", cwd=tmp_path))
+    assert (row["workspace"], row["status"]) == (str(ws.resolve()), "stopped")
+    start(cwd=ws)
+    assert ask("exec", "cat", "/opt/kept", "answer.txt", cwd=ws) == "kept\nhi\n"
+    assert not (ws / "notes.txt").exists()
+
+
+def test_a_terminal(tmp_path: Path) -> None:
+    start("--image", "host", "-d", "ws", cwd=tmp_path)
+    terminal = Terminal("exec", "bash", "--norc", cwd=tmp_path / "ws")
+    terminal.wait_for("# ")
+    terminal.type("stty size; echo $TERM; tty\n")
+    for wanted in ("30 100", "xterm-256color", "/dev/pts/"):
+        terminal.wait_for(wanted)
+    terminal.type("echo 'asl'eep; exec 3<&0; sleep 1000\n")
+    terminal.wait_for("asleep")
+    terminal.type("\x03")
+    terminal.wait_for("# ")
+    terminal.resize(40, 120)
+    terminal.type("until [ \"$(stty size)\" = '40 120' ]; do sleep 0.1; done; echo re'sized'\n")
+    terminal.wait_for("resized")
+    terminal.type("exit 9\n")
+    assert terminal.code() == 9
+
+
+def test_two_commands_at_once_and_commands_in_the_background(tmp_path: Path) -> None:
+    ws = tmp_path / "ws"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        busy = taken.getsockname()[1]
+        refused = pier(
+            "start", "--image", "host", "-d", "ws", "--ports", f"{busy}:8000", cwd=tmp_path, image=None, code=2
+        )
+        assert f"cannot listen on port {busy}" in refused.stderr
+        free = busy
+    start("--image", "host", "-d", "ws", "--ports", f"{free}:8000", cwd=tmp_path)
+    (ws / "page.txt").write_text("over the port\n")
+    assert ask("exec", "-d", "--", "python3", "-m", "http.server", "8000", cwd=ws).startswith("1 ")
+    wait = "import socket,time\nwhile socket.socket().connect_ex(('127.0.0.1', 8000)): time.sleep(0.05)"
+    ask("exec", "python3", "-c", wait, cwd=ws)
+    with urllib.request.urlopen(f"http://127.0.0.1:{free}/page.txt", timeout=30) as answer:
+        assert answer.read() == b"over the port\n"
+
+    waiting = subprocess.Popen([*PIER, "exec", "sh", "-c", "until [ -e go ]; do sleep 0.05; done"], cwd=ws)
+    ask("exec", "touch", "go", cwd=ws)
+    assert waiting.wait(60) == 0
+
+    (row,) = json.loads(ask("exec", "--list", "--json", cwd=ws))
+    assert (row["id"], row["state"]) == ("1", "running")
+    assert "page.txt" in ask("exec", "--logs", "1", cwd=ws)
+    ask("exec", "--stop", "1", cwd=ws)
+    assert "exited" in ask("exec", "--list", cwd=ws)
+    assert "unknown background command" in pier("exec", "--logs", "9", cwd=ws, image=None, code=2).stderr
+
+
+def test_a_fork_goes_its_own_way(task: Path, tmp_path: Path) -> None:
+    start(str(task), "-d", "one", "--image", "host", cwd=tmp_path)
+    one, two = tmp_path / "one", tmp_path / "two"
+    ask("exec", "sh", "-c", "echo hi > answer.txt; echo 1 > /opt/count", cwd=one)
+    ask("fork", str(two), cwd=one)
+    assert ask("exec", "cat", "answer.txt", "/opt/count", cwd=two) == "hi\n1\n"
+    ask("exec", "sh", "-c", "rm answer.txt; echo 2 > /opt/count", cwd=two)
+    assert ask("exec", "cat", "answer.txt", "/opt/count", cwd=one) == "hi\n1\n"
+    assert "reward: 1" in ask("verify", cwd=one) and "reward: 0" in ask("verify", cwd=two)
+    assert len(json.loads(ask("list", "--json", cwd=tmp_path))) == 2
+
+
+def test_files_that_are_not_mounted_come_back(task: Path, tmp_path: Path) -> None:
+    ws = tmp_path / "ws"
+    start(str(task), "-d", "ws", "--image", "host", "--no-mount", cwd=tmp_path)
+    assert sorted(path.name for path in ws.iterdir()) == [".pier", ".task"]
+    assert "from the task" in ask("exec", "sh", "-c", "echo hi > answer.txt; cat notes.txt", cwd=ws)
+    assert "reward: 1" in ask("verify", cwd=ws) and not (ws / "answer.txt").exists()
+    assert "+hi" in ask("diff", cwd=ws)
+    ask("stop", cwd=ws)
+    assert (ws / "answer.txt").read_text() == "hi\n" and (ws / "notes.txt").is_file()
+    (ws / "answer.txt").write_text("edited while it was stopped\n")
+    start(cwd=ws)
+    assert ask("exec", "cat", "answer.txt", cwd=ws) == "edited while it was stopped\n"
+
+
+def test_host_mode(task: Path, tmp_path: Path) -> None:
+    ws = tmp_path / "ws"
+    start(str(task), "--host", "-d", "ws", "--image", "host", cwd=tmp_path)
+    assert (ws / ".task" / "instruction.md").is_symlink() and (ws / "notes.txt").is_file()
+    assert ask("exec", "sh", "-c", "echo $TASK_WORKSPACE; exit 4", cwd=ws, code=4).strip() == str(ws.resolve())
+    (ws / "answer.txt").write_text("hi\n")
+    assert "reward: 1" in ask("verify", cwd=ws)
+    assert "—" in ask("list", cwd=tmp_path)
+    shutil.move(ws, tmp_path / "moved")
+    assert Workspace.find(tmp_path / "moved").root == (tmp_path / "moved").resolve()
