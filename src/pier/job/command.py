@@ -155,7 +155,7 @@ async def run_quietly(
         return job.directory
 
 
-def _run_owed(job: OpenJob, env: Mapping[str, str], progress: Progress, hook: TrialHook | None) -> bool:
+def _run_owed(job: OpenJob, env: Mapping[str, str], progress: Progress, hook: TrialHook | None = None) -> bool:
     """Run what is owed, if anything is; a finished job is opened without loading what runs trials."""
     if progress.done == progress.total and job.ledger.finished_at and size_of(job.directory):
         if hook:
