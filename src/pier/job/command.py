@@ -55,7 +55,9 @@ def run_without_report(
     with open_for(config, env, check=lambda: _check(config, env)) as job:
         if again is not None:
             void(job, again)
-        interrupted = _run_owed(job, env, _progress(job, show))
+        interrupted = _run_owed(job, env, _progress(job, show), None)
+        if show is Show.FULL and (interrupted or job.stopped):
+            click.echo(f"{job.stopped or 'interrupted'}; the same command continues it", err=True)
         return job.directory, exit_code(job.ledger, graded=not config.verifier.disable, interrupted=interrupted)
 
 
@@ -153,7 +155,7 @@ async def run_quietly(
         return job.directory
 
 
-def _run_owed(job: OpenJob, env: Mapping[str, str], progress: Progress, hook: TrialHook | None) -> bool:
+def _run_owed(job: OpenJob, env: Mapping[str, str], progress: Progress, hook: TrialHook | None = None) -> bool:
     """Run what is owed, if anything is; a finished job is opened without loading what runs trials."""
     if progress.done == progress.total and job.ledger.finished_at and size_of(job.directory):
         if hook:
