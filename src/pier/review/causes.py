@@ -1,8 +1,8 @@
 """Why trials ended the way they did, without a model: exact, free, and from what the trial's own files say.
 
-For each trial the first of these that holds is its cause: it passed; an error left it without a verdict; a budget or
-its time ended the agent's work; the agent's program failed; the agent broke its own grading; tests failed, by name
-where the verifier's output names them; else its reward. Further facts (planted files, refused hosts, retries of model
+For each trial the first of these that holds is its cause: it passed; an error that is not the agent's; a budget that
+ended the agent's work; an error of the agent; the agent broke its own grading; tests failed, by name where the
+verifier's output names them; else its reward. Further facts (planted files, refused hosts, retries of model
 calls) are listed as signs, which do not decide.
 """
 
@@ -86,7 +86,7 @@ def _causes(trial: SourceTrial, result: TrialResult) -> Iterator[Cause]:
     fault = trial.outcome.fault if trial.outcome else None
     if trial.passed:
         yield Cause(PASSED, "none", "passed", signs)
-    if fault is not None and not result.has_verdict:
+    if fault is not None and fault.blame != "agent":
         yield Cause(fault.code, fault.blame, _first_line(fault.message), signs)
     for used in _used(result):
         if ended := (used.metadata or {}).get("ended"):
