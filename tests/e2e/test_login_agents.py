@@ -17,6 +17,7 @@ from tests.e2e.test_capture_agents import CODEX
 from tests.gateway_fakes import thinks
 from tests.job_tasks import PIER, make_task
 from tests.login_provider import LoginProvider, login_provider, write_login
+from tests.workspaces import stop_all
 
 MODELS = {"claude-code": "claude-sonnet-4-5", "codex": "gpt-5.1-codex", "gemini-cli": "gemini-2.5-pro"}
 
@@ -127,3 +128,26 @@ async def test_a_login_that_is_over_is_never_a_zero(tmp_path: Path) -> None:
         write_login(home, "claude-code", provider.access, provider.refresh)
         code, said = await _pier(*run, "-a", "opencode", cwd=tmp_path, **_env(provider, home))
         assert code == 2 and "cannot run opencode with the login of Claude Code" in said
+
+
+async def test_a_workspace_uses_the_login_and_captures_the_session(tmp_path: Path, pier_home: Path) -> None:
+    need_pack("claude-code")
+    home, ws = tmp_path / "home", tmp_path / "ws"
+    async with login_provider() as provider:
+        write_login(home, "claude-code", provider.access, provider.refresh)
+        env = _env(provider, home)
+        try:
+            code, said = await _pier("start", "-d", "ws", "--image", "host", "-a", "claude-code", cwd=tmp_path, **env)
+            assert code == 0, said
+            code, said = await _pier("exec", "--", "claude", "-p", "Say hello.", cwd=ws, **env)
+            assert code == 0 and "Hello there, friend." in said
+            code, said = await _pier("exec", "--", "sh", "-c", "env; cat /logs/agent/sessions/.c*", cwd=ws, **env)
+            assert provider.access not in said
+            code, said = await _pier("capture", cwd=ws, **env)
+            assert code == 0 and "the recording of its model calls" in said, said
+            code, said = await _pier("traces", "show", cwd=ws, **env)
+            assert "Hello there, friend." in said and "Say hello." in said
+        finally:
+            await asyncio.to_thread(stop_all, pier_home)
+        kept = [path for path in ws.rglob("*") if path.is_file()]
+        assert [path for path in kept if provider.access.encode() in path.read_bytes()] == []

@@ -26,7 +26,7 @@ MEANING = {
     "-f": {"--follow", "--force"},
     "-h": {"--help"},
     "-i": {"--include-task-name", "--include"},
-    "-k": {"--n-attempts", "--attempts"},
+    "-k": {"--group", "--n-attempts", "--attempts"},
     "-l": {"--n-tasks"},
     "-m": {"--model"},
     "-n": {"--n-concurrent", "--concurrency", "--num-examples"},
