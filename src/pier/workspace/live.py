@@ -42,7 +42,7 @@ from pier.workspace.agents import (
 )
 from pier.workspace.diff import keep_seed
 from pier.workspace.files import merge_tree, remove_tree, replace_tree
-from pier.workspace.workspace import PIER, TASK, Workspace, WorkspaceSession, new_directory
+from pier.workspace.workspace import PIER, TASK, Workspace, WorkspaceConfig, WorkspaceSession, new_directory
 
 if TYPE_CHECKING:
     from pier.gateway import Gateway
@@ -52,7 +52,7 @@ DEFAULT_WORKDIR = "/app"
 """Where the directory is mounted if the image names no working directory, or the root."""
 STATE = "state"
 _PROBE = ".pier-owner"
-_ADOPT = 'find "$1" -xdev ! -user "$2" -exec chown -h "$2:$3" {} +'
+_ADOPT = 'find "$1" -xdev ! -path "$1/.pier" ! -user "$2" -exec chown -h "$2:$3" {} +'
 _SAFE_GIT = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
 
 Say = Callable[[str], None]
@@ -291,7 +291,7 @@ async def open_live(workspace: Workspace, say: Say) -> AsyncIterator[LiveWorkspa
     from pier.gateway import Gateway
     from pier.gateway.providers import Directory, key_variables
 
-    config, given = workspace.config, workspace.environment()
+    config, given, owner = workspace.config, workspace.environment(), workspace.root.stat()
     environ = {**os.environ, **given}
     hidden = frozenset() if config.direct else key_variables()
     env = {name: value for name, value in given.items() if name not in hidden}
@@ -305,7 +305,7 @@ async def open_live(workspace: Workspace, say: Say) -> AsyncIterator[LiveWorkspa
         stack.callback(record.close)
         agents, mounts = await install_agents(config.agents, say)
         environment = await stack.enter_async_context(_opened(workspace, services, record, agents, mounts, say))
-        identity = await _identify(workspace, environment)
+        identity = await _identify(workspace, environment, owner)
         shell = None
         if not config.direct:
             closed = environment.network.mode != "public"
@@ -366,8 +366,7 @@ async def _opened(
         own.append(Mount(workdir, workspace.root, read_only=False))
     own += [*mounts, *map(parse_mount, config.mounts)]
     say("starting the sandbox")
-    content = plan.content if not config.mounted and fresh else None
-    async with starter.open(replace(plan, content=content), network.baseline, mounts=own) as (sandbox, _):
+    async with starter.open(_for_live(plan, config, fresh), network.baseline, mounts=own) as (sandbox, _):
         environment = TaskSandbox(sandbox, workdir, starter, network, network.baseline)
         if fresh:
             await prepare_step(starter, 0, sandbox, workdir)
@@ -384,6 +383,13 @@ async def _opened(
         workspace.save()
         await environment.switch_network(network.steps[0].agent)
         yield environment
+
+
+def _for_live(plan: SandboxPlan, config: WorkspaceConfig, fresh: bool) -> SandboxPlan:
+    """The plan of the sandbox itself: what is mounted comes with its files, and keeps its owner."""
+    if not config.mounted:
+        return plan if fresh else replace(plan, content=None)
+    return replace(plan, content=None, table=plan.table.model_copy(update={"workdir": None}))
 
 
 def _network(workspace: Workspace, task: Task, agents: Sequence[InstalledAgent], *, public: bool) -> NetworkPlan:
@@ -436,13 +442,12 @@ async def clear_directory(sandbox: Sandbox, path: str) -> None:
             await sandbox.remove(f"{path}/{entry.name}")
 
 
-async def _identify(workspace: Workspace, environment: TaskSandbox) -> SandboxUser:
+async def _identify(workspace: Workspace, environment: TaskSandbox, owner: os.stat_result) -> SandboxUser:
     """Find out whom commands must run as, so that their files belong to the owner of the workspace."""
     sandbox, step = environment.sandbox, environment.task.steps[0]
     chosen = user_text(step.agent.user)
     image_user = chosen or sandbox.spec.image.config.user or "root"
     home = await home_of(sandbox, image_user)
-    owner = workspace.root.stat()
     if await _made_by(workspace, sandbox, image_user) == owner.st_uid:
         return SandboxUser(chosen, home)
     if image_user.partition(":")[0] in ("root", "0"):

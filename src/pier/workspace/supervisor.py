@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +24,7 @@ from pier.errors import PierError, SandboxError, StorageError
 from pier.files import locked
 from pier.sandbox import remote
 from pier.workspace.background import Background
-from pier.workspace.client import HELD, PROGRESS, error_fields
+from pier.workspace.client import HELD, LOG, PROGRESS, error_fields
 from pier.workspace.commands import run_command
 from pier.workspace.files import remove_tree
 from pier.workspace.live import STATE, LiveWorkspace, open_live
@@ -122,8 +123,10 @@ class Supervisor:
             if error.code in _GONE:
                 self.failure = error
                 self.stopping.set()
-        except (OSError, ValueError, KeyError) as error:
-            await _send_error(writer, PierError(f"the request failed: {error}", code="supervisor"))
+        except Exception as error:  # noqa: BLE001 - no request ends this process, and its client hears what went wrong
+            self._log("".join(traceback.format_exception(error)))
+            said = f"the request failed: {type(error).__name__}: {error}"
+            await _send_error(writer, PierError(said, hint=f"see {self.workspace.state / LOG}", code="supervisor"))
         finally:
             writer.close()
 
