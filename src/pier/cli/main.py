@@ -60,8 +60,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "completion": ("pier.cli.completion:completion", "Print shell completion for bash, zsh or fish."),
     },
 }
-"""Every command by section of the help: where it is (`module:attribute`) and its one line of help, so that help imports no
-command."""
+"""Every command by section of the help: where it is (`module:attribute`) and its one line of help, so that help
+imports no command."""
 COMMANDS = {name: row for section in SECTIONS.values() for name, row in section.items()}
 
 FIRST_STEPS = """\
