@@ -16,13 +16,16 @@ _HOMES = {
     "pier.endpoint": "GATEWAY_PORT Endpoint",
     "pier.errors": "AgentError ArgumentError ImageError JobError PathError PierError PolicyError ProviderError "
     "SandboxError StorageError TaskError UsageError VerifierError",
-    "pier.gateway": "Budget Gateway Provider Session",
+    "pier.gateway": "Budget Gateway Policy Provider Replicas Session",
     "pier.record.reader": "Recording read_recording",
     "pier.job.config": "AgentConfig DatasetConfig JobConfig",
     "pier.network.policy": "NetworkPolicy",
+    "pier.rollout.rollouts": "Rollout Rollouts rollouts",
+    "pier.rollout.samples": "Sample SampleBuilder",
     "pier.sandbox.contract": "Backend FileInfo Limits Mount Process Result Sandbox SandboxSpec",
     "pier.task": "Task load_task",
     "pier.trial.result": "TrialResult",
+    "pier.wire.turn": "Request Sampling Tokens Turn",
 }
 """Where each name is from."""
 

@@ -17,7 +17,9 @@ from pier.errors import UsageError as UsageError
 from pier.errors import VerifierError as VerifierError
 from pier.gateway import Budget as Budget
 from pier.gateway import Gateway as Gateway
+from pier.gateway import Policy as Policy
 from pier.gateway import Provider as Provider
+from pier.gateway import Replicas as Replicas
 from pier.gateway import Session as Session
 from pier.job.config import AgentConfig as AgentConfig
 from pier.job.config import DatasetConfig as DatasetConfig
@@ -25,6 +27,11 @@ from pier.job.config import JobConfig as JobConfig
 from pier.network.policy import NetworkPolicy as NetworkPolicy
 from pier.record.reader import Recording as Recording
 from pier.record.reader import read as _read
+from pier.rollout.rollouts import Rollout as Rollout
+from pier.rollout.rollouts import Rollouts as Rollouts
+from pier.rollout.rollouts import rollouts as rollouts
+from pier.rollout.samples import Sample as Sample
+from pier.rollout.samples import SampleBuilder as SampleBuilder
 from pier.sandbox.contract import Backend as Backend
 from pier.sandbox.contract import FileInfo as FileInfo
 from pier.sandbox.contract import Limits as Limits
@@ -37,6 +44,10 @@ from pier.sandbox.opening import open_sandbox as _open_sandbox
 from pier.task import Task as Task
 from pier.task import load_task as load_task
 from pier.trial.result import TrialResult as TrialResult
+from pier.wire.turn import Request as Request
+from pier.wire.turn import Sampling as Sampling
+from pier.wire.turn import Tokens as Tokens
+from pier.wire.turn import Turn as Turn
 
 __version__: str
 read_recording = _read

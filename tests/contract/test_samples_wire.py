@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner
 
-from pier.cli.gateway import gateway as command
+from pier.cli.samples import samples as command
 from pier.gateway import Gateway
 from pier.rollout.samples import broken_promises, samples_of
 from pier.wire.turn import Text, Tokens, ToolCall, Turn
@@ -148,11 +148,11 @@ async def test_the_command_lists_and_writes_samples(tmp_path: Path) -> None:
     }
     (tmp_path / "job/trial/result.json").write_text(json.dumps(result))
     runner = CliRunner()
-    listed = runner.invoke(command, ["samples", str(tmp_path / "job")], catch_exceptions=False)
+    listed = runner.invoke(command, ["export", str(tmp_path / "job")], catch_exceptions=False)
     assert "trial#1" in listed.output and "delivered fraction" in listed.output
     for form in ("pier", "sft"):
         out = tmp_path / f"{form}.jsonl"
-        given = ["samples", str(tmp_path / "job"), "-o", str(out), "--format", form, "--json", "--trainable"]
+        given = ["export", str(tmp_path / "job"), "-o", str(out), "--format", form, "--json", "--trainable"]
         told = json.loads(runner.invoke(command, given, catch_exceptions=False).output)
         assert (told["written"], told["trainable"], told["file"]) == (1, 1, str(out))
         (row,) = [json.loads(line) for line in out.read_text().splitlines()]

@@ -84,8 +84,8 @@ async def test_a_trial_becomes_samples_whatever_the_dialect_of_its_agent(agent: 
         await pier(tmp_path / "home", "run", "-p", task, "--image", "host", "-a", agent, "-m", "lab/served", *jobs)
     out = tmp_path / "samples.jsonl"
     given = (
-        "gateway",
         "samples",
+        "export",
         str(tmp_path / "jobs/job"),
         "-o",
         str(out),

@@ -312,7 +312,12 @@ def test_origins_are_found_with_rewards_of_trials_and_steps(tmp_path: Path) -> N
     (tmp_path / "job/result.json").write_text(json.dumps({"stats": {}}))
     (tmp_path / "job/t1/result.json").write_text(json.dumps(result))
     whole, step = origins(tmp_path)
-    assert (whole.rollout, whole.reward, whole.fault, whole.termination) == ("t1", 0.25, "provider", "provider_error")
+    assert (whole.rollout, whole.reward, whole.fault, whole.termination_reason) == (
+        "t1",
+        0.25,
+        "provider",
+        "provider_error",
+    )
     assert (step.rollout, step.reward, step.fault, step.step) == ("t1/one", 1, None, "one")
     (tmp_path / "none").mkdir()
     with pytest.raises(UsageError, match="no recording"):

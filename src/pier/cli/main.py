@@ -28,6 +28,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "task": ("pier.cli.task:task", "Make, check and list tasks."),
     },
     "Read and review": {
+        "view": ("pier.cli.view:view", "Look at jobs, trials and trajectories in a browser."),
         "critique": ("pier.cli.review:critique", "Review finished trials with a fresh agent."),
         "analyze": ("pier.cli.review:analyze", "Find out why trials failed."),
         "summarize": ("pier.cli.review:summarize", "Summarize the failures of a workspace or job."),
@@ -49,6 +50,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Train and record": {
         "rollout": ("pier.cli.rollout:rollout", "Roll out environments for evaluation and training."),
         "gateway": ("pier.cli.gateway:gateway", "Intercept, record and replay model calls."),
+        "samples": ("pier.cli.samples:samples", "Export and check training samples."),
         "trajectory": ("pier.cli.trajectory:trajectory", "Convert, validate and show trajectories."),
     },
     "This machine": {
@@ -60,8 +62,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "completion": ("pier.cli.completion:completion", "Print shell completion for bash, zsh or fish."),
     },
 }
-"""Every command by section of the help: where it is (`module:attribute`) and its one line of help, so that help
-imports no command."""
+"""Every command by section of the help: where it is (`module:attribute`) and its line of help, so that help imports no
+command."""
 COMMANDS = {name: row for section in SECTIONS.values() for name, row in section.items()}
 
 FIRST_STEPS = """\

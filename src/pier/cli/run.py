@@ -12,6 +12,7 @@ from pier.cli.main import enable_debug
 from pier.cli.options import COMMON, GroupedOption, SettingsCommand, given_settings
 
 if TYPE_CHECKING:
+    from pier.job.command import Show
     from pier.job.config import JobConfig
 
 _FILE = click.Path(dir_okay=False)
@@ -57,6 +58,12 @@ def _with_versions(config: JobConfig) -> JobConfig:
 )
 @_option("--env-file", type=_FILE, group="Job", help="A file of NAME=value lines for ${NAME} templates.")
 @_option("-y", "--yes", is_flag=True, group="Job", help="Let tasks have the variables of yours that they ask for.")
+@_option(
+    "--samples",
+    type=click.Path(dir_okay=False, path_type=Path),
+    group="Output",
+    help="Write training samples of all trials to this file: .jsonl, or .parquet.",
+)
 @_option("--dry-run", is_flag=True, group="Output", help="Check everything, print the plan and stop.")
 @_option("--print-config", is_flag=True, group="Output", help="Print the merged configuration and stop.")
 @_option("--json", "as_json", is_flag=True, group="Output", help="Print the result as JSON, and no progress.")
@@ -89,4 +96,35 @@ def run(tasks: tuple[str, ...], **flags: Any) -> None:
         print_plan(config, env)
     else:
         show = Show("json" if flags["as_json"] else "quiet" if config.quiet else "full")
+        if flags["samples"]:
+            raise click.exceptions.Exit(_with_samples(config, env, show, flags["samples"], yes=flags["yes"]))
         raise click.exceptions.Exit(run_and_report(config, env, show, yes=flags["yes"]))
+
+
+def _with_samples(config: JobConfig, env: dict[str, str], show: Show, path: Path, *, yes: bool) -> int:
+    """Run a job and write the samples of its trials, made in memory as they run. Trials that an earlier run finished
+    are in the file too; a run that is interrupted leaves those of its finished trials."""
+    from pier.job.command import Show, run_and_report
+    from pier.rollout.export import Report, sink_for
+    from pier.rollout.rollouts import Rollout, RolloutCollector
+
+    report = Report()
+    with sink_for(path) as sink:
+
+        def write(rollout: Rollout) -> None:
+            rollout.report_to(report)
+            for row in rollout.rows():
+                report.written += 1
+                sink.add(row)
+
+        code = run_and_report(config, env, show, yes=yes, hook=RolloutCollector(write))
+    if show is Show.FULL:
+        counts = report.counts
+        rate = "unknown" if counts.prefix_match_rate is None else f"{counts.prefix_match_rate:.1%}"
+        share = "unknown" if counts.trainable_share is None else f"{counts.trainable_share:.1%}"
+        breaks = ", ".join(f"{number} {name}" for name, number in counts.splits.items()) or "none"
+        click.echo(
+            f"samples: {report.written} in {path}, {report.exact} exact, {report.trainable} trainable; "
+            f"prefixes matched {rate}, ids trained {share}, breaks {breaks}"
+        )
+    return code

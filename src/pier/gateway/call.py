@@ -197,6 +197,7 @@ class Exchange:
         """Of the weights that answer."""
         self.usage: Usage | None = None
         self.error: str | None = None
+        self.error_kind: ErrorKind | None = None
         self.ended = False
         self.outcome: tuple[Outcome, int, Fault | None] | None = None
         """How the call ended, with which status, and the blame."""
@@ -290,6 +291,7 @@ class Exchange:
     ) -> None:
         """Report a failure to the agent, in whatever way is still possible. Without `fault`, the status says whose it
         is."""
+        self.error_kind = kind
         if self.started:
             data = self.renderer.error(status, message, kind)
             self.record.chunk("added", data)

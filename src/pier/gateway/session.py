@@ -394,7 +394,8 @@ class Session:
         headers = {name.lower(): value for name, value in x.caller.origin.headers.items()}
         node = Node(x.record.number, request, turn, x.record.at, time.time(), headers)
         settle(node, [each.node for each in self.generations[-RECENT:]])
-        generation = Generation(node, outcome, status, x.error, fault, x.started or outcome != "cancelled")
+        answered = x.started or outcome != "cancelled"
+        generation = Generation(node, outcome, status, x.error, fault, answered, x.error_kind)
         self.generations.append(generation)
         self.terms.on_generation(generation)
 

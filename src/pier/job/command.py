@@ -22,7 +22,7 @@ from pier.job.load import to_disk
 from pier.job.outcome import size_of
 from pier.job.plan import Plan, plan_job
 from pier.job.progress import PlainProgress, Progress
-from pier.job.runner import Interrupts, Wanted, check_models, void
+from pier.job.runner import Interrupts, TrialHook, Wanted, check_models, void
 from pier.job.view import JobView
 
 _WARNINGS = 10
@@ -36,13 +36,15 @@ class Show(Enum):
     JSON = "json"
 
 
-def run_and_report(config: JobConfig, env: Mapping[str, str], show: Show, *, yes: bool = False) -> int:
+def run_and_report(
+    config: JobConfig, env: Mapping[str, str], show: Show, *, yes: bool = False, hook: TrialHook | None = None
+) -> int:
     """Run the job that `config` asks for, or continue it; the answer is the exit code."""
     warn = _Warnings()
     with open_for(config, env, yes=yes, check=lambda: _check(config, env), warn=warn) as job:
         if show is Show.FULL:
             warn.show()
-        return _run(job, env, show)
+        return _run(job, env, show, hook)
 
 
 def run_without_report(
@@ -53,7 +55,9 @@ def run_without_report(
     with open_for(config, env, check=lambda: _check(config, env)) as job:
         if again is not None:
             void(job, again)
-        interrupted = _run_owed(job, env, _progress(job, show))
+        interrupted = _run_owed(job, env, _progress(job, show), None)
+        if show is Show.FULL and (interrupted or job.stopped):
+            click.echo(f"{job.stopped or 'interrupted'}; the same command continues it", err=True)
         return job.directory, exit_code(job.ledger, graded=not config.verifier.disable, interrupted=interrupted)
 
 
@@ -115,12 +119,12 @@ def regrade_and_report(
         return _run(job, env, show)
 
 
-def _run(job: OpenJob, env: Mapping[str, str], show: Show) -> int:
+def _run(job: OpenJob, env: Mapping[str, str], show: Show, hook: TrialHook | None = None) -> int:
     progress = _progress(job, show)
     if show is Show.FULL and job.continued:
         done, total = progress.done, len(job.ledger.plan.trials)
         click.echo(f"continuing {job.directory}: {done} of {total} trials are done", err=True)
-    interrupted = _run_owed(job, env, progress)
+    interrupted = _run_owed(job, env, progress, hook)
     if show is Show.JSON:
         result = result_of(JobView.of(job.ledger), [metric.type for metric in job.config.metrics])
         click.echo(json.dumps({**result, "directory": str(job.directory)}))
@@ -132,7 +136,9 @@ def _run(job: OpenJob, env: Mapping[str, str], show: Show) -> int:
     return exit_code(job.ledger, graded=not job.config.verifier.disable, interrupted=interrupted)
 
 
-async def run_quietly(config: JobConfig, env: Mapping[str, str], *, yes: bool = False) -> Path:
+async def run_quietly(
+    config: JobConfig, env: Mapping[str, str], *, yes: bool = False, hook: TrialHook | None = None
+) -> Path:
     """Run the job that `config` asks for, or continue it, in the caller's event loop; the job's directory. Prints
     nothing and catches no signal: a cancelled call ends its trials in good order."""
     from pier.job.runner import run_job
@@ -145,19 +151,21 @@ async def run_quietly(config: JobConfig, env: Mapping[str, str], *, yes: bool = 
         except asyncio.CancelledError:
             await asyncio.wait([opening])  # only what is open can be closed
             raise
-        await run_job(job, env, _progress(job, Show.QUIET), Interrupts())
+        await run_job(job, env, _progress(job, Show.QUIET), Interrupts(), hook)
         return job.directory
 
 
-def _run_owed(job: OpenJob, env: Mapping[str, str], progress: Progress) -> bool:
+def _run_owed(job: OpenJob, env: Mapping[str, str], progress: Progress, hook: TrialHook | None = None) -> bool:
     """Run what is owed, if anything is; a finished job is opened without loading what runs trials."""
     if progress.done == progress.total and job.ledger.finished_at and size_of(job.directory):
+        if hook:
+            hook.opened(job, env)
         return False
     from pier.job.runner import run_job
 
     gc.freeze()  # what is loaded now stays, and is looked at by no collection of what trials leave
     with Interrupts() as interrupts:
-        return asyncio.run(run_job(job, env, progress, interrupts))
+        return asyncio.run(run_job(job, env, progress, interrupts, hook))
 
 
 def _progress(job: OpenJob, show: Show) -> Progress:

@@ -138,6 +138,10 @@ class AgentConfig(_Part):
     install_in_sandbox: Annotated[bool, Flag("--install-in-sandbox")] = Field(
         default=False, description="Install the agent in each sandbox with npm or pip instead of mounting a pack."
     )
+    sampling: Annotated[dict[str, Any], Flag("--sampling", "K=V", "typed-pairs", group="Model")] = Field(
+        default_factory=dict, exclude_if=_is_empty,
+        description="A sampling parameter that replaces the agent's: temperature, top_p, max_tokens, seed, stop, ...",
+    )  # fmt: skip
     budget: BudgetConfig = Field(default_factory=BudgetConfig, description="Limits for each trial of this agent.")
 
     @model_validator(mode="after")
@@ -348,8 +352,8 @@ class JobConfig(_Part):
     jobs_dir: Annotated[str, Flag("-o --jobs-dir", "DIRECTORY", common=9)] = Field(
         default="jobs", description="Where jobs are kept."
     )
-    n_attempts: Annotated[int, Flag("-k --n-attempts", "N", common=4)] = Field(
-        default=1, ge=1, description="Attempts of each agent at each task."
+    n_attempts: Annotated[int, Flag("-k --group --n-attempts", "N", common=4)] = Field(
+        default=1, ge=1, description="Attempts of each agent at each task; in training, the size of a group."
     )
     timeout_multiplier: Annotated[float, Flag("--timeout-multiplier", "FACTOR", group="Time limits")] = Field(
         default=1.0, gt=0, description="Factor for all time limits."

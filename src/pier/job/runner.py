@@ -16,11 +16,11 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pier.agent.registry import find_agent
 from pier.errors import PierError, UsageError
@@ -38,8 +38,9 @@ from pier.job.view import LOG
 from pier.lease import Lease, sweep
 from pier.sandbox import open_backend
 from pier.trial.images import open_images
+from pier.trial.result import TrialResult
 from pier.trial.run import run_trial
-from pier.trial.spec import TrialServices
+from pier.trial.spec import TrialServices, TrialSpec
 
 if TYPE_CHECKING:
     from pier.job.meter import JobMeter
@@ -137,16 +138,41 @@ class _Watchers:
             watcher.retrying(trial, outcome, wait)
 
 
-async def run_job(job: OpenJob, env: Mapping[str, str], progress: Progress, interrupts: Interrupts) -> bool:
-    """Run all that is owed; whether the user interrupted it. Whatever ends it, the files are up to date."""
+RunSpec = Callable[[TrialSpec], Awaitable[TrialResult]]
+
+
+class TrialHook(Watcher, Protocol):
+    """Takes part in the trials of a job."""
+
+    def opened(self, job: OpenJob, env: Mapping[str, str]) -> None:
+        """Is called before the first trial of a run."""
+        ...
+
+    async def run(self, trial: PlannedTrial, spec: TrialSpec, go: RunSpec) -> TrialResult:
+        """Run one try with `go`, perhaps of a changed spec. What it raises is the try's outcome."""
+        ...
+
+
+async def run_job(
+    job: OpenJob,
+    env: Mapping[str, str],
+    progress: Progress,
+    interrupts: Interrupts,
+    hook: TrialHook | None = None,
+) -> bool:
+    """Run all that is owed; whether the user interrupted it. Whatever ends it, the files are up to date. With a `hook`,
+    attempts at one task follow each other."""
     specs = Specs(job.config, job.ledger.plan, job.ledger.id, env)
     log = JobLog(job.directory / LOG, specs.redactor)
     owed = [job.ledger.plan.by_id[id] for id in job.ledger.owed()]
+    if hook:
+        owed.sort(key=lambda trial: (trial.task, trial.agent, trial.attempt))
+        hook.opened(job, env)
     job.ledger.write({"e": "run", "pid": os.getpid(), "at": now(), "owed": len(owed)})
     log.write(f"process {os.getpid()} runs {len(owed)} of {len(job.ledger.plan.trials)} trials")
     try:
         with explained(job.directory):
-            interrupted = bool(owed) and await _run_owed(job, owed, specs, log, progress, env, interrupts)
+            interrupted = bool(owed) and await _run_owed(job, owed, specs, log, progress, env, interrupts, hook)
             if not interrupted and not job.stopped and job.ledger.finished_at is None:
                 job.ledger.finish()
             log.write("interrupted" if interrupted else f"stopped: {job.stopped}" if job.stopped else "done")
@@ -166,20 +192,25 @@ async def _run_owed(
     progress: Progress,
     env: Mapping[str, str],
     interrupts: Interrupts,
+    hook: TrialHook | None,
 ) -> bool:
     budget = JobBudget(job.config.budget, job.ledger)
     async with _services(job, env, budget) as services:
 
         async def run_try(trial: PlannedTrial, number: int) -> Outcome:
             directory = job.trial_path(trial)
-            try:
-                spec = specs.spec(trial, directory)
-                result = await run_trial(
+
+            async def go(spec: TrialSpec) -> TrialResult:
+                return await run_trial(
                     spec,
                     services,
                     lambda phase: progress.phase(trial.name, phase),
                     lambda line: progress.detail(trial.name, line),
                 )
+
+            try:
+                spec = specs.spec(trial, directory)
+                result = await (hook.run(trial, spec, go) if hook else go(spec))
             except Exception as error:
                 # A trial's outcome is captured here: whatever broke it may not end its siblings, save a full disk.
                 if is_full(error):
@@ -193,7 +224,7 @@ async def _run_owed(
             job.set_aside,
             limit=job.config.n_concurrent_trials,
             retry=job.config.retry,
-            watcher=_Watchers((progress, log)),
+            watcher=_Watchers((progress, log, hook) if hook else (progress, log)),
             may_begin=lambda: budget.used_up() is None,
         )
 

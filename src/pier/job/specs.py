@@ -38,6 +38,7 @@ from pier.trial.collect import STATE, has_state, restore_state
 from pier.trial.images import ImageRequest
 from pier.trial.plan import agent_plan
 from pier.trial.spec import AgentChoice, Multipliers, SandboxChoice, TrialSpec, VerifierChoice
+from pier.wire.turn import Sampling
 
 AGENT = "pier.job.specs:KeptState"
 REVIEW = "pier.review.critic:as_review"
@@ -225,8 +226,23 @@ def _agent(agent: AgentConfig, env: Mapping[str, str]) -> AgentChoice:
         hosts=tuple(agent.extra_allowed_hosts),
         mcp_servers=_read(tuple[McpServerTable, ...], agent.mcp_servers, "agents.mcp_servers"),
         budget=agent.budget.model_dump(exclude_none=True),
+        sampling=_sampling(agent.sampling),
         connection=fill(agent.connection, env, "agents"),
     )
+
+
+def _sampling(given: Mapping[str, Any]) -> Sampling | None:
+    """Sampling parameters from a job's file or its flags; one stop sequence may be given as text."""
+    known = Sampling.__dataclass_fields__
+    for name in given.keys() - known.keys():
+        raise UsageError(f"invalid value '{name}={given[name]}' for --sampling: expected one of {', '.join(known)}")
+    values = {name: [value] if name == "stop" and isinstance(value, str) else value for name, value in given.items()}
+    try:
+        return TypeAdapter(Sampling).validate_python(values) if values else None
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        shown, expected = f"{name}={given[name]}", f"a value of the type {known[name].type}"
+        raise UsageError(f"invalid value {shown!r} for --sampling: expected {expected}") from None
 
 
 def _check_options(agent: Agent, choice: AgentChoice) -> None:

@@ -95,7 +95,7 @@ def _about(sample: Sample, origin: SampleOrigin) -> Row:
         "continues": continues,
         "spawned_by_call": sample.spawned_by,
         "stop": sample.stop,
-        "termination": origin.termination,
+        "termination_reason": origin.termination_reason,
         "fault": origin.fault,
         "flags": [*sample.flags, *(("hack_suspected",) if origin.notes else ())],
     }
@@ -127,6 +127,16 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     """One line on each sample, for a person."""
 
+    def add(self, sample: Sample, origin: SampleOrigin) -> bool:
+        """Count a sample; whether it is trainable."""
+        good = is_trainable(sample, origin)
+        self.samples += 1
+        self.exact += sample.exact
+        self.trainable += good
+        self.without_reward += origin.reward is None
+        self.kinds[sample.kind] = self.kinds.get(sample.kind, 0) + 1
+        return good
+
     def as_dict(self) -> Row:
         counts = self.counts
         return {
@@ -146,6 +156,8 @@ class Report:
             "sampled_tokens": counts.sampled_tokens,
             "trained_tokens": counts.trained_tokens,
             "delivered_fraction": counts.delivered_fraction,
+            "prefix_match_rate": counts.prefix_match_rate,
+            "trainable_share": counts.trainable_share,
         }
 
 
@@ -166,18 +178,14 @@ def export(
     """Give the samples of all recordings at `places` to `sink`, in the given format."""
     report, write = Report(), FORMATS[form]
     for origin in (origin for place in places for origin in origins(place)):
+        assert origin.recording is not None
         samples, counts = samples_of(origin.recording, kinds)
         if broken := next(broken_promises(samples), None):
             raise PierError(f"{origin.recording}: {broken}", code="internal")
         report.recordings += 1
         report.counts.add(counts)
         for sample in samples:
-            good = is_trainable(sample, origin)
-            report.samples += 1
-            report.exact += sample.exact
-            report.trainable += good
-            report.without_reward += origin.reward is None
-            report.kinds[sample.kind] = report.kinds.get(sample.kind, 0) + 1
+            good = report.add(sample, origin)
             if is_wanted(sample, origin, form) and (good or not trainable_only):
                 report.written += 1
                 if sink is not None:

@@ -272,12 +272,12 @@ def origin_of(state: State) -> SampleOrigin:
     error, reward = state.get("error"), state.get("reward")
     metrics = {name: value for name, value in (state.get("metrics") or {}).items() if value is not None}
     return SampleOrigin(
-        recording=Path(),
+        recording=None,
         rollout=state.get("rollout_id", state["trajectory_id"]),
         group=f"example-{state['example_id']}",
         task=str(state.get("task")),
         agent="command",
         rewards=None if reward is None else {**metrics, "reward": reward},
-        termination=state.get("termination_reason") or "unknown",
+        termination_reason=state.get("termination_reason") or "unknown",
         fault=getattr(error, "blame", "user") if is_fault(error) else None,
     )

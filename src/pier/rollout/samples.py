@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,6 +136,10 @@ class Counts:
     without_tokens: int = 0
     sampled_tokens: int = 0
     trained_tokens: int = 0
+    ids: int = 0
+    """All ids of all samples, those of prompts included."""
+    matched: int = 0
+    """Calls whose prompt goes on, id by id, from the call that they continue."""
     other_kinds: dict[str, int] = field(default_factory=dict)
     splits: dict[str, int] = field(default_factory=dict)
 
@@ -143,8 +148,25 @@ class Counts:
         """The share of sampled tokens that some sample trains."""
         return self.trained_tokens / self.sampled_tokens if self.sampled_tokens else None
 
+    @property
+    def prefix_match_rate(self) -> float | None:
+        """Of the calls with tokens that continue another one, the share whose prompt goes on from it id by id."""
+        both = self.matched + self.splits.get("retokenised", 0)
+        return self.matched / both if both else None
+
+    @property
+    def trainable_share(self) -> float | None:
+        """The share of all ids that is trained."""
+        return self.trained_tokens / self.ids if self.ids else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it by name, with the breaks (`splits`) by reason."""
+        rates = ("delivered_fraction", "prefix_match_rate", "trainable_share")
+        return asdict(self) | {name: getattr(self, name) for name in rates}
+
     def add(self, other: Counts) -> None:
-        for name in ("generations", "unanswered", "retries", "without_tokens", "sampled_tokens", "trained_tokens"):
+        numbers = [name for name in self.__dataclass_fields__ if name not in ("other_kinds", "splits")]
+        for name in numbers:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for mine, theirs in ((self.other_kinds, other.other_kinds), (self.splits, other.splits)):
             for key, number in theirs.items():
@@ -193,6 +215,9 @@ def from_threads(threads: list[Thread], kinds: Collection[str] = KINDS) -> tuple
             nodes = [node for node in work if _kind(node) == kind and kind in kinds]
             samples += _branches(nodes, kind, place, start=len(samples))
     counts.trained_tokens = sum(sample.trained for sample in samples)
+    counts.ids = sum(len(sample.input_ids or ()) for sample in samples)
+    # A call is matched once, also where several branches share it.
+    counts.matched = len({pair for sample in samples if sample.exact for pair in pairwise(sample.calls)})
     for sample in samples:
         if sample.split:
             counts.splits[sample.split] = counts.splits.get(sample.split, 0) + 1
@@ -360,9 +385,9 @@ _NOT_THE_AGENTS = frozenset({"infra", "provider", "task", "user"})
 
 @dataclass(frozen=True, slots=True)
 class SampleOrigin:
-    """One recording and the trial that it belongs to."""
+    """The trial, and its step, that the calls of a session belong to, and where they are recorded."""
 
-    recording: Path
+    recording: Path | None
     rollout: str
     group: str
     task: str | None = None
@@ -372,8 +397,9 @@ class SampleOrigin:
     agent: str | None = None
     agent_version: str | None = None
     rewards: Mapping[str, float] | None = None
-    termination: str = "unknown"
-    """`completed`, `budget`, `timeout`, else the code of the trial's error; `unknown` without a result."""
+    termination_reason: str = "unknown"
+    """`completed`; the limit that was reached (`max_turns`, `max_tokens`, ...); `timeout`; else the code of the trial's
+    error; `unknown` without a result."""
     fault: str | None = None
     """Who is to blame if the run counts for nothing: infra, provider, task or user."""
     notes: tuple[str, ...] = field(default=())
@@ -425,16 +451,20 @@ def _origin(recording: Path, trial: Path | None) -> SampleOrigin:
     if trial is None:
         name = recording.parent.name or recording.stem
         return SampleOrigin(recording, name, name)
-    result = _json(trial / "result.json")
-    agent, known = result.get("agent_info") or {}, result.get("pier") or {}
-    model = ((result.get("config") or {}).get("agent") or {}).get("model_name")
     inside = recording.relative_to(trial).parts
     step = inside[1] if inside[0] == "steps" and len(inside) > 2 else None
+    return origin_of(_json(trial / "result.json"), step, trial.name, recording)
+
+
+def origin_of(result: Mapping[str, Any], step: str | None, trial: str, recording: Path | None = None) -> SampleOrigin:
+    """The origin of the samples of a trial, or of one of its steps, with this `result.json`."""
+    agent, known = result.get("agent_info") or {}, result.get("pier") or {}
+    model = ((result.get("config") or {}).get("agent") or {}).get("model_name")
     outcome = next((each for each in result.get("step_results") or () if each.get("step_name") == step), result)
     error = outcome.get("exception_info") or {}
     return SampleOrigin(
         recording=recording,
-        rollout=str(result.get("trial_name") or trial.name) + (f"/{step}" if step else ""),
+        rollout=str(result.get("trial_name") or trial) + (f"/{step}" if step else ""),
         group="::".join(str(part) for part in (result.get("task_name"), step, agent.get("name"), model) if part),
         task=result.get("task_name"),
         task_digest=known.get("task_digest") or result.get("task_checksum"),
@@ -443,7 +473,7 @@ def _origin(recording: Path, trial: Path | None) -> SampleOrigin:
         agent=agent.get("name"),
         agent_version=agent.get("version"),
         rewards=_rewards(outcome) or _rewards(result),
-        termination=_termination(outcome, error),
+        termination_reason=_termination(outcome, error),
         fault=error.get("blame") if error.get("blame") in _NOT_THE_AGENTS else None,
         notes=tuple(note.get("kind", "") for note in (outcome.get("integrity") or {}).get("notes") or ()),
     )
@@ -454,12 +484,17 @@ def _rewards(outcome: Mapping[str, Any]) -> Mapping[str, float] | None:
 
 
 def _termination(outcome: Mapping[str, Any], error: Mapping[str, Any]) -> str:
-    ended = ((outcome.get("agent_result") or {}).get("metadata") or {}).get("ended") or ""
-    if str(ended).startswith("budget"):
+    """Which stop ended the agent. A fault that is not the agent's comes first: it left no verdict."""
+    code = error.get("code") or error.get("exception_type") or "error"
+    used = (outcome.get("agent_result") or {}).get("metadata") or {}
+    if error.get("blame") in _NOT_THE_AGENTS:
+        return str(code)
+    if reason := used.get("stop_reason"):
+        return str(reason)
+    if str(used.get("ended") or "").startswith("budget"):
         return "budget"
     if not error:
         return "completed"
-    code = error.get("code") or error.get("exception_type") or "error"
     return "timeout" if code in ("agent_timeout", "AgentTimeoutError") else str(code)
 
 

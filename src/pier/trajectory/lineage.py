@@ -34,6 +34,7 @@ from pier.wire.anthropic import BILLING
 from pier.wire.contract import parse_arguments
 from pier.wire.dialects import DIALECTS, BadRequest, BadResponse, recognise
 from pier.wire.turn import (
+    ErrorKind,
     Message,
     Opaque,
     Request,
@@ -124,6 +125,8 @@ class Generation:
     error: str | None = None
     fault: str | None = None
     answered: bool = True
+    kind: ErrorKind | None = None
+    """What the failure was called to the agent; only the gateway knows it."""
 
 
 OnGeneration = Callable[[Generation], None]

@@ -238,6 +238,7 @@ def _agent(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:
         "model_name": choice.model,
         **choice.connection,
         "kwargs": dict(choice.options),
+        **({"sampling": choice.sampling.given()} if choice.sampling else {}),
         "env": env_on_disk(choice.env, environ),
         "override_timeout_sec": choice.timeout,
         "override_setup_timeout_sec": choice.setup_timeout,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -82,6 +82,21 @@ async def run_trial(
     return await _Trial(spec, services, on_phase, on_progress).run()
 
 
+def trial_secrets(spec: TrialSpec, environ: Mapping[str, str]) -> Iterable[str]:
+    """The secrets of the run and the task, as far as they can be filled in."""
+    config = spec.task.config
+    for table in (spec.agent.env, spec.verifier.env, spec.sandbox.env):
+        yield from secret_values(table, environ, given=True)
+    yield from task_secrets(spec.task, environ)
+    servers = (*config.environment.mcp_servers, *spec.agent.mcp_servers)
+    known = [dict(spec.agent.options), *(server.model_dump(mode="json") for server in servers)]
+    yield from secrets_in(known, environ)
+    for server in servers:
+        wanted = {name: f"${{{name}}}" for name in wanted_in_headers(server.headers)}
+        yield from secret_values(wanted, environ, given=True)
+    yield from secrets_in_text(spec.task.origin.git_url or "")
+
+
 class _Trial:
     def __init__(
         self, spec: TrialSpec, services: TrialServices, on_phase: OnPhase | None, on_progress: OnProgress | None
@@ -90,7 +105,7 @@ class _Trial:
         self.services = services
         self.on_progress = on_progress
         self.environ = os.environ if services.environ is None else services.environ
-        self.redactor = Redactor((*spec.secrets, *self._secrets()))
+        self.redactor = Redactor((*spec.secrets, *trial_secrets(spec, self.environ)))
         self.record = TrialRecord(spec.directory, self.redactor)
         self.clock = Clock(self.record, on_phase)
         self.outcomes: list[StepOutcome] = []
@@ -108,20 +123,6 @@ class _Trial:
             environment_type=services.backend.name,
             started_at=now(),
         )
-
-    def _secrets(self) -> Iterable[str]:
-        """The secrets of the run and the task, as far as they can be filled in."""
-        spec, config = self.spec, self.spec.task.config
-        for table in (spec.agent.env, spec.verifier.env, spec.sandbox.env):
-            yield from secret_values(table, self.environ, given=True)
-        yield from task_secrets(spec.task, self.environ)
-        servers = (*config.environment.mcp_servers, *spec.agent.mcp_servers)
-        known = [dict(spec.agent.options), *(server.model_dump(mode="json") for server in servers)]
-        yield from secrets_in(known, self.environ)
-        for server in servers:
-            wanted = {name: f"${{{name}}}" for name in wanted_in_headers(server.headers)}
-            yield from secret_values(wanted, self.environ, given=True)
-        yield from secrets_in_text(spec.task.origin.git_url or "")
 
     async def run(self) -> TrialResult:
         self.record.open()
@@ -147,8 +148,6 @@ class _Trial:
         with self.clock.phase("prepare"):
             agent = make_agent(spec.agent)
             network = self._plan_network(agent)
-            if spec.keep_sandbox:
-                self.record.warn("the sandbox is not kept: it ends with the trial")
         async with open_environment(
             spec.task,
             self.services,
@@ -304,7 +303,7 @@ class _Trial:
                         logs,
                         closed_book=closed,
                         redactor=self.redactor,
-                        step=step.name,
+                        step=step.name or None,
                     ) as session,
                     live_trajectory(logs, header, recorded=session is not None and spec.recorded),
                 ):

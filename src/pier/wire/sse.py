@@ -31,6 +31,7 @@ from pier.wire.turn import (
 
 MAX_EVENT = 64 * 1024 * 1024
 SSE = "text/event-stream"
+_ANY_REQUEST = Request("", ())
 _END_OF_EVENT = re.compile(rb"\r?\n\r?\n|\r\r")
 
 
@@ -242,7 +243,7 @@ class EventRenderer:
 
     content_type = SSE
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request = _ANY_REQUEST) -> None:
         self._request = request
         self._part: Part | None = None
         self._text: list[str] = []

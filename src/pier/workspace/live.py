@@ -59,7 +59,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class SandboxUser:
     """Whom commands run as. `user` None is the image's own; `adopt` gives files to the owner afterwards."""
 
     user: str | None
@@ -86,7 +86,7 @@ class LiveWorkspace:
     services: TrialServices
     gateway: Gateway
     agents: list[InstalledAgent]
-    identity: Identity
+    identity: SandboxUser
     env: Mapping[str, str]
     redactor: Redactor
     shell: Session | None
@@ -436,7 +436,7 @@ async def clear_directory(sandbox: Sandbox, path: str) -> None:
             await sandbox.remove(f"{path}/{entry.name}")
 
 
-async def _identify(workspace: Workspace, environment: TaskSandbox) -> Identity:
+async def _identify(workspace: Workspace, environment: TaskSandbox) -> SandboxUser:
     """Find out whom commands must run as, so that their files belong to the owner of the workspace."""
     sandbox, step = environment.sandbox, environment.task.steps[0]
     chosen = user_text(step.agent.user)
@@ -444,14 +444,14 @@ async def _identify(workspace: Workspace, environment: TaskSandbox) -> Identity:
     home = await home_of(sandbox, image_user)
     owner = workspace.root.stat()
     if await _made_by(workspace, sandbox, image_user) == owner.st_uid:
-        return Identity(chosen, home)
+        return SandboxUser(chosen, home)
     if image_user.partition(":")[0] in ("root", "0"):
-        return Identity(chosen, home, adopt=(owner.st_uid, owner.st_gid))
+        return SandboxUser(chosen, home, adopt=(owner.st_uid, owner.st_gid))
     if not workspace.config.mounted:
-        return Identity(chosen, home)
+        return SandboxUser(chosen, home)
     if await _made_by(workspace, sandbox, "0") == owner.st_uid:
-        return Identity("0", home)
-    return Identity(f"{owner.st_uid}:{owner.st_gid}", home)
+        return SandboxUser("0", home)
+    return SandboxUser(f"{owner.st_uid}:{owner.st_gid}", home)
 
 
 async def _made_by(workspace: Workspace, sandbox: Sandbox, user: str) -> int:

@@ -1,0 +1,110 @@
+"""`pier samples`: export the training samples of trials and jobs, and prove that a file keeps its promises."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.group()
+def samples() -> None:
+    """Export and check training samples."""
+
+
+def _known_format(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    from pier.errors import UsageError
+    from pier.rollout.export import FORMATS
+
+    if value not in FORMATS:
+        raise UsageError(f"invalid value {value!r} for --format: expected one of {', '.join(FORMATS)}")
+    return value
+
+
+@samples.command()
+@click.argument("places", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), help="File to write: .jsonl, or .parquet (needs pyarrow)."
+)
+@click.option(
+    "--format",
+    "form",
+    callback=_known_format,
+    default="pier",
+    show_default=True,
+    help="Output format: pier (all fields), sft (messages), or what a trainer loads: verl, trl, skyrl.",
+)
+@click.option(
+    "--kind",
+    "kinds",
+    multiple=True,
+    type=click.Choice(["main", "sub_agent", "side", "foreign"]),
+    default=("main", "sub_agent"),
+    show_default=True,
+    help="Which calls make samples; can be given several times.",
+)
+@click.option("--trainable", is_flag=True, help="Only samples with a reward that the agent earned.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def export(
+    places: tuple[Path, ...], out: Path | None, form: str, kinds: tuple[str, ...], trainable: bool, as_json: bool
+) -> None:
+    """Turn the recordings of trials and jobs into training samples: exact token ids, loss mask, log-probs, reward.
+
+    Without --out the samples are only listed. Nothing is tokenised anew: calls whose server gave no token ids make
+    samples without them (serve with token ids: `tokens = true` in providers.toml, or `pier gateway serve --tokens`).
+    """
+    from contextlib import nullcontext
+
+    from pier.rollout.export import export as export_samples
+    from pier.rollout.export import sink_for
+
+    with sink_for(out) if out else nullcontext() as sink:
+        report = export_samples(places, sink, form=form, kinds=kinds, trainable_only=trainable)
+    if as_json:
+        click.echo(json.dumps({**report.as_dict(), "file": str(out) if out else None}, indent=2))
+        return
+    if out is None:
+        click.echo("\n".join(_samples_table(report.rows)))
+    for name, value in report.as_dict().items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {number}" for key, number in value.items()) or "none"
+        click.echo(f"{name.replace('_', ' '):27} {'unknown' if value is None else value}")
+    if out is not None:
+        click.echo(f"{'file':27} {out}")
+
+
+def _samples_table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [f"{'SAMPLE':40} {'KIND':10} {'CALLS':>6} {'IDS':>8} {'TRAINED':>8} {'REWARD':>7}  NOTES"]
+    for row in rows:
+        cells = ["-" if row[name] is None else f"{row[name]:g}" for name in ("ids", "trained", "reward")]
+        notes = ", ".join([*((row["split"],) if row["split"] else ()), *row["flags"]])
+        lines.append(
+            f"{row['id']:40} {row['kind']:10} {row['calls']:>6} {cells[0]:>8} {cells[1]:>8} {cells[2]:>7}  {notes}"
+        )
+    return [*lines, ""]
+
+
+@samples.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--vocab-size", type=click.IntRange(1), help="Also check that no id is outside of this vocabulary.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def check(ctx: click.Context, files: tuple[Path, ...], vocab_size: int | None, as_json: bool) -> None:
+    """Prove the promises of samples in FILES of the format `pier`; exits with 1 if one is broken.
+
+    Ids, mask and log-probs have one length; the mask is 1 on exactly the sampled tokens that are trained, each of them
+    trained once and with a log-prob; what continues another call begins with its ids; what counts for nothing is not
+    trainable.
+    """
+    from pier.rollout.check import check_file
+
+    found = [check_file(path, vocab_size) for path in files]
+    if as_json:
+        click.echo(json.dumps([each.as_dict() for each in found], indent=2))
+    for each in [] if as_json else found:
+        click.echo(f"{each.path}: {each.summary}")
+        for line in each.broken:
+            click.echo(f"  {line}")
+    ctx.exit(int(any(each.broken for each in found)))

@@ -1,0 +1,170 @@
+"""Proves the promises of exported samples on a file alone, without the recordings that it was made of.
+
+The rows are those of the format `pier`. What a call sampled is compared between all rows that hold it, so that a token
+that was tokenised again, trained twice or paired with another one's log-prob is found.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pier.errors import UsageError
+from pier.rollout.export import FORMAT, Row
+
+_MOST = 100
+"""How many findings of one file are listed."""
+_NO_REWARD = ("infra", "provider", "task", "user")
+
+
+@dataclass(slots=True)
+class SampleCheck:
+    """What was found in one file: broken promises, with the line that breaks each, and numbers."""
+
+    path: Path
+    rows: int = 0
+    exact: int = 0
+    trainable: int = 0
+    ids: int = 0
+    trained: int = 0
+    broken: list[str] = field(default_factory=list)
+
+    @property
+    def summary(self) -> str:
+        share = f", {self.trained / self.ids:.1%} of {self.ids} ids trained" if self.ids else ""
+        state = "no promise is broken" if not self.broken else f"{len(self.broken)} promises are broken"
+        return f"{state}: {self.rows} samples, {self.exact} exact, {self.trainable} trainable{share}"
+
+    def as_dict(self) -> dict[str, Any]:
+        counts = {name: getattr(self, name) for name in ("rows", "exact", "trainable", "ids", "trained")}
+        return {"file": str(self.path), "ok": not self.broken, **counts, "broken": self.broken}
+
+
+def check_file(path: Path, vocab_size: int | None = None) -> SampleCheck:
+    """Check a .jsonl or .parquet file; `UsageError` if it has rows of another format."""
+    found, seen = SampleCheck(path), _Seen()
+    for number, row in enumerate(_read(path), 1):
+        if not isinstance(row, dict) or row.get("format") != FORMAT:
+            raise UsageError(
+                f"{path}:{number}: expected a sample of the format pier {FORMAT}",
+                hint="pier samples export PLACE -o FILE",
+                code="not-samples",
+            )
+        found.rows += 1
+        try:
+            problems = list(_problems(row, seen, vocab_size))
+        except (TypeError, KeyError, ValueError, IndexError) as error:
+            problems = [f"it cannot be read: {type(error).__name__}: {error}"]
+        for problem in problems[: _MOST - len(found.broken)]:
+            found.broken.append(f"line {number}: {row.get('id')}: {problem}")
+        found.exact += bool(row.get("exact"))
+        found.trainable += bool(row.get("trainable"))
+        found.ids += len(row.get("input_ids") or ())
+        found.trained += sum(row.get("loss_mask") or ())
+    return found
+
+
+def _read(path: Path) -> Iterator[Any]:
+    if path.suffix == ".parquet":
+        yield from _read_parquet(path)
+        return
+    with path.open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise UsageError(f"{path}:{number}: not JSON: {error}", code="not-samples") from None
+
+
+def _read_parquet(path: Path) -> Iterator[Any]:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise UsageError(f"{path}: Parquet files need pyarrow", hint="pip install 'pier[parquet]'") from None
+    for batch in parquet.ParquetFile(path).iter_batches(batch_size=64):
+        for row in batch.to_pylist():
+            nested = {name: json.loads(row[name]) for name in ("spans", "calls") if isinstance(row.get(name), str)}
+            yield {**row, **nested}
+
+
+class _Seen:
+    """What earlier rows of a file said."""
+
+    def __init__(self) -> None:
+        self.rows: set[str] = set()
+        self.calls: dict[tuple[str, int], tuple[int, int]] = {}
+        """The prompt and the completion of each call of a rollout, as hashes."""
+        self.trained: set[tuple[str, int]] = set()
+        self.rewards: dict[str, Any] = {}
+
+
+def _problems(row: Row, seen: _Seen, vocab_size: int | None) -> Iterator[str]:
+    if row["id"] in seen.rows:
+        yield "another sample has the same id"
+    seen.rows.add(row["id"])
+    rollout = row["rollout_id"]
+    if seen.rewards.setdefault(rollout, row["reward"]) != row["reward"]:
+        yield "another sample of the rollout has another reward"
+    if row["trainable"] and (row["reward"] is None or row["fault"] in _NO_REWARD):
+        yield f"it is trainable with the reward {row['reward']} and the fault {row['fault']}"
+    if row["reward"] is not None and not math.isfinite(row["reward"]):
+        yield f"its reward is {row['reward']}"
+    if not row["exact"]:
+        if any(row[name] is not None for name in ("input_ids", "loss_mask", "logprobs")):
+            yield "it has tokens and is not exact"
+        return
+    yield from _token_problems(row, seen, vocab_size)
+
+
+def _token_problems(row: Row, seen: _Seen, vocab_size: int | None) -> Iterator[str]:
+    ids, mask, likely, spans = row["input_ids"], row["loss_mask"], row["logprobs"], row["spans"]
+    if len(mask) != len(ids) or (likely is not None and len(likely) != len(ids)):
+        yield f"{len(ids)} ids, {len(mask)} in the mask, {len(likely or ids)} log-probs"
+        return
+    if wrong := next((token for token in ids if token < 0 or (vocab_size is not None and token >= vocab_size)), None):
+        yield f"the id {wrong} is outside of the vocabulary"
+    if not set(mask) <= {0, 1}:
+        yield "the mask has other values than 0 and 1"
+    sampled = {place for span in spans if span["trained"] for place in range(span["start"], span["end"])}
+    if {place for place, bit in enumerate(mask) if bit} != sampled:
+        yield "the mask is not 1 on exactly the tokens of the calls that it trains"
+    yield from _logprob_problems(mask, likely)
+    if spans and spans[-1]["end"] != len(ids):
+        yield "it goes on after the completion of its last call"
+    if spans and row["prompt_length"] != spans[0]["start"]:
+        yield "its prompt does not end where the first completion begins"
+    if [span["call"] for span in spans] != list(row["calls"]):
+        yield "its spans are not those of its calls"
+    yield from _call_problems(row["rollout_id"], ids, spans, seen)
+
+
+def _logprob_problems(mask: list[int], likely: list[float | None] | None) -> Iterator[str]:
+    if likely is None:
+        return
+    for bit, value in zip(mask, likely, strict=True):
+        if bit and (value is None or not math.isfinite(value) or value > 1e-6):
+            yield f"a trained token has the log-prob {value}"
+            return
+        if not bit and value is not None:
+            yield "a token that is not trained has a log-prob"
+            return
+
+
+def _call_problems(rollout: str, ids: list[int], spans: Iterable[Row], seen: _Seen) -> Iterator[str]:
+    before = 0
+    for span in spans:
+        start, end, place = span["start"], span["end"], (rollout, span["call"])
+        if not before <= start <= end <= len(ids):
+            yield f"the tokens of call {span['call']} begin before those of an earlier call end"
+        before = end
+        tokens = (hash(tuple(ids[:start])), hash(tuple(ids[start:end])))
+        if seen.calls.setdefault(place, tokens) != tokens:
+            yield f"another sample has other tokens for call {span['call']}"
+        if span["trained"] and place in seen.trained:
+            yield f"the tokens of call {span['call']} are trained twice"
+        if span["trained"]:
+            seen.trained.add(place)

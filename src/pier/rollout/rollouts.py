@@ -1,0 +1,491 @@
+"""Rollouts: groups of trials of each task on a model of one's own, as a stream of rewards and exact samples.
+
+A rollout is a trial of a job, with the job's schedule, retries and blame; its samples are made in memory from the calls
+as they end. Without a directory for the job, one is made for the run and each trial's files go when it is over.
+
+- What failed through no fault of the agent is tried again; if it still fails, its rollout has no reward and no sample
+  to train. Neither a fault of the infrastructure nor one of the provider is ever a zero.
+- Back-pressure: `ahead` rollouts may wait for the consumer; then nothing further begins until one is taken.
+- A group's members that run when its deadline passes are cut off, as are those whose first call is older than
+  `max_staleness` versions of the policy. The others are delivered, and the group is `partial`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from pier.errors import JobError, PierError, UsageError
+from pier.gateway.policy import Upstream, version_of
+from pier.job.config import AgentConfig, BudgetConfig, DatasetConfig, EnvironmentConfig, JobConfig, RetryConfig
+from pier.job.outcome import Fault, Outcome
+from pier.job.plan import PlannedTrial
+from pier.redact import Redactor
+from pier.rollout.export import FORMATS, Report, Row, is_trainable
+from pier.rollout.samples import (
+    Counts,
+    Sample,
+    SampleBuilder,
+    SampleOrigin,
+    broken_promises,
+    origin_of,
+    samples_of,
+)
+from pier.trajectory.lineage import Generation
+from pier.trial.agent import RECORDING
+from pier.trial.result import TrialResult, read_result
+from pier.trial.run import trial_secrets
+from pier.trial.spec import TrialSpec
+from pier.wire.turn import Sampling
+
+if TYPE_CHECKING:
+    from pier.gateway.budget import Budget
+    from pier.job.directory import OpenJob
+    from pier.job.runner import RunSpec
+
+KINDS = ("main", "sub_agent")
+POLICY = "policy"
+"""The name of a model that is an object of this program."""
+
+
+@dataclass(slots=True)
+class Group:
+    """The rollouts of one agent on one task. `finished` members ended in some way, `graded` ones have a reward."""
+
+    id: str
+    task: str
+    size: int
+    finished: int = 0
+    graded: int = 0
+    ends_at: float | None = None
+    """When its members are cut off, by the event loop's clock."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether no further member will come."""
+        return self.finished >= self.size
+
+    @property
+    def partial(self) -> bool:
+        """Whether it is closed and some of its members have no reward."""
+        return self.closed and self.graded < self.size
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPart:
+    """What one session of a rollout gave; a task with steps has one for each step."""
+
+    origin: SampleOrigin
+    samples: tuple[Sample, ...]
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One trial that is over. `reward` is None without a verdict, which is not a zero; `fault` says who is to blame
+    then: infra, provider, task or user."""
+
+    id: str
+    group: Group
+    attempt: int
+    parts: tuple[RolloutPart, ...]
+    reward: float | None
+    rewards: Mapping[str, float] | None
+    termination_reason: str
+    fault: str | None = None
+    error: str | None = None
+    seconds: float = 0.0
+    result: TrialResult | None = None
+    directory: Path | None = None
+    redactor: Redactor = field(default_factory=Redactor, repr=False)
+
+    @property
+    def task(self) -> str:
+        return self.group.task
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for part in self.parts for sample in part.samples]
+
+    @property
+    def trainable(self) -> list[Sample]:
+        """The samples with a reward that the agent earned, and something to train."""
+        return [sample for part in self.parts for sample in part.samples if is_trainable(sample, part.origin)]
+
+    @property
+    def counts(self) -> Counts:
+        """What became of its calls: prefix-match rate, trained share, breaks."""
+        total = Counts()
+        for part in self.parts:
+            total.add(part.counts)
+        return total
+
+    @property
+    def turns(self) -> int:
+        return sum(part.counts.generations - part.counts.unanswered for part in self.parts)
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """The versions of the weights that sampled it, oldest first."""
+        return tuple(dict.fromkeys(version for sample in self.samples for version in sample.weights))
+
+    def rows(self, form: str = "pier", *, trainable_only: bool = False) -> list[Row]:
+        """Its samples as rows of an export, without secrets."""
+        found = [(sample, part.origin) for part in self.parts for sample in part.samples]
+        if broken := next((broken for part in self.parts for broken in broken_promises(part.samples)), None):
+            raise PierError(f"{self.id}: {broken}", code="internal")
+        wanted = [pair for pair in found if not trainable_only or is_trainable(*pair)]
+        return [self.redactor.value(FORMATS[form](*pair)) for pair in wanted]
+
+    def report_to(self, report: Report) -> None:
+        """Add it to the report of an export."""
+        for part in self.parts:
+            report.recordings += 1
+            report.counts.add(part.counts)
+            for sample in part.samples:
+                report.add(sample, part.origin)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutLimits:
+    """`deadline` is in seconds from the start of a group's first member."""
+
+    deadline: float | None = None
+    max_staleness: int | None = None
+    kinds: Collection[str] = KINDS
+
+
+class _Try:
+    """One try of a rollout: its calls, and what may cut it off."""
+
+    def __init__(self, spec: TrialSpec, environ: Mapping[str, str]) -> None:
+        self.builders: dict[str | None, SampleBuilder] = {}
+        self.result: TrialResult | None = None
+        self.cut: str | None = None
+        self.version: str | None = None
+        """Of its first call."""
+        self.clock: asyncio.Timeout | None = None
+        self.redactor = Redactor((*spec.secrets, *trial_secrets(spec, environ)))
+
+    def cut_off(self, reason: str) -> None:
+        self.cut = self.cut or reason
+        if self.clock is not None and not self.clock.expired():
+            self.clock.reschedule(asyncio.get_running_loop().time())
+
+
+class RolloutCollector:
+    """Takes part in a job (`pier.job.runner.TrialHook`) and makes a `Rollout` of each of its trials. `policy` answers
+    for every agent's model if it is given."""
+
+    def __init__(
+        self,
+        emit: Callable[[Rollout], None],
+        *,
+        policy: Upstream | None = None,
+        limits: RolloutLimits = RolloutLimits(),  # noqa: B008 - it is frozen
+        recorded: bool = True,
+        begin: Callable[[], Any] | None = None,
+        skipped: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._emit = emit
+        self._policy = policy
+        self._limits = limits
+        self._recorded = recorded
+        self._begin = begin
+        self._skipped = skipped
+        self._tries: dict[str, _Try] = {}
+        self._groups: dict[tuple[int, int], Group] = {}
+        self._versions: list[str] = []
+        self._env: Mapping[str, str] = {}
+        self._job: OpenJob | None = None
+
+    def opened(self, job: OpenJob, env: Mapping[str, str]) -> None:
+        """Note the groups; rollouts that an earlier run of the job finished come first, from its directory."""
+        self._job, self._env = job, env
+        plan = job.ledger.plan
+        for trial in plan.trials:
+            group = self._group(trial)
+            group.size += 1
+        for trial in plan.trials:
+            if trial.id in job.ledger.outcomes:
+                self._add(self._read(trial, job.ledger.outcomes[trial.id]))
+
+    def _group(self, trial: PlannedTrial) -> Group:
+        assert self._job is not None
+        place = (trial.task, trial.agent)
+        if place not in self._groups:
+            plan = self._job.ledger.plan
+            name, agent = plan.tasks[trial.task].name, plan.agents[trial.agent]
+            words = (name, agent.get("name") or agent.get("import_path"), agent.get("model_name"))
+            self._groups[place] = Group("::".join(str(word) for word in words if word), name, 0)
+        return self._groups[place]
+
+    async def run(self, trial: PlannedTrial, spec: TrialSpec, go: RunSpec) -> TrialResult:
+        """One try, within the limits of its group."""
+        if self._begin is not None:
+            await self._begin()
+        one, group, loop = _Try(spec, self._env), self._group(trial), asyncio.get_running_loop()
+        self._tries[trial.id] = one
+        if group.ends_at is None and self._limits.deadline is not None:
+            group.ends_at = loop.time() + self._limits.deadline
+
+        def watch(step: str | None, generation: Generation) -> None:
+            one.builders.setdefault(step, SampleBuilder()).add(generation)
+            self._check_age(one, generation)
+
+        agent = replace(spec.agent, policy=self._policy) if self._policy is not None else spec.agent
+        spec = replace(spec, agent=agent, on_generation=watch, recorded=self._recorded)
+        one.clock = asyncio.timeout_at(group.ends_at)
+        try:
+            async with one.clock:
+                one.result = await go(spec)
+        except TimeoutError:
+            if not one.clock.expired():
+                raise
+            reason = one.cut or "deadline"
+            words = {"deadline": "its group's deadline passed", "stale": "its policy is too old"}
+            raise JobError(f"the rollout was cut off: {words[reason]}", code=f"rollout-{reason}") from None
+        return one.result
+
+    def _check_age(self, one: _Try, generation: Generation) -> None:
+        """Cut a rollout off whose first call is too many versions old."""
+        tokens = generation.node.turn.tokens if generation.node.turn else None
+        version = tokens.weights if tokens else None
+        for known in (version, version_of(self._policy)):
+            if known is not None and known not in self._versions:
+                self._versions.append(known)
+        one.version = one.version or version
+        if self._limits.max_staleness is None or one.version is None:
+            return
+        if len(self._versions) - 1 - self._versions.index(one.version) > self._limits.max_staleness:
+            one.cut_off("stale")
+
+    def started(self, trial: PlannedTrial, number: int) -> None:
+        """A try began."""
+
+    def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None:
+        self._tries.pop(trial.id, None)
+        self._skipped()
+
+    def ended(self, trial: PlannedTrial, outcome: Outcome) -> None:
+        one = self._tries.pop(trial.id, None)
+        if outcome.cancelled or one is None:
+            self._skipped()
+            return
+        result = one.result.model_dump(mode="json") if one.result else _without_result(trial, outcome)
+        parts = []
+        for step, builder in (one.builders or {None: SampleBuilder()}).items():
+            samples, counts = builder.samples(self._limits.kinds)
+            parts.append(RolloutPart(origin_of(result, step, trial.name), tuple(samples), counts))
+        self._add(self._rollout(trial, outcome, one.result, parts, one.redactor))
+        if not self._recorded and self._job is not None:
+            shutil.rmtree(self._job.trial_path(trial), ignore_errors=True)
+
+    def _read(self, trial: PlannedTrial, outcome: Outcome) -> Rollout:
+        """A rollout of an earlier run, from its directory."""
+        assert self._job is not None
+        directory, result, parts = self._job.trial_path(trial), None, []
+        with contextlib.suppress(JobError):
+            result = read_result(directory)
+        dumped = result.model_dump(mode="json") if result else _without_result(trial, outcome)
+        steps = [each.step_name for each in result.step_results or ()] if result else []
+        for step in steps or [None]:
+            place = (directory / "steps" / step if step else directory) / "agent" / RECORDING
+            samples, counts = samples_of(place, self._limits.kinds) if place.is_file() else ([], Counts())
+            parts.append(RolloutPart(origin_of(dumped, step, trial.name, place), tuple(samples), counts))
+        return self._rollout(trial, outcome, result, parts, Redactor())
+
+    def _rollout(
+        self,
+        trial: PlannedTrial,
+        outcome: Outcome,
+        result: TrialResult | None,
+        parts: Sequence[RolloutPart],
+        redactor: Redactor,
+    ) -> Rollout:
+        assert self._job is not None
+        last, fault = parts[-1].origin, outcome.fault
+        whole = origin_of(result.model_dump(mode="json"), None, trial.name) if result else last
+        return Rollout(
+            id=trial.name,
+            group=self._group(trial),
+            attempt=trial.attempt,
+            parts=tuple(parts),
+            reward=whole.reward,
+            rewards=whole.rewards,
+            termination_reason=last.termination_reason,
+            fault=whole.fault,
+            error=fault.message if fault else None,
+            seconds=outcome.seconds,
+            result=result,
+            directory=self._job.trial_path(trial) if self._recorded else None,
+            redactor=redactor,
+        )
+
+    def _add(self, rollout: Rollout) -> None:
+        group = rollout.group
+        group.finished += 1
+        group.graded += rollout.reward is not None
+        self._emit(rollout)
+
+
+def _without_result(trial: PlannedTrial, outcome: Outcome) -> dict[str, Any]:
+    """What is known of a trial that sealed no result."""
+    fault = outcome.fault or Fault("PierError", "unknown", "infra", False, "")
+    return {
+        "trial_name": trial.name,
+        "pier": {"attempt": trial.attempt},
+        "exception_info": {"code": fault.code, "blame": fault.blame, "exception_type": fault.type},
+    }
+
+
+class Rollouts:
+    """A stream of rollouts; `rollouts` makes it. Leaving the loop or the context ends what still runs."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        policy: Upstream | None,
+        limits: RolloutLimits,
+        *,
+        ahead: int,
+        env: Mapping[str, str] | None = None,
+        kept: bool = False,
+        yes: bool = False,
+    ) -> None:
+        self.config = config
+        self.report = Report()
+        self._env = dict(os.environ if env is None else env)
+        self._kept, self._yes = kept, yes
+        self._window = asyncio.Semaphore(config.n_concurrent_trials + ahead)
+        self._done: asyncio.Queue[Rollout | None] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+        self._collector = RolloutCollector(
+            self._emit,
+            policy=policy,
+            limits=limits,
+            recorded=kept,
+            begin=self._window.acquire,
+            skipped=self._window.release,
+        )
+
+    def _emit(self, rollout: Rollout) -> None:
+        rollout.report_to(self.report)
+        self._done.put_nowait(rollout)
+
+    async def _run(self) -> None:
+        from pier.job.command import run_quietly
+
+        try:
+            if self._kept:
+                await run_quietly(self.config, self._env, yes=self._yes, hook=self._collector)
+                return
+            with tempfile.TemporaryDirectory(prefix="pier-rollouts.", ignore_cleanup_errors=True) as directory:
+                config = self.config.model_copy(update={"jobs_dir": directory})
+                await run_quietly(config, self._env, yes=self._yes, hook=self._collector)
+        finally:
+            self._done.put_nowait(None)
+
+    async def __aenter__(self) -> Rollouts:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End what still runs; comes back when its sandboxes are gone. Idempotent."""
+        task, self._task = self._task, None
+        if task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+    def __aiter__(self) -> AsyncIterator[Rollout]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncGenerator[Rollout, None]:
+        if self._task is not None:
+            raise UsageError("these rollouts run already", hint="call rollouts() again for others")
+        self._task = task = asyncio.create_task(self._run())
+        try:
+            while (rollout := await self._done.get()) is not None:
+                self._window.release()
+                yield rollout
+            await task
+        finally:
+            await asyncio.shield(self.aclose())
+
+    async def groups(self) -> AsyncGenerator[list[Rollout], None]:
+        """The same, a whole group at a time, as soon as its last member ended."""
+        waiting: dict[str, list[Rollout]] = {}
+        async with contextlib.aclosing(self._iterate()) as stream:
+            async for rollout in stream:
+                members = waiting.setdefault(rollout.group.id, [])
+                members.append(rollout)
+                if rollout.group.closed and len(members) == rollout.group.size:
+                    yield waiting.pop(rollout.group.id)
+
+
+def rollouts(
+    tasks: str | Path | Sequence[str | Path],
+    *,
+    policy: Upstream,
+    agent: str | AgentConfig = "command",
+    group: int = 1,
+    concurrency: int = 64,
+    sampling: Sampling | None = None,
+    budget: Budget | None = None,
+    deadline: float | None = None,
+    max_staleness: int | None = None,
+    retries: int = 2,
+    ahead: int | None = None,
+    kinds: Collection[str] = KINDS,
+    backend: str | EnvironmentConfig = "local",
+    image: str | None = None,
+    jobs_dir: str | Path | None = None,
+    job_name: str | None = None,
+    env: Mapping[str, str] | None = None,
+    yes: bool = False,
+) -> Rollouts:
+    """Run `agent` on each of `tasks`, `group` times, with `policy` as its model; rollouts come as they finish.
+
+    `policy` is a callable, `Replicas`, a provider, or a model's name as `pier run -m` takes it. `sampling` replaces the
+    agent's own parameters. `deadline` is in seconds for each group, `max_staleness` in versions of the policy;
+    `retries` are for what failed through no fault of the agent. `ahead` rollouts may wait for the consumer, by default
+    as many as may run. With `jobs_dir` all of it is a job there, which is continued if it was interrupted. `yes` lets
+    tasks have the variables of yours that they ask for.
+    """
+    named = isinstance(policy, str)
+    by = "import_path" if isinstance(agent, str) and ":" in agent else "name"
+    settings = AgentConfig.model_validate({by: agent}) if isinstance(agent, str) else agent
+    update: dict[str, Any] = {"model_name": policy if named else settings.model_name or POLICY}
+    if sampling is not None:
+        update["sampling"] = sampling.given()
+    if budget is not None:
+        update["budget"] = BudgetConfig(**asdict(budget))
+    places = [tasks] if isinstance(tasks, str | Path) else tasks
+    config = JobConfig(
+        datasets=[DatasetConfig(path=str(place)) for place in places],
+        agents=[settings.model_copy(update=update)],
+        environment=EnvironmentConfig(type=backend) if isinstance(backend, str) else backend,
+        image=image,
+        n_attempts=group,
+        n_concurrent_trials=concurrency,
+        retry=RetryConfig(max_retries=retries),
+        jobs_dir=str(jobs_dir or "jobs"),
+        job_name=job_name,
+        skip_credential_checks=not named,
+    )
+    limits = RolloutLimits(deadline, max_staleness, kinds)
+    waiting = concurrency if ahead is None else ahead
+    own = None if named else policy
+    return Rollouts(config, own, limits, ahead=waiting, env=env, kept=jobs_dir is not None, yes=yes)
