@@ -5,7 +5,6 @@ Built-in parts are given as `module:attribute` strings, so that listing names im
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -38,6 +37,8 @@ def find(kind: str, name: str, built_in: Mapping[str, str]) -> Any:
     for point in entry_points(group=f"pier.{kind}s"):
         if point.name == name:
             return point.load()
+    import difflib
+
     known = names(kind, built_in)
     near = difflib.get_close_matches(name, known, n=1)
     raise UsageError(

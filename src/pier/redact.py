@@ -8,7 +8,6 @@ finds a secret that is split over the pieces of a stream, or over the text field
 from __future__ import annotations
 
 import base64
-import html
 import json
 import os
 import re
@@ -189,6 +188,9 @@ def _compile(secret: str) -> _Secret:
     return _Secret(tuple(core.encode() for core in cores), re.compile("|".join(patterns).encode()), longest)
 
 
+_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"}
+
+
 def _character(character: str) -> tuple[str, int]:
     """A pattern for one character of a secret in any encoding, and the most bytes that it may take."""
     if _PLAIN.fullmatch(character):
@@ -199,7 +201,7 @@ def _character(character: str) -> tuple[str, int]:
     unicode = "".join(rf"\\{{1,{_ESCAPES}}}u(?i:{units[i : i + 2].hex()})" for i in range(0, len(units), 2))
     percent = "".join(f"%(?:25)?(?i:{byte:02x})" for byte in raw)
     found = [slashes + re.escape(character), unicode, percent]
-    if (entity := html.escape(character)) != character:
+    if (entity := _ENTITIES.get(character)) is not None:
         found.append(f"(?:{re.escape(entity)}|&#0?{ord(character)};)")
     short = {"\n": "n", "\t": "t", "\r": "r"}.get(character)
     found += [rf"\\{{1,{_ESCAPES}}}{short}"] if short else [r"\+"] if character == " " else []

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pier.errors import TaskError
 from pier.task import load_task
 from pier.task.check import Problem, create_task, lint
-from pier.task.digest import read_patterns
+from pier.task.digest import DEFAULT_PATTERNS, is_left_over, read_patterns
 from tests.trial_runs import PASS, TOML, write_task
 
 pytestmark = pytest.mark.plain
@@ -269,3 +269,14 @@ def test_a_public_default_matters_only_if_a_phase_uses_it(tmp_path: Path) -> Non
     closed = toml.replace("timeout_sec = 120", 'timeout_sec = 120\nnetwork_mode = "no-network"')
     write_task(tmp_path / "closed", toml=closed, environment__Dockerfile="FROM x")
     assert rules(tmp_path / "closed") == {}
+
+
+@given(
+    st.lists(
+        st.sampled_from([*"ab~", "__pycache__", ".DS_Store", "x.pyc", ".pyc", "y.swp", "z.swo", "a~", "pyc"]),
+        min_size=1,
+    )
+)
+def test_default_patterns_without_their_library(parts: list[str]) -> None:
+    path = "/".join(parts)
+    assert is_left_over(path) == read_patterns(DEFAULT_PATTERNS).match_file(path)

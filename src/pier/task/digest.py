@@ -15,12 +15,15 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from pathspec import PathSpec, Pattern, lookup_pattern
+from typing import TYPE_CHECKING
 
 from pier.errors import TaskError
 
+if TYPE_CHECKING:
+    from pathspec import PathSpec, Pattern
+
 DEFAULT_PATTERNS = ("__pycache__/", "*.pyc", ".DS_Store", "*.swp", "*.swo", "*~")
+"""What is left out of a task without a `.gitignore`; `is_left_over` says the same."""
 IGNORE_FILE = ".harborignore"
 _FILES = ("task.toml", "instruction.md", "README.md", "trajectory.json")
 _TREES = ("environment", "tests", "solution", "steps")
@@ -48,20 +51,30 @@ def task_files(task: Path) -> list[tuple[str, Path]]:
     """The files that make up the task, as relative paths with their real ones, in order."""
     root = task.resolve()
     try:
-        rules = read_patterns((root / ".gitignore").read_text(errors="replace").splitlines())
+        excluded = read_patterns((root / ".gitignore").read_text(errors="replace").splitlines()).match_file
     except FileNotFoundError:
-        rules = read_patterns(DEFAULT_PATTERNS)
+        excluded = is_left_over
     found = [root / name for name in _FILES if (root / name).exists()]
     for tree in _TREES:
         found += _walk(root / tree)
     if any(path.name == IGNORE_FILE for path in found):
         found = _without_ignored_of(root, found)
     named = ((path.relative_to(root).as_posix(), path) for path in found)
-    return sorted((relative, path) for relative, path in named if not rules.match_file(relative))
+    return sorted((relative, path) for relative, path in named if not excluded(relative))
+
+
+def is_left_over(relative: str) -> bool:
+    """Whether `DEFAULT_PATTERNS` match a file, without the library for patterns, which takes long to load."""
+    parts = relative.split("/")
+    return "__pycache__" in parts[:-1] or any(
+        part == ".DS_Store" or part.endswith((".pyc", ".swp", ".swo", "~")) for part in parts
+    )
 
 
 def read_patterns(lines: Iterable[str]) -> PathSpec[Pattern]:
     """The patterns of a `.gitignore` file, for paths relative to its directory; invalid ones match nothing."""
+    from pathspec import PathSpec, lookup_pattern
+
     patterns: list[Pattern] = []
     for line in lines:
         try:

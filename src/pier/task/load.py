@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Iterator
@@ -104,6 +103,8 @@ def _walk(data: Any, model: type[BaseModel], prefix: str) -> Iterator[UnknownKey
     for key, value in data.items():
         field = model.model_fields.get(key)
         if field is None:
+            import difflib
+
             near = difflib.get_close_matches(str(key), model.model_fields, n=1)
             yield UnknownKey(f"{prefix}{key}", f"{prefix}{near[0]}" if near else None)
             continue

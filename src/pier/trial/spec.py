@@ -15,13 +15,13 @@ from pier.sandbox.contract import Backend, Limits, Mount, Sandbox
 from pier.task import Task
 from pier.task.model import Artifact, McpServerTable
 from pier.trial.images import open_images
-from pier.wire.turn import Sampling
 
 if TYPE_CHECKING:
     from pier.gateway import Gateway, Meter
     from pier.gateway.policy import Upstream
     from pier.trajectory.lineage import Generation
     from pier.trial.images import TrialImages
+    from pier.wire.turn import Sampling
 
 
 Phase = Literal["prepare", "start", "health", "setup", "agent", "collect", "verify", "seal"]
