@@ -25,7 +25,7 @@ from pier.view.library import Library, NotFoundError
 from pier.view.steps import StepReader, file_stamp, text_at, texts_of
 from pier.view.trial import TrialPage, _number, _text
 
-GRID_ROWS, TRIAL_ROWS = 200, 200
+GRID_ROWS, TRIAL_ROWS = 100, 200
 TEXT_CHUNK = 200_000
 _SEARCH_TRIALS = 400
 """How many transcripts one search adds to the full-text index."""
