@@ -23,7 +23,7 @@ from pier.files import write, write_json
 from pier.redact import REDACTED, Redactor
 from pier.secret import is_never_secret, looks_random, secret_values, secrets_in_text
 from pier.tree import Tree, TreeError
-from pier.view.index import Index, TrialFilter
+from pier.view.index import Index, TrialListFilter
 from pier.view.library import Library, NotFoundError
 from pier.view.pages import Page, Pages
 from pier.view.render import STATIC, Links, render
@@ -189,7 +189,7 @@ class Export:
         if only is None:
             yield "index.html", self._pages.jobs({})
         for job in names:
-            rows, _ = self._pages.index.trials(self._pages.index.job(job)["id"], TrialFilter(), 0, 1_000_000)
+            rows, _ = self._pages.index.trials(self._pages.index.job(job)["id"], TrialListFilter(), 0, 1_000_000)
             if only is None:
                 for view in _VIEWS:
                     yield job_file(job, view), self._job_page(job, view, rows)
@@ -270,7 +270,7 @@ class Export:
                 f"cannot write {count} trials to one file: expected at most {SMALL}",
                 hint=f"pier view export PATH -o {target.with_suffix('')}",
             )
-        templates, casts = list[str](), False
+        templates, casts, html = list[str](), False, ""
         for path, page, html in self._rendered(OneFileLinks(self._only)):
             start, end = html.index('<header class="top">'), html.index("<dialog ")
             body = re.search(r"<body([^>]*)>", html)
