@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 
 from pier.job.view import JobView
+from pier.view.index import Index
+from pier.view.library import Library
+from pier.view.pages import Pages
+from pier.view.render import Links, render
 from tests.job_tasks import make_task, pier, trials_of
 
 ROOT = Path(__file__).parents[2]
@@ -167,9 +171,29 @@ def test_a_job_that_was_run_by_a_peer_is_read(peer: str, tmp_path: Path) -> None
     assert list(trial.phases) == ["environment_setup", "agent_setup", "agent_execution", "verifier"]
     assert first / "trial.log" in trial.files.logs and first / "artifacts" in trial.files.artifacts
     assert "4/6" in pier("job", "show", "jobs/j", cwd=tmp_path).stdout
+    assert_viewer_shows(tmp_path / "jobs")
     (first / "result.json").unlink()
     (second / "result.json").write_bytes((second / "result.json").read_bytes()[:100])
     (job / "result.json").unlink()
     torn = JobView.open(job)
     assert torn.state == "unfinished" and [row.state for row in torn.trials[:3]] == ["unfinished", "broken", "done"]
     assert {row.task for row in torn.trials} == {"good", "bad", "silent"} and torn.n_trials == 6
+
+
+def assert_viewer_shows(jobs: Path) -> None:
+    """Every page of the viewer shows the job as it is."""
+    library = Library.open(jobs)
+    index = Index.open(library)
+    index.refresh()
+    pages = Pages(library, index)
+    (listed,) = pages.get("/", {}).data["jobs"]
+    assert (listed["name"], listed["mean"], listed["n_trials"], listed["errors"]) == ("j", 0.5, 6, {"task": 2})
+    rows = pages.get("/jobs/j", {"view": "trials"}).data["trials"]
+    standings = {"good": "passed", "bad": "failed", "silent": "error"}
+    assert {row["task"]: row["standing"] for row in rows} == standings
+    for row in rows[:3]:
+        page = pages.get(f"/jobs/j/{row['name']}", {})
+        assert "oracle" in page.data["content"]["missing"] and page.data["head"]["phases"]
+        for tab in page.data["tabs"]:
+            assert render(pages.get(f"/jobs/j/{row['name']}/{tab}", {}), Links())
+    index.close()

@@ -13,7 +13,7 @@ import pytest
 from pier.cli.main import main
 from pier.errors import UsageError
 from pier.job.view import JobView
-from pier.view.index import Index, TrialFilter
+from pier.view.index import Index, TrialListFilter
 from pier.view.library import Library
 from pier.view.notes import read_notes
 from pier.view.server import Viewer
@@ -251,7 +251,7 @@ def test_the_index_follows_changes_and_may_be_lost(jobs: Path) -> None:
     (jobs / "three" / "journal.jsonl").unlink()
     (jobs / "three").rmdir()
     assert index.refresh() and len(index.jobs()) == 2
-    rows, total = index.trials(index.job("one")["id"], TrialFilter(query="TASK-001"), 0, 10)
+    rows, total = index.trials(index.job("one")["id"], TrialListFilter(query="TASK-001"), 0, 10)
     assert total == 4 and {row["task"] for row in rows} == {"task-001"}
     index.close()
     index.path.write_bytes(b"not a database" * 100)

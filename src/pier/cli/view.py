@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -30,7 +30,19 @@ def view() -> None:
     """
 
 
-PATH = click.argument("path", type=click.Path(path_type=Path), default=Path("jobs"))
+class _ShownPath(click.Path):
+    """A path or, if there is no such path, the name of a job or trial in `jobs`."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(value)
+        named = Path("jobs") / path
+        return named if not path.exists() and ".." not in path.parts and named.exists() else path
+
+
+PATH = click.argument("path", type=_ShownPath(), default=Path("jobs"))
 
 
 @view.command()

@@ -23,7 +23,7 @@ from pier.files import write, write_json
 from pier.redact import REDACTED, Redactor
 from pier.secret import is_never_secret, looks_random, secret_values, secrets_in_text
 from pier.tree import Tree, TreeError
-from pier.view.index import Index, TrialSearch
+from pier.view.index import Index, TrialListFilter
 from pier.view.library import Library, NotFoundError
 from pier.view.pages import Page, Pages
 from pier.view.render import STATIC, Links, render
@@ -189,7 +189,7 @@ class Export:
         if only is None:
             yield "index.html", self._pages.jobs({})
         for job in names:
-            rows, _ = self._pages.index.trials(self._pages.index.job(job)["id"], TrialSearch(), 0, 1_000_000)
+            rows, _ = self._pages.index.trials(self._pages.index.job(job)["id"], TrialListFilter(), 0, 1_000_000)
             if only is None:
                 for view in _VIEWS:
                     yield job_file(job, view), self._job_page(job, view, rows)

@@ -62,7 +62,7 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class TrialSearch:
+class TrialListFilter:
     """Which trials of a job are listed, and in which order; a `-` before the name of the order turns it round."""
 
     query: str = ""
@@ -262,7 +262,7 @@ class Index:
             raise NotFoundError(f"{self.library.root} has no job {name}")
         return {**json.loads(row["data"]), "id": row["id"], "version": row["version"]}
 
-    def trials(self, job: int, wanted: TrialSearch, start: int, count: int) -> tuple[list[dict[str, Any]], int]:
+    def trials(self, job: int, wanted: TrialListFilter, start: int, count: int) -> tuple[list[dict[str, Any]], int]:
         """Some trials of a job, and how many there are in all."""
         where, values = wanted.where()
         with self.connect() as db:

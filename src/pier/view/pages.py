@@ -20,12 +20,12 @@ from pier.job.view import LOG, rewards_by_task
 from pier.review.read import heat_map, list_runs, read_job_analysis
 from pier.tree import Tree
 from pier.view import charts
-from pier.view.index import Index, TrialSearch
+from pier.view.index import Index, TrialListFilter
 from pier.view.library import Library, NotFoundError
 from pier.view.steps import StepReader, file_stamp, text_at, texts_of
 from pier.view.trial import TrialPage, _number, _text
 
-GRID_ROWS, TRIAL_ROWS = 200, 200
+GRID_ROWS, TRIAL_ROWS = 100, 200
 TEXT_CHUNK = 200_000
 _SEARCH_TRIALS = 400
 """How many transcripts one search adds to the full-text index."""
@@ -128,7 +128,7 @@ class Pages:
 
     def _trials(self, job: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
         names = ("standing", "blame", "task", "agent", "model", "sort")
-        wanted = TrialSearch(query=query.get("q", ""), **{name: query.get(name, "") for name in names})
+        wanted = TrialListFilter(query=query.get("q", ""), **{name: query.get(name, "") for name in names})
         page = _number(query.get("page"), 1) or 1
         rows, total = self.index.trials(job["id"], wanted, (page - 1) * TRIAL_ROWS, TRIAL_ROWS)
         return {"trials": rows, "filter": asdict(wanted), **_paging(page, TRIAL_ROWS, total)}
@@ -181,7 +181,7 @@ class Pages:
         """Add transcripts to the full-text index; how many are in it, and how many there are."""
         read, total, budget = 0, 0, _SEARCH_TRIALS
         for job in jobs:
-            rows, _ = self.index.trials(self.index.job(job)["id"], TrialSearch(), 0, 1_000_000)
+            rows, _ = self.index.trials(self.index.job(job)["id"], TrialListFilter(), 0, 1_000_000)
             for row in rows:
                 if row["standing"] == "pending":
                     continue
