@@ -40,6 +40,18 @@ def need_pack(name: str) -> Pack:
     return pack
 
 
+_PLACED = """
+mount -t tmpfs none /opt && mkdir -p /opt/pier/agent && mount --bind "$0" /opt/pier/agent || exit 99
+program=$1; shift; exec "/opt/pier/agent/bin/$program" "$@"
+"""
+
+
+def on_host(name: str, program: str, *args: str) -> list[str]:
+    """A command that runs a program of a pack on this machine, outside of any sandbox. Packs name their loader by the
+    path that they have in sandboxes, so the pack is mounted there, for this command alone."""
+    return ["unshare", "-rm", "sh", "-c", _PLACED, str(need_pack(name).path), program, *args]
+
+
 @asynccontextmanager
 async def stage(name: str, model: Policy, *, recording: Path | None = None) -> AsyncIterator[tuple[Sandbox, Session]]:
     """A sandbox with the agent's pack, and a model that it may call; `recording` keeps what went over the wire."""

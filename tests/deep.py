@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-LEVELS = 3200
+LEVELS = 1300
+"""More than Python's limit on recursion, and than the usual limit on open files."""
 NAME = "d" * 20
 
 

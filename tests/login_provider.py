@@ -18,7 +18,7 @@ from aiohttp import web
 from pier.gateway.logins import LOGINS
 from pier.wire.dialects import DIALECTS
 from pier.wire.turn import Turn, stream_turn
-from tests.gateway_fakes import HELLO, FakeProvider, fake_provider, says
+from tests.gateway_fakes import HELLO, Behaviour, FakeProvider, fake_provider, says
 
 CLAUDE_BETAS = "claude-code-20250219,interleaved-thinking-2025-05-14"
 USER_AGENTS = {
@@ -47,6 +47,8 @@ class LoginProvider:
     dead: bool = False
     """Whether refresh tokens are refused."""
     turn: Turn = HELLO
+    answer: Behaviour | None = None
+    """What answers good requests instead of `turn`."""
 
     @property
     def environ(self) -> dict[str, str]:
@@ -76,7 +78,7 @@ class LoginProvider:
             good = False
         if not good:
             return web.json_response({"error": {"message": f"not as the client asks: {request.path_qs}"}}, status=404)
-        return await says(self.turn)(request, raw)
+        return await (self.answer or says(self.turn))(request, raw)
 
     def _token(self, request: web.BaseRequest, raw: bytes) -> web.StreamResponse:
         form = request.content_type == "application/x-www-form-urlencoded"

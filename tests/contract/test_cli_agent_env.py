@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 import pier.rollout as vf
 from pier.errors import PierError, ProviderError
 from pier.wire.turn import Request, Text, Tokens, Turn, Usage
+from tests.agent_rig import PACKS, need_pack
 
 CALL = """
 import json, os, sys, urllib.error, urllib.request
@@ -319,6 +325,97 @@ def test_sync_and_the_command_line(tmp_path: Path, pier_home: Path) -> None:
     assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 2
     env = vf.load_environment(str(module))
     assert env.evaluate_sync(policy, "tiny", num_examples=1)["metadata"]["avg_reward"] == 1.0
+
+
+async def test_the_gateway_may_be_reached_from_outside(tmp_path: Path, unused_tcp_port: int) -> None:
+    """With a URL of the user's the gateway listens on this machine, and still takes only the rollout's key."""
+    statuses: list[int] = []
+    ended: list[str] = []
+
+    class Reaching(vf.CliAgentEnv):
+        async def post_sandbox_setup(self, state: vf.State) -> None:
+            keys = [(await self.build_env_vars(state))["OPENAI_API_KEY"], "sk-other"]
+            url = f"http://127.0.0.1:{unused_tcp_port}/rollout/{state['rollout_id']}/v1/models"
+            async with aiohttp.ClientSession() as session:
+                for key in keys:
+                    async with session.get(url, headers={"Authorization": f"Bearer {key}"}) as answer:
+                        statuses.append(answer.status)
+
+        @vf.teardown
+        async def note(self) -> None:
+            ended.append("torn down")
+
+    env = environment(
+        "print(os.environ['OPENAI_BASE_URL'])",
+        home=tmp_path / "agent.py",
+        kind=Reaching,
+        interception_url="https://gateway.example/",
+        interception_port=unused_tcp_port,
+    )
+    (row,) = (await env.evaluate(policy, "tiny", state_columns=["agent_stdout", "rollout_id"]))["outputs"]
+    assert row["agent_stdout"] == f"https://gateway.example/rollout/{row['rollout_id']}/v1\n"
+    assert statuses == [200, 401] and ended == ["torn down"] and row["termination_reason"] == "completed"
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_object_is_taken_as_it_is(tmp_path: Path, stream: bool) -> None:
+    """One with an address is asked over HTTP by the gateway; one without is called."""
+
+    async def answer(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer sk-mine"
+        body = await request.json()
+        return web.json_response({**CHAT, "model": body["model"]})
+
+    class Completions:
+        async def create(self, **body: Any) -> dict[str, Any]:
+            return {**CHAT, "model": body["model"]}
+
+    env = environment(ASK_ONCE, lambda completion: float(completion[-1].content == "fine"), home=tmp_path / "agent.py")
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    async with TestServer(app) as server:
+        client: Any = SimpleNamespace(chat=SimpleNamespace(completions=Completions()))
+        if stream:
+            client = SimpleNamespace(base_url=str(server.make_url("/v1/")), api_key="sk-mine", chat=None)
+        (row,) = (await env.evaluate(client, "tiny"))["outputs"]
+    assert row["reward"] == 1.0, row["error"]
+
+
+CHAT = {
+    "id": "c",
+    "object": "chat.completion",
+    "created": 1,
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "fine"}, "finish_reason": "stop"}],
+}
+
+
+async def test_claude_code_is_rolled_out_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed, in its own dialect, with the variables alone; titles do not count as its conversation."""
+    need_pack("claude-code")
+    monkeypatch.setenv("PIER_PACKS", str(PACKS))
+    asked: list[str | None] = []
+
+    async def model(request: Request) -> Turn:
+        asked.append(request.dialect)
+        return Turn((Text("forty-two"),), usage=Usage(3, 2))
+
+    env = vf.CliAgentEnv(
+        run_command='IS_SANDBOX=1 claude --print "$(cat $HARBOR_INSTRUCTION_PATH)"',
+        dataset=vf.Environment.make_dataset([{"question": "What is the answer?"}]),
+        rubric=vf.Rubric(lambda completion: float(completion[-1].content == "forty-two")),
+        docker_image="host",
+        agent="claude-code",
+    )
+    (row,) = (await env.evaluate(model, "claude-tiny", state_columns=["agent_stdout"]))["outputs"]
+    assert row["reward"] == 1.0 and row["agent_stdout"] == "forty-two\n", row
+    assert set(asked) == {"anthropic"}
 
 
 @pytest.fixture(autouse=True)

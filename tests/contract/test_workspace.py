@@ -170,3 +170,32 @@ def test_host_mode(task: Path, tmp_path: Path) -> None:
     assert "—" in ask("list", cwd=tmp_path)
     shutil.move(ws, tmp_path / "moved")
     assert Workspace.find(tmp_path / "moved").root == (tmp_path / "moved").resolve()
+
+
+def test_variables_mounts_and_ways_to_verify(task: Path, tmp_path: Path) -> None:
+    ws = tmp_path / "ws"
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "row").write_text("1\n")
+    (tmp_path / "vars").write_text("# comment\nexport SHAPE='round'\n")
+    mounts = json.dumps(["./data:/data:ro", {"type": "bind", "source": str(tmp_path / "data"), "target": "/rw"}])
+    given = ("--env-file", "vars", "-e", "COLOUR", "--mounts-json", mounts)
+    pier("start", str(task), "-d", "ws", "--image", "host", *given, cwd=tmp_path, image=None, COLOUR="red")
+    ask("exec", "sh", "-c", 'test "$SHAPE $COLOUR" = "round red"', cwd=ws)
+    ask("exec", "sh", "-c", "cat /data/row && ! touch /data/more && touch /rw/more", cwd=ws)
+    assert (tmp_path / "data" / "more").exists()
+
+    chosen = tmp_path / "trial"
+    assert "reward: 0" in ask("verify", "--trial-dir", str(chosen), cwd=ws) and (chosen / "result.json").is_file()
+    (task / "tests" / "test.sh").write_text("#!/bin/sh\ntouch dirt; echo 1 > /logs/verifier/reward.txt\n")
+    assert json.loads(ask("verify", "--in-place", "--json", cwd=ws))["rewards"] == {"reward": 1}
+    assert (ws / "dirt").exists()
+
+    (task / "tests" / "test.sh").write_text(f"#!/bin/sh\n{TEST}\n")
+    watching = Terminal("verify", "--watch", cwd=ws)
+    watching.wait_for("reward: 0")
+    watching.wait_for("waiting for changes")
+    (ws / "answer.txt").write_text("hi\n")
+    watching.wait_for("reward: 1")
+    watching.wait_for("waiting for changes")
+    watching.type("\x03")
+    assert watching.code() == 130

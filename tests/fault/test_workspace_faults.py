@@ -34,6 +34,9 @@ def ask(*args: str, cwd: Path) -> str:
 
 def test_what_is_asked_for_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     task = make_task(tmp_path / "task")
+    nosy = make_task(tmp_path / "nosy")
+    with (nosy / "task.toml").open("a") as stream:
+        stream.write('env = { WHERE = "${HOME}" }\n')
     full = tmp_path / "full"
     full.mkdir()
     (full / "work.txt").write_text("mine\n")
@@ -51,6 +54,7 @@ def test_what_is_asked_for_is_refused_before_anything_is_made(tmp_path: Path) ->
         (("start", "--image", "host", "-d", "ws", "--mounts-json", '["./gone:/x"]'), "it does not exist"),
         (("start", "--image", "host", "-d", "ws", "-e", "1=2"), "invalid value '1=2' for -e"),
         (("start", "--image", "host", "-d", "ws", "--env", "moon"), "invalid value 'moon' for --env"),
+        (("start", str(nosy), "-d", "ws"), "tasks want these variables of yours"),
         (("start", f"file://{tmp_path}/no.git#task", "-d", "ws"), "git"),
     ):
         error = refused(*args, cwd=tmp_path, code=None)

@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
@@ -38,6 +39,7 @@ from pier.tree import Tree
 from pier.trial.images import ImageRequest
 from pier.trial.result import TrialResult
 from pier.trial.spec import AgentChoice, SandboxChoice
+from pier.workspace.files import copy_tree
 from tests.engine import missing
 from tests.host_fetches import DIRECTORY, PLAIN, REALMS, REGISTRIES, SPECIAL, Fetches, run_fetches
 from tests.job_tasks import make_task, pier
@@ -214,7 +216,7 @@ async def test_links_in_the_verifiers_logs(place: str, victim: Path, tmp_path: P
 )
 async def test_deep_trees_and_long_names(place: str, victim: Path, tmp_path: Path) -> None:
     async with open_place(place, tmp_path / "trials") as bench:
-        deep = "for i in $(seq 900); do mkdir deep; cd deep || break; done"
+        deep = "d=$(printf 'd%.0s' $(seq 50)); for i in $(seq 100); do mkdir $d; cd $d || break; done"
         names = "touch \"/app/out/$(printf 'n%.0s' $(seq 255))\" $'/app/out/bytes-\\xff\\xfe'"
         result = await attack(bench, tmp_path / "t", f"mkdir /app/out; {names}; cd /app/out; {deep}")
         assert result.rewards == {"reward": 0} and status(bench.last)["/app/out"] == "ok"
@@ -712,6 +714,34 @@ async def test_a_task_among_the_software_is_hidden(above: str, tmp_path: Path) -
         assert f"{directory}/bin/tool" in seen and "instruction.md" not in seen
     finally:
         shutil.rmtree(directory)
+
+
+@route(
+    "host", "swap a directory for a link while its workspace is forked", "the link is copied, never what it leads to"
+)
+@pytest.mark.plain
+def test_a_directory_that_becomes_a_link_while_it_is_copied(victim: Path, tmp_path: Path) -> None:
+    source, over = tmp_path / "source", threading.Event()
+    (source / "data").mkdir(parents=True)
+
+    def swap() -> None:
+        while not over.is_set():
+            (source / "data").rename(source / "aside")
+            (source / "data").symlink_to(victim)
+            (source / "data").unlink()
+            (source / "aside").rename(source / "data")
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        for number in range(300):
+            target = tmp_path / str(number)
+            copy_tree(source, target)
+            found = [path for path in target.rglob("*") if path.is_file() and not path.parent.is_symlink()]
+            assert found == []
+    finally:
+        over.set()
+        thread.join()
 
 
 @route("host", "a mount names the task's or pier's own directory", "refused")

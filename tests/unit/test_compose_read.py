@@ -10,7 +10,7 @@ from pier.errors import TaskError
 from pier.image.model import Image, ImageConfig
 from pier.sandbox.compose import Compose, Health, Service, ServiceBuild, Volume
 from pier.sandbox.compose.read import read_compose
-from pier.sandbox.docker.compose.process import command_of, health_of, image_health
+from pier.sandbox.docker.services import command_of, health_of, image_health
 
 pytestmark = pytest.mark.plain
 

@@ -287,3 +287,14 @@ def test_readers_take_any_file(tmp_path: Path) -> None:
     )
     assert (found_job := read_job_analysis(tmp_path)) and found_job.causes[0].trials == ("a",)
     assert agreement([found, found]).rating == 1.0
+
+
+def test_odd_values_of_a_critic_are_kept_or_refused_and_never_raise() -> None:
+    schema = schema_of("critique", (), ())
+    for text in ('"\\ud800"', "[" * 400 + "]" * 400, '{"a": 1e400}', '"' + "x" * 100_000 + '"'):
+        found = check_output(
+            f'{{"rating": "good", "feedback": "f", "tags": ["t"], "more": {text}}}'.encode(), schema, {}
+        )
+        assert (found.value is None) == bool(found.problems)
+        if found.value is not None:
+            json.dumps(found.value).encode(errors="replace")

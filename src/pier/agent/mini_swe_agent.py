@@ -44,6 +44,8 @@ class MiniSweAgent(PackedAgent):
             "MSWEA_SILENT_STARTUP": "1",
             "MSWEA_COST_TRACKING": "ignore_errors",
             "MSWEA_GLOBAL_CONFIG_DIR": HOME,
+            # The gateway waits out faults that pass; ten attempts at a used-up budget would take seven minutes.
+            "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "3",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }
         if run.endpoint:

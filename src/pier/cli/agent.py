@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -121,7 +122,7 @@ def doctor(as_json: bool) -> None:
     from pier.agent.pack.store import check_packs
 
     findings = check_packs()
-    rows = [{"subject": f.subject, "ok": f.ok, "detail": f.detail, "fix": f.fix} for f in findings]
+    rows = [asdict(finding) for finding in findings]
     lines = [
         f"{'ok ' if f.ok else 'BAD'}  {f.subject}: {f.detail}{f'  (try: {f.fix})' if f.fix else ''}" for f in findings
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -22,7 +23,7 @@ def doctor(as_json: bool) -> None:
     found = asyncio.run(_examine())
     usable = any(_is_usable(rows) for rows in found.values())
     if as_json:
-        click.echo(json.dumps({name: [_as_json(one) for one in rows] for name, rows in found.items()}, indent=2))
+        click.echo(json.dumps({name: [asdict(one) for one in rows] for name, rows in found.items()}, indent=2))
     else:
         for name, rows in found.items():
             click.echo(name)
@@ -42,10 +43,6 @@ def _is_usable(rows: list[Finding]) -> bool:
     """A backend that tried to start a sandbox is as good as that went; of others everything must be well."""
     tried = [one.ok for one in rows if one.subject == "sandboxes"]
     return all(tried or [one.ok for one in rows])
-
-
-def _as_json(one: Finding) -> dict[str, object]:
-    return {"subject": one.subject, "ok": one.ok, "detail": one.detail, "fix": one.fix}
 
 
 async def _examine() -> dict[str, list[Finding]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from pier.cli.options import JOBS_DIR, JobPath, LimitsCommand
+from pier.cli.options import JOBS_DIR, JobPath, LimitsCommand, given_settings
 from pier.cli.run import run
 
 DIRECTORY = click.argument("directory", metavar="JOB", type=JobPath(), required=False)
@@ -223,12 +223,8 @@ def _how(flags: dict[str, Any]) -> tuple[dict[str, str], Any, int | None]:
 
 
 def _limits(flags: dict[str, Any]) -> dict[str, Any]:
-    named = {
-        "turns": flags["job_max_turns"],
-        "total_tokens": flags["job_max_tokens"],
-        "cost_usd": flags["job_max_cost"],
-    }
-    return {name: limit for name, limit in named.items() if limit is not None}
+    given = ((setting.key.partition("."), value) for setting, value in given_settings(flags))
+    return {name: value for (table, _, name), value in given if table == "budget"}
 
 
 def _exit(code: int) -> None:

@@ -28,6 +28,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "task": ("pier.cli.task:task", "Make, check and list tasks."),
     },
     "Read and review": {
+        "view": ("pier.cli.view:view", "Look at jobs, trials and trajectories in a browser."),
         "critique": ("pier.cli.review:critique", "Review finished trials with a fresh agent."),
         "analyze": ("pier.cli.review:analyze", "Find out why trials failed."),
         "summarize": ("pier.cli.review:summarize", "Summarize the failures of a workspace or job."),

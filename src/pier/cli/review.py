@@ -172,7 +172,7 @@ def critique_run(path: Path, prompt: str | None, rubrics: tuple[str, ...], name:
     """
     from pier.review.analyze import default_prompt
     from pier.review.order import ReviewPlan
-    from pier.review.publish import publish_critiques
+    from pier.review.publish import publish_critiques, refuse_foreign_run
     from pier.review.run import GOOD_MODEL, new_name, run_review, unfinished_run
 
     source, trials = _selected(path, _filter(flags, flags.pop("names")))
@@ -184,6 +184,8 @@ def critique_run(path: Path, prompt: str | None, rubrics: tuple[str, ...], name:
     )
     name = name or unfinished_run(source.root, text) or new_name()
     plan = ReviewPlan("critique", source.root, name, text, rubric, flags["asks"], overwrite)
+    if not overwrite:
+        refuse_foreign_run(source.root, name)
     plan.write_trials(trials)
     run = run_review(plan, config, env, show, model=GOOD_MODEL)
     names = publish_critiques(run, overwrite=overwrite)

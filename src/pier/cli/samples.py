@@ -34,7 +34,7 @@ def _known_format(ctx: click.Context, param: click.Parameter, value: str) -> str
     callback=_known_format,
     default="pier",
     show_default=True,
-    help="Output format: all fields (pier), messages for supervised fine-tuning (sft), or what a trainer loads.",
+    help="Output format: pier (all fields), sft (messages), or what a trainer loads: verl, trl, skyrl.",
 )
 @click.option(
     "--kind",

@@ -42,11 +42,14 @@ _CONTROL = re.compile(
 @click.option("--no-mount", is_flag=True, help="Keep the files inside; `pier stop` copies them back.")
 @click.option("--ports", multiple=True, metavar="[HOST:]PORT", help="Reach a port inside on 127.0.0.1; repeatable.")
 @click.option("--mounts-json", metavar="JSON", help="More mounts: '[\"./data:/data:ro\"]'.")
-@click.option("-e", "env", multiple=True, metavar="NAME=VALUE", help="Set a variable for every command; repeatable.")
+@click.option(
+    "-e", "--variable", "env", multiple=True, metavar="NAME=VALUE", help="Set a variable for every command; repeatable."
+)
 @click.option("--env-file", type=click.Path(dir_okay=False, path_type=Path), help="A file of NAME=VALUE lines.")
 @click.option("--skill", "skills", multiple=True, type=_directory, help="Give a skill to every agent; repeatable.")
 @click.option("-f", "--force", is_flag=True, help="Start in a directory that is not empty; its files stay.")
 @click.option("--env", "backend", metavar="BACKEND", help="Where the sandbox runs: local or docker.  [default: local]")
+@click.option("-y", "--yes", is_flag=True, help="Let the task have the variables of yours that it asks for.")
 @click.option("--direct", is_flag=True, help="Agents call their providers themselves, with the variables of -e.")
 @_json
 def start(task: str | None, as_json: bool, **options: Any) -> None:
@@ -113,6 +116,7 @@ def _start_order(task: str | None, options: dict[str, Any]) -> Any:
         env={**env, **_variables(options["env"])},
         skills=tuple(path.resolve() for path in options["skills"]),
         force=options["force"],
+        yes=options["yes"],
     )
 
 

@@ -55,7 +55,9 @@ def run_without_report(
     with open_for(config, env, check=lambda: _check(config, env)) as job:
         if again is not None:
             void(job, again)
-        interrupted = _run_owed(job, env, _progress(job, show))
+        interrupted = _run_owed(job, env, _progress(job, show), None)
+        if show is Show.FULL and (interrupted or job.stopped):
+            click.echo(f"{job.stopped or 'interrupted'}; the same command continues it", err=True)
         return job.directory, exit_code(job.ledger, graded=not config.verifier.disable, interrupted=interrupted)
 
 

@@ -283,13 +283,13 @@ def _print_log_line(line: str, *, as_json: bool) -> None:
 
 def print_comparison(views: Sequence[JobView], *, as_json: bool) -> None:
     """Print how the agents of jobs compare with the first of them."""
-    first, *rest = _sides(views)
+    first, *rest = comparison_sides(views)
     rewards = rewards_by_task(first.trials)
     found = [(side, compare(rewards, rewards_by_task(side.trials))) for side in rest]
-    differing = _config_differences(views)
+    differing = config_differences(views)
     if as_json:
-        others = [{**_side_data(side), "against_first": asdict(result)} for side, result in found]
-        data = {"first": _side_data(first), "others": others, "configuration": differing}
+        others = [{**side_data(side), "against_first": asdict(result)} for side, result in found]
+        data = {"first": side_data(first), "others": others, "configuration": differing}
         click.echo(json.dumps(data, indent=2))
         return
     shown = [(*_side_cells(side), _difference(result.difference, result.interval)) for side, result in found]
@@ -316,7 +316,7 @@ def print_comparison(views: Sequence[JobView], *, as_json: bool) -> None:
         )
 
 
-def _sides(views: Sequence[JobView]) -> list[ResultGroup]:
+def comparison_sides(views: Sequence[JobView]) -> list[ResultGroup]:
     """Each agent with its model, of each job, over all datasets; jobs with one agent go by their own names."""
     sides: list[ResultGroup] = []
     for view in views:
@@ -356,12 +356,12 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _side_data(side: ResultGroup) -> dict[str, Any]:
+def side_data(side: ResultGroup) -> dict[str, Any]:
     cost = {"known_usd": side.totals.cost.known, "trials_unknown": side.totals.cost.unknown}
     return {"name": side.key, "agent": side.agent, "model": side.model, **describe(side.summary), "cost": cost}
 
 
-def _config_differences(views: Sequence[JobView]) -> dict[str, list[Any]]:
+def config_differences(views: Sequence[JobView]) -> dict[str, list[Any]]:
     """The keys in which the configurations of jobs differ, with the value in each; None where it is not stated."""
     flat = [_flatten(view.config or {}) for view in views]
     keys = dict.fromkeys(key for each in flat for key in each if key.partition(".")[0] not in NOT_ASKED)

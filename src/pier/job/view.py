@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,6 +125,11 @@ class JobView:
             _planned=len(ledger.plan.trials),
             _ledger=ledger,
         )
+
+    @classmethod
+    def of_trials(cls, path: Path) -> JobView:
+        """A directory that holds trials and is not a job: a workspace's, or one that trials were copied to."""
+        return cls(directory=path, state="unfinished" if any(_trial_directories(path)) else "empty")
 
     @property
     def name(self) -> str:
@@ -409,8 +414,27 @@ def _foreign_rows(directory: Path) -> Iterator[TrialRow]:
         )
 
 
+def _trial_directories(directory: Path) -> Iterator[Path]:
+    with Tree(directory.resolve()) as tree:
+        names = [entry.path for entry in tree.listed() if entry.kind == "directory" and entry.path[0] != "."]
+    return (directory / name for name in names if _looks_like_trial(directory / name))
+
+
 def _foreign(path: Path) -> _Foreign | None:
-    """A trial of another program; None if the directory is not a trial's."""
+    """A trial of another program; None if the directory is not a trial's. A result is read again only if it changed."""
+    try:
+        status = (path / RESULT).lstat()
+    except OSError:
+        return _read_foreign(path)
+    return _known_foreign(path, status.st_ino, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=4096)
+def _known_foreign(path: Path, inode: int, changed: int, size: int) -> _Foreign | None:
+    return _read_foreign(path)
+
+
+def _read_foreign(path: Path) -> _Foreign | None:
     try:
         result = read_result(path)
     except JobError as error:

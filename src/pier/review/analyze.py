@@ -13,7 +13,7 @@ from pier.job.command import Show
 from pier.job.config import JobConfig
 from pier.review.order import ReviewPlan
 from pier.review.publish import count_causes, job_text, publish_analyses, publish_job_analysis
-from pier.review.read import read_analysis
+from pier.review.read import read_analysis, read_job_analysis
 from pier.review.rubric import ReviewRubric, load_prompt
 from pier.review.run import GOOD_MODEL, SMALL_MODEL, ReviewRun, new_name, run_review, unfinished_run
 from pier.review.source import Source, SourceTrial
@@ -67,7 +67,9 @@ def analyze(request: AnalysisRequest, given: JobConfig, env: Mapping[str, str], 
         failed = {r.name: r.error or "" for r in runs[0].reviews if r.name not in analyses}
     ordered = tuple(analyses[trial.name] for trial in request.trials if trial.name in analyses)
     job = None
-    if not request.source.single and ordered and not (runs and runs[0].code == 130):
+    if not owed and not request.source.single:
+        job = _known_job(root, ordered)
+    if job is None and not request.source.single and ordered and not (runs and runs[0].code == 130):
         job, run = _analyze_job(request, f"{name}-job", ordered, given, env, show)
         runs.append(run)
     costs = [run.cost_usd for run in runs]
@@ -87,6 +89,14 @@ def _known(trial: SourceTrial) -> dict[str, Any] | None:
         "findings": [finding.model_dump(exclude_none=True) for finding in found.findings],
         "pier": {"model": found.model, "cost_usd": found.cost_usd},
     }
+
+
+def _known_job(root: Path, analyses: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The analysis of the job that is there, if it is about the same trials."""
+    found = read_job_analysis(root)
+    if found is None or found.trials != {each["trial_name"] for each in analyses}:
+        return None
+    return {"job_summary": found.summary, "trials": list(analyses), "causes": count_causes(analyses), "pier": {}}
 
 
 def analyses_of(run: ReviewRun) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pier.beneath import remove
 from pier.errors import JobError, TaskError, UsageError
 from pier.files import is_plain_name, write
-from pier.job.directory import remove_job
+from pier.job.directory import explained, remove_job
 from pier.job.ledger import JOURNAL
 from pier.review.output import INPUT, OUTPUTS, Kind, Schema, schema_of
 from pier.review.rubric import ReviewRubric, fill_in, load_prompt
@@ -133,13 +133,15 @@ class ReviewPlan:
 
     def write_trials(self, trials: Iterable[SourceTrial]) -> None:
         """Make a task for each trial."""
-        self._begin()
-        for trial in trials:
-            self._write_trial(trial)
+        with explained(self.root):
+            self._begin()
+            for trial in trials:
+                self._write_trial(trial)
 
     def write_tasks(self, tasks: Iterable[Path]) -> dict[str, Path]:
         """Make a review for each task; their names, which are unique."""
-        self._begin()
+        with explained(self.root):
+            self._begin()
         names: dict[str, Path] = {}
         for path in tasks:
             name, number = path.name, 2

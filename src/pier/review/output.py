@@ -168,7 +168,10 @@ def check_output(data: bytes, schema: Schema, places: Mapping[str, Path]) -> Che
     ]
     if problems:
         return Checked(problems=tuple(problems[:_PROBLEMS]))
-    return Checked(output.model_dump(mode="json", by_alias=True, exclude_none=True))
+    try:
+        return Checked(output.model_dump(mode="json", by_alias=True, exclude_none=True))
+    except (ValueError, RecursionError) as error:
+        return Checked(problems=(f"it holds a value that cannot be kept: {error}",))
 
 
 @dataclass(slots=True)

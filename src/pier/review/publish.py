@@ -19,6 +19,7 @@ from typing import Any
 from uuid import UUID
 
 from pier.beneath import remove
+from pier.errors import JobError
 from pier.job.view import RESULT
 from pier.review.order import refuse_links
 from pier.review.run import Review, ReviewRun, by_critic
@@ -53,6 +54,18 @@ def publish_critiques(run: ReviewRun, *, overwrite: bool = False) -> list[str]:
                     _put_critique(tree, f"{place}/{review.name}", run, review, config)
             _put(tree, f"{place}/{RESULT}", _critique_result(run, name, reviews, config))
     return names
+
+
+def refuse_foreign_run(root: Path, run: str) -> None:
+    """Refuse to add to a run that another program made."""
+    with Tree(root) as tree:
+        config = _read(tree, f"{CRITIQUES}/{run}/config.json")
+    if config is not None and "pier" not in config:
+        raise JobError(
+            f"the run {run} was made by another program",
+            hint="choose another --name, or add --overwrite",
+            code="job-differs",
+        )
 
 
 def _put(tree: Tree, path: str, value: Any) -> None:
@@ -155,8 +168,6 @@ def _metadata(run: ReviewRun, review: Review, result: TrialResult | None) -> dic
 
 
 def _source_result(directory: Path) -> TrialResult | None:
-    from pier.errors import JobError
-
     try:
         return read_result(directory)
     except JobError:

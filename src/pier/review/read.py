@@ -180,6 +180,8 @@ class JobAnalysis:
     causes: tuple[CauseCount, ...] = ()
     model: str | None = None
     cost_usd: float | None = None
+    trials: frozenset[str] = frozenset()
+    """The trials that it is about."""
 
 
 def read_analysis(directory: Path) -> TrialAnalysis | None:
@@ -210,7 +212,15 @@ def read_job_analysis(root: Path) -> JobAnalysis | None:
         for row in (rows if isinstance(rows, list) else ())
         if isinstance(row, dict) and isinstance(row.get("count"), int) and isinstance(row.get("trials"), list)
     ]
-    return JobAnalysis(value["job_summary"], tuple(causes), _text(about.get("model")), _number(about.get("cost_usd")))
+    trials = value.get("trials")
+    names = (_text(_table(row).get("trial_name")) for row in (trials if isinstance(trials, list) else ()))
+    return JobAnalysis(
+        summary=value["job_summary"],
+        causes=tuple(causes),
+        model=_text(about.get("model")),
+        cost_usd=_number(about.get("cost_usd")),
+        trials=frozenset(name for name in names if name is not None),
+    )
 
 
 @dataclass(frozen=True, slots=True)

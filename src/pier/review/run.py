@@ -146,6 +146,10 @@ def run_review(plan: ReviewPlan, given: JobConfig, env: Mapping[str, str], show:
     config = review_config(given, plan, model)
     try:
         _, code = run_without_report(config, env, show, again=Wanted(kind="errored"))
+    except UsageError as error:
+        if plan.kind in ("check", "analysis") and error.code == "provider-key-missing":
+            error.hint = f"{error.hint}, or leave out the model: --no-model"
+        raise
     except JobError as error:
         if error.code != "job-differs":
             raise

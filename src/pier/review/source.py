@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from pier.errors import JobError, TaskError, UsageError
+from pier.home import private_directories
 from pier.job.outcome import Outcome
 from pier.job.view import JobView, TrialView
 from pier.task import load_task
@@ -175,6 +176,7 @@ def task_directory(result: TrialResult, root: Path) -> Path | None:
             task = load_task(base / path, verify=False)
         except (TaskError, OSError, ValueError):
             continue
-        if task.name == result.task_name:
+        private = any(task.path.is_relative_to(path.resolve()) for path in private_directories())
+        if task.name == result.task_name and not private:
             return task.path
     return None

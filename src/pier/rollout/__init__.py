@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pier.errors import AgentError, InfraError, SandboxError
+    from pier.gateway.policy import Policy, Replicas
     from pier.rollout.client import ClientConfig
     from pier.rollout.dataset import RolloutDataset
     from pier.rollout.env import CliAgentEnv
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "pier.errors": "AgentError InfraError SandboxError",
+    "pier.gateway.policy": "Policy Replicas",
     "pier.rollout.client": "ClientConfig",
     "pier.rollout.dataset": "RolloutDataset",
     "pier.rollout.env": "CliAgentEnv",
@@ -54,6 +56,8 @@ __all__ = [
     "Messages",
     "ModelError",
     "MultiTurnEnv",
+    "Policy",
+    "Replicas",
     "RolloutDataset",
     "Rubric",
     "RubricGroup",

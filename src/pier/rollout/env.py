@@ -16,6 +16,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from pier.agent.contract import PACK_PATH
+from pier.agent.pack.store import ensure_pack
+from pier.agent.registry import pack_spec
 from pier.errors import AgentError, ArgumentError, PierError, SandboxError, UsageError
 from pier.gateway.budget import Budget
 from pier.gateway.server import Gateway
@@ -32,11 +35,12 @@ from pier.rollout.sandboxes import BackgroundJob, SandboxClient
 from pier.rollout.state import AttributeDict, Messages, State
 from pier.rollout.turns import TurnLog, sampling_of
 from pier.sandbox import open_backend
-from pier.sandbox.contract import Backend, Limits, Listener, Sandbox, SandboxSpec
+from pier.sandbox.contract import Backend, Limits, Listener, Mount, Sandbox, SandboxSpec
 from pier.sandbox.opening import find_image
 from pier.trial.agent import provider_fault
 
 _GIGABYTE = 1 << 30
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _IDLE = "tail -f /dev/null"
 INSTRUCTION = "/task/instruction.md"
 """Where the agent finds what the row asks; `HARBOR_INSTRUCTION_PATH` says so."""
@@ -82,8 +86,9 @@ class CliAgentEnv(MultiTurnEnv):
     """Runs `run_command` in a sandbox for each row of the dataset. `backend` is `local`, `docker` or `module:Class`.
 
     While `post_sandbox_setup` runs, the sandbox may reach the internet (`setup_network`); the agent may not, unless
-    `network="public"` or a list of hosts says so. `interception_url` is for agents that must call the gateway from
-    outside: it listens on `interception_port` of this machine, and agents are given that URL.
+    `network="public"` or a list of hosts says so. `agent` is one that pier has packs of, such as `claude-code`: its
+    program is mounted and found by `run_command`, whatever the image. `interception_url` is for agents that must call
+    the gateway from outside: it listens on `interception_port` of this machine, and agents are given that URL.
     """
 
     grace_seconds = 30.0
@@ -116,6 +121,7 @@ class CliAgentEnv(MultiTurnEnv):
         backend_options: Mapping[str, str] | None = None,
         network: str | list[str] = "none",
         setup_network: str | list[str] = "public",
+        agent: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(max_turns=max_turns, timeout_seconds=timeout_seconds, **kwargs)
@@ -138,6 +144,7 @@ class CliAgentEnv(MultiTurnEnv):
         self.backend_options = dict(backend_options or {})
         self.network = network
         self.setup_network = setup_network
+        self.agent = agent
         self.sandbox_client = SandboxClient(lambda: self._services.backend)
         self._open: _Services | None = None
         self._users = 0
@@ -185,8 +192,11 @@ class CliAgentEnv(MultiTurnEnv):
         services, self._open = self._open, None
         for task in services.images.values() if services else ():
             task.cancel()
-        await self.sandbox_client.close()
-        await self._stack.aclose()
+        try:
+            await self.teardown()
+        finally:
+            await self.sandbox_client.close()
+            await self._stack.aclose()
 
     async def setup_state(self, state: State) -> State:
         await super().setup_state(state)
@@ -232,8 +242,13 @@ class CliAgentEnv(MultiTurnEnv):
         }
         try:
             limits = Limits(**{name: value for name, value in asked.items() if value and name in held})
+            image = await self._image(await self.get_docker_image(state))
+            mounts = await self._mounts()
+            if mounts:
+                env["PATH"] = f"{PACK_PATH}/bin:{env.get('PATH') or image.config.env.get('PATH') or _PATH}"
             spec = SandboxSpec(
-                image=await self._image(await self.get_docker_image(state)),
+                image=image,
+                mounts=mounts,
                 network=await self._policy(self.setup_network),
                 limits=limits.over(await services.backend.share()),
                 env=env,
@@ -256,6 +271,11 @@ class CliAgentEnv(MultiTurnEnv):
         except PierError:
             images.pop(reference, None)
             raise
+
+    async def _mounts(self) -> tuple[Mount, ...]:
+        """The pack of the agent, built now if it is not there yet."""
+        spec = pack_spec(self.agent) if self.agent is not None else None
+        return (Mount(PACK_PATH, (await ensure_pack(spec)).path),) if spec is not None else ()
 
     async def _policy(self, network: str | list[str]) -> NetworkPolicy:
         if isinstance(network, list | tuple):
@@ -467,10 +487,11 @@ def instruction_of(state: State) -> str | None:
 
 
 def _termination(state: State) -> str:
-    """One word for how the rollout ended."""
+    """How the rollout ended, in the word that samples of trials have for it too."""
     if state.get("timed_out"):
         return "timeout"
-    error = state.get("error")
-    if isinstance(error, PierError):
+    if isinstance(error := state.get("error"), PierError):
         return error.code
-    return state.get("stop_condition") or "unknown"
+    words = {"agent_completed": "completed", **{stop: reason for reason, stop in _REASONS.items()}}
+    stopped = state.get("stop_condition") or "unknown"
+    return words.get(stopped, stopped)

@@ -159,6 +159,12 @@ class RolloutEnvironment(ABC):
         for handler in marked(self, "cleanup"):
             await call_named(handler, {"state": state, "env": self, "task": state.get("task")})
 
+    async def teardown(self) -> None:
+        """Call the methods that are marked with `teardown`, once no rollout needs the environment."""
+        await self.rubric.teardown()
+        for handler in marked(self, "teardown"):
+            await call_named(handler, {})
+
     async def is_completed(self, state: State) -> bool:
         """Ask the stop conditions in order; the first that holds is `stop_condition`."""
         if state.get("is_completed"):

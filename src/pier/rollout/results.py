@@ -272,7 +272,7 @@ def origin_of(state: State) -> SampleOrigin:
     error, reward = state.get("error"), state.get("reward")
     metrics = {name: value for name, value in (state.get("metrics") or {}).items() if value is not None}
     return SampleOrigin(
-        recording=Path(),
+        recording=None,
         rollout=state.get("rollout_id", state["trajectory_id"]),
         group=f"example-{state['example_id']}",
         task=str(state.get("task")),

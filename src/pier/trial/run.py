@@ -148,8 +148,6 @@ class _Trial:
         with self.clock.phase("prepare"):
             agent = make_agent(spec.agent)
             network = self._plan_network(agent)
-            if spec.keep_sandbox:
-                self.record.warn("the sandbox is not kept: it ends with the trial")
         async with open_environment(
             spec.task,
             self.services,

@@ -133,7 +133,6 @@ class TrialSpec:
     job_id: str | None = None
     artifacts: tuple[Artifact, ...] = ()
     extra_instructions: tuple[str, ...] = ()
-    keep_sandbox: bool = False
     keep_state: bool = False
     """Keep what the agent left behind, so that it can be graded again (`pier.trial.collect`)."""
     secrets: tuple[str, ...] = ()

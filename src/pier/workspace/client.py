@@ -24,6 +24,8 @@ from pier.workspace.workspace import Workspace, is_served
 PROGRESS, SIGNAL = b"p", b"s"
 """The frames of a line about long work, and of a signal for a command."""
 LOG = "supervisor.log"
+HELD = 3
+"""The exit code of a supervisor that found another one."""
 _SECONDS = 60.0
 """How long a supervisor may take until it listens."""
 
@@ -49,7 +51,7 @@ def launch(workspace: Workspace) -> None:
         os.close(log)
     deadline = time.monotonic() + _SECONDS
     while not is_served(workspace.state):
-        if process.poll() is not None or time.monotonic() > deadline:
+        if process.poll() not in (None, HELD) or time.monotonic() > deadline:
             raise _failed(workspace)
         time.sleep(0.01)
     process.returncode = 0  # it is meant to outlive this process, which must not warn about that

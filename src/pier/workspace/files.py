@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pier.beneath import remove
+from pier.sandbox.tree.pack import pack_entry
+from pier.sandbox.tree.unpack import unpack
+from pier.tree import Tree
 from pier.workspace.workspace import PIER, TASK
 
 
@@ -32,6 +37,22 @@ def replace_tree(source: Path, target: Path) -> None:
             child.rename(aside / child.name)
     for name in fresh:
         (source / name).rename(target / name)
+
+
+def copy_tree(source: Path, target: Path, leave_out: Collection[str] = ()) -> None:
+    """Copy a tree that a sandbox may be changing meanwhile. No link is followed; sockets and pipes are left out, and so
+    are the paths `leave_out`."""
+    with Tree(source) as came, Tree(target, make=True) as made, ThreadPoolExecutor(1) as pool:
+        read, write = os.pipe2(os.O_CLOEXEC)
+        with open(read, "rb") as stream:
+            packing = pool.submit(_pack, came.fd, write, leave_out)
+            unpack(stream, made.fd)
+        packing.result()
+
+
+def _pack(directory: int, out: int, leave_out: Collection[str]) -> None:
+    with open(out, "wb") as stream:
+        pack_entry(directory, ".", stream, leave_out=leave_out)
 
 
 def remove_tree(path: Path) -> None:

@@ -12,6 +12,7 @@ from pier.beneath import remove
 from pier.errors import WorkspaceError
 from pier.workspace.client import call, call_now, is_running
 from pier.workspace.diff import SEED, FileChange, changes_since_start
+from pier.workspace.files import copy_tree
 from pier.workspace.starting import StartOrder, start
 from pier.workspace.workspace import PIER, Workspace, enclosing, new_directory
 
@@ -43,12 +44,12 @@ async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Ca
                     child.rename(made.root / child.name)
                 files.rmdir()
         elif (workspace.pier / STATE).is_dir():
-            await asyncio.to_thread(_copy, workspace.pier / STATE, made.pier / STATE)
+            await asyncio.to_thread(copy_tree, workspace.pier / STATE, made.pier / STATE)
         if not running or workspace.config.mounted:
-            await asyncio.to_thread(_copy, workspace.root, made.root, (PIER,))
+            await asyncio.to_thread(copy_tree, workspace.root, made.root, (PIER,))
         for name in (SEED, "agent"):
             if (workspace.pier / name).is_dir():
-                await asyncio.to_thread(_copy, workspace.pier / name, made.pier / name)
+                await asyncio.to_thread(copy_tree, workspace.pier / name, made.pier / name)
         if (workspace.pier / PLACED).is_file():
             shutil.copy2(workspace.pier / PLACED, made.pier / PLACED)
         made.save()
@@ -58,21 +59,6 @@ async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Ca
         raise
     found, _ = await start(StartOrder(directory=made.root), say)
     return found
-
-
-def _copy(source: Path, target: Path, leave_out: Sequence[str] = ()) -> None:
-    """Copy a tree with its links as they are; sockets and pipes are left out."""
-
-    def ignored(directory: str, names: list[str]) -> set[str]:
-        here = Path(directory)
-        special = {
-            name
-            for name in names
-            if not ((here / name).is_symlink() or (here / name).is_dir() or (here / name).is_file())
-        }
-        return special | (set(names) & set(leave_out) if here == source else set())
-
-    shutil.copytree(source, target, symlinks=True, ignore=ignored, dirs_exist_ok=True)
 
 
 def workspace_changes(workspace: Workspace) -> list[FileChange]:

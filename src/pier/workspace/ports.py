@@ -9,9 +9,25 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from pier.errors import SandboxError, UsageError, WorkspaceError
-from pier.sandbox.contract import Sandbox
+from pier.sandbox.contract import Process, Sandbox
 
 _CHUNK = 1 << 16
+_RELAY = """\
+for tool in nc socat python3; do command -v $tool >/dev/null && break; done
+case $tool in
+nc) exec nc 127.0.0.1 "$1" ;;
+socat) exec socat - "TCP:127.0.0.1:$1" ;;
+esac
+exec python3 -c 'import os, socket, sys, threading
+peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+def send():
+    while data := os.read(0, 65536): peer.sendall(data)
+    peer.shutdown(socket.SHUT_WR)
+threading.Thread(target=send, daemon=True).start()
+while data := peer.recv(65536): os.write(1, data)
+' "$1"
+"""
+"""Connects its streams to a port, with what the image has."""
 
 
 def parse_port(text: str) -> tuple[int, int]:
@@ -46,7 +62,13 @@ async def forward_ports(sandbox: Sandbox, ports: Sequence[str]) -> AsyncIterator
 async def _serve(sandbox: Sandbox, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     try:
         inside = await asyncio.open_connection(sock=await sandbox.dial(port))
-    except (OSError, SandboxError):
+    except SandboxError as error:
+        if error.code == "cannot_dial":
+            with contextlib.suppress(OSError, SandboxError):
+                await _relay(sandbox, port, reader, writer)
+        writer.transport.abort()
+        return
+    except OSError:
         writer.transport.abort()
         return
     try:
@@ -54,6 +76,30 @@ async def _serve(sandbox: Sandbox, port: int, reader: asyncio.StreamReader, writ
     finally:
         inside[1].close()
         writer.close()
+
+
+async def _relay(sandbox: Sandbox, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """One connection over the streams of a program inside, where pier cannot connect itself."""
+
+    async def answer(stream: str, data: bytes) -> None:
+        if stream == "stdout":
+            writer.write(data)
+            await writer.drain()
+
+    async def ask(process: Process) -> None:
+        while data := await reader.read(_CHUNK):
+            await process.write(data)
+        await process.close_stdin()
+
+    command = ["/bin/sh", "-c", _RELAY, "sh", str(port)]
+    async with await sandbox.spawn(command, cwd="/", stdin=True, on_output=answer) as process:
+        asking = asyncio.create_task(ask(process))
+        try:
+            await process.wait()
+        finally:
+            asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError, OSError):
+                await asking
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -49,6 +49,8 @@ class StartOrder:
     env: Mapping[str, str] = field(default_factory=dict)
     skills: tuple[Path, ...] = ()
     force: bool = False
+    yes: bool = False
+    """Whether the task may have the variables of this machine that it asks for."""
 
     @property
     def is_new(self) -> bool:
@@ -137,6 +139,8 @@ async def _create(order: StartOrder, say: Say) -> Workspace:
     root = _directory(order, task)
     _check_names(order)
     _check_place(root, order, task)
+    if task is not None and not order.host:
+        _ask_consent(order, task)
     made = not root.exists()
     root.mkdir(parents=True, exist_ok=True)
     config = WorkspaceConfig(
@@ -167,6 +171,16 @@ async def _create(order: StartOrder, say: Say) -> Workspace:
         _undo(workspace, made)
         raise
     return workspace
+
+
+def _ask_consent(order: StartOrder, task: Task) -> None:
+    """Variables of this machine go into a sandbox only if the user gave them with -e, or agrees."""
+    from pier.job.plan import Consent
+
+    consent = Consent({**os.environ, **order.env}, given=order.yes)
+    consent.note(task)
+    if not consent.values.get(str(task.path), {}).keys() <= order.env.keys():
+        consent.ask()
 
 
 def _undo(workspace: Workspace, made: bool) -> None:

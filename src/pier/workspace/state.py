@@ -2,17 +2,19 @@
 
 The image's own tar does it in one go. Images without one that can (busybox, none at all) have each path copied by pier.
 
-    <directory>/...                  as `pier.trial.collect` keeps the state of a trial
-    <directory>/paths/<number>.tar   else: one archive for each path that changed
-    <directory>/paths.json           else: the paths in the same order, and those that were removed; written last
+    <directory>/...              as `pier.trial.collect` keeps the state of a trial
+    <directory>/changed.tar      else: every path that changed
+    <directory>/paths.json       else: the paths that were removed; written last
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import tarfile
+import tempfile
 from collections.abc import AsyncIterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from pier.errors import SandboxError
 from pier.files import write_json
@@ -21,8 +23,7 @@ from pier.trial.collect import has_state, keep_state, restore_state
 from pier.verifier.changes import TESTS, VERIFIER_LOGS
 from pier.workspace.files import remove_tree
 
-_INDEX, _PATHS = "paths.json", "paths"
-_AT_ONCE = 16
+_INDEX, _CHANGED = "paths.json", "changed.tar"
 _CHUNK = 1 << 20
 _NOT_KEPT = (TESTS, VERIFIER_LOGS)
 
@@ -50,14 +51,9 @@ async def restore(sandbox: Sandbox, directory: Path) -> None:
     if has_state(directory):
         await restore_state(sandbox, directory)
         return
-    index = json.loads((directory / _INDEX).read_text())
-    for path in index["removed"]:
+    for path in json.loads((directory / _INDEX).read_text()):
         await sandbox.remove(path)
-    for number, path in enumerate(index["kept"]):
-        if not path:
-            continue
-        await sandbox.remove(path)
-        await sandbox.put_tar(_chunks(directory / _PATHS / f"{number}.tar"), str(PurePosixPath(path).parent))
+    await sandbox.put_tar(_chunks(directory / _CHANGED), "/")
 
 
 async def _keep_paths(sandbox: Sandbox, directory: Path) -> None:
@@ -66,24 +62,29 @@ async def _keep_paths(sandbox: Sandbox, directory: Path) -> None:
     changes = await sandbox.changes()
     if changes is None:
         raise SandboxError("this backend cannot list what changed", code="no_state", blame="user", retryable=False)
-    kept = [change.path for change in changes if change.kind != "removed" and not _left_out(change.path)]
-    (directory / _PATHS).mkdir(parents=True)
-    limit = asyncio.Semaphore(_AT_ONCE)
-    missing: set[str] = set()
-
-    async def save(number: int, path: str) -> None:
-        async with limit:
-            try:
-                with (directory / _PATHS / f"{number}.tar").open("wb") as stream:
-                    async for chunk in sandbox.get_tar(path):
-                        stream.write(chunk)
-            except FileNotFoundError:
-                missing.add(path)
-
-    await asyncio.gather(*(save(number, path) for number, path in enumerate(kept)))
-    present = [path if path not in missing else "" for path in kept]
+    directory.mkdir(parents=True)
+    with tarfile.open(directory / _CHANGED, "w", format=tarfile.PAX_FORMAT) as archive:
+        for change in changes:
+            if change.kind != "removed" and not _left_out(change.path):
+                await _add(archive, sandbox, change.path)
     removed = [change.path for change in changes if change.kind == "removed"]
-    write_json(directory / _INDEX, {"kept": present, "removed": removed}, durable=False)
+    write_json(directory / _INDEX, removed, durable=False)
+
+
+async def _add(archive: tarfile.TarFile, sandbox: Sandbox, path: str) -> None:
+    """Add one path to an archive; what is gone or no regular file meanwhile is left out."""
+    with tempfile.SpooledTemporaryFile(_CHUNK) as stream:
+        try:
+            async for chunk in sandbox.get_tar(path):
+                stream.write(chunk)
+        except FileNotFoundError:
+            return
+        stream.seek(0)
+        with tarfile.open(fileobj=stream) as one:
+            for entry in one:
+                if entry.name == ".":
+                    entry.name, entry.pax_headers = path.lstrip("/"), {}
+                    archive.addfile(entry, one.extractfile(entry) if entry.isfile() else None)
 
 
 def _left_out(path: str) -> bool:

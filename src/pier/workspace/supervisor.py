@@ -23,7 +23,7 @@ from pier.errors import PierError, SandboxError, StorageError
 from pier.files import locked
 from pier.sandbox import remote
 from pier.workspace.background import Background
-from pier.workspace.client import PROGRESS, error_fields
+from pier.workspace.client import HELD, PROGRESS, error_fields
 from pier.workspace.commands import run_command
 from pier.workspace.files import remove_tree
 from pier.workspace.live import STATE, LiveWorkspace, open_live
@@ -249,7 +249,7 @@ def main(root: str) -> int:
     with locked(workspace.state / "lock", wait=False) as mine:
         if not mine:
             sys.stderr.write("another process holds this workspace\n")
-            return 1
+            return HELD
         return asyncio.run(Supervisor(workspace).run())
 
 

@@ -31,7 +31,6 @@ from pier.sandbox.contract import Backend, BuildOrder, Capabilities, Change, Fin
 from pier.sandbox.docker.box import IMAGE_MISSING, KIND, LABEL, ContainerBox, remove
 from pier.sandbox.docker.building import build_there
 from pier.sandbox.docker.client import SPACE_HINT, connect, engine_error
-from pier.sandbox.docker.compose.services import start_services
 from pier.sandbox.docker.config import attendant_plan, container_config
 from pier.sandbox.docker.engine import Engine
 from pier.sandbox.docker.entering import FAR_SOCKET
@@ -39,6 +38,7 @@ from pier.sandbox.docker.group import CONTAINER_ENDED
 from pier.sandbox.docker.helper_box import HELPER, remove_idle
 from pier.sandbox.docker.images import REPOSITORY
 from pier.sandbox.docker.sandbox import DockerSandbox
+from pier.sandbox.docker.services import start_services
 from pier.sandbox.docker.volumes import VOLUME, TrialVolumes, remove_volume
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.sandbox.linux.zygotes import NO_SANDBOXES

@@ -1,1 +1,0 @@
-"""Tasks of several services, as containers on private networks of pier's own."""

@@ -1,0 +1,102 @@
+"""Charts as plain data for SVG: places in a drawing of fixed size, with round ticks. The numbers are those of
+`pier.job`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pier.job.figures import Spread, spread
+
+WIDTH, HEIGHT = 460, 240
+LEFT, RIGHT, TOP, BOTTOM = 52, 16, 14, 40
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Maps values to places between `start` and `stop`."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+
+    def __call__(self, value: float) -> float:
+        span = self.high - self.low
+        share = (value - self.low) / span if span else 0.5
+        return round(self.start + share * (self.stop - self.start), 1)
+
+    def ticks(self, count: int = 5) -> list[float]:
+        """Round values, about `count` of them."""
+        span = self.high - self.low
+        if span <= 0 or not math.isfinite(span):
+            return [self.low]
+        raw = span / count
+        unit = 10 ** math.floor(math.log10(raw))
+        step = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= raw * 0.999)
+        first = math.ceil(self.low / step - 1e-9)
+        return [round(step * n, 12) for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def _frame(x: Scale, y: Scale, x_label: str, y_label: str) -> dict[str, Any]:
+    return {
+        "width": WIDTH,
+        "height": HEIGHT,
+        "left": LEFT,
+        "right": WIDTH - RIGHT,
+        "top": TOP,
+        "bottom": HEIGHT - BOTTOM,
+        "x_ticks": [{"at": x(value), "value": value} for value in x.ticks()],
+        "y_ticks": [{"at": y(value), "value": value} for value in y.ticks(4)],
+        "x_label": x_label,
+        "y_label": y_label,
+    }
+
+
+def cost_against_score(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """One point for each agent and model: what a trial cost on average, and its mean reward with the interval."""
+    points: list[dict[str, Any]] = []
+    for number, group in enumerate(groups):
+        cost, done = group["cost"], group["n_done"]
+        if group["main_mean"] is None or not done or cost["known"] is None or cost["unknown"]:
+            continue
+        found = group["main_interval"] or {"low": group["main_mean"], "high": group["main_mean"]}
+        point = {"cost": cost["known"] / done, "mean": group["main_mean"], "low": found["low"], "high": found["high"]}
+        points.append({**point, "label": _label(group), "series": number % 8})
+    if not points:
+        return None
+    top = max(1.0, *(point["high"] for point in points))
+    low = min(0.0, *(point["low"] for point in points))
+    x = Scale(0.0, max(point["cost"] for point in points) * 1.15 or 1.0, LEFT, WIDTH - RIGHT)
+    y = Scale(low, top, HEIGHT - BOTTOM, TOP)
+    for point in points:
+        point |= {"x": x(point["cost"]), "y": y(point["mean"]), "y1": y(point["low"]), "y2": y(point["high"])}
+    return {**_frame(x, y, "cost per trial ($)", "mean reward (95%)"), "points": points}
+
+
+def bars(values: Sequence[float], label: str) -> dict[str, Any] | None:
+    """How values are spread, as bars; None without values."""
+    found = spread(values)
+    return _bars(found, label) if found else None
+
+
+def _bars(found: Spread, label: str) -> dict[str, Any]:
+    span = found.high - found.low
+    edge = span / 2 if not span else 0.0
+    low, high = (found.low, found.high) if span else (found.low - (abs(found.low) or 1), found.high + (found.high or 1))
+    x = Scale(low, high, LEFT, WIDTH - RIGHT)
+    y = Scale(0.0, float(max(found.counts)), HEIGHT - BOTTOM, TOP)
+    width = span / len(found.counts) if span else (high - low) / 8
+    rects: list[dict[str, Any]] = []
+    for number, count in enumerate(found.counts):
+        start = found.low + number * width if span else found.low - width / 2
+        left, right = x(start + edge), x(start + width + edge)
+        rects.append({"x": left, "y": y(count), "width": max(right - left - 1, 1), "height": y(0) - y(count)})
+        rects[-1] |= {"count": count, "low": start, "high": start + width}
+    return {**_frame(x, y, label, "trials"), "bars": rects, "median": found.median, "p90": found.p90}
+
+
+def _label(group: Mapping[str, Any]) -> str:
+    return f"{group['agent']} {group['model']}" if group["model"] else str(group["agent"])

@@ -1,0 +1,461 @@
+"""A SQLite index of jobs and trials, so that a list of a hundred thousand trials opens at once.
+
+Job directories stay the truth: the file can be deleted at any time and is made again. A job is read again when its
+files have changed, and then only rows that differ are written. Numbers are those of `pier.job`, kept as they were
+computed. Transcripts are added to the full-text index when a search asks for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sqlite3
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pier.home import pier_home
+from pier.job.figures import FAILURES, GridCell, grid, main_interval, main_summary, standing_of
+from pier.job.results import Totals, describe, main_reward
+from pier.job.view import JobView, ResultGroup, TrialRow
+from pier.view.library import Library, NotFoundError
+
+_VERSION = 1
+_SCHEMA = """
+CREATE TABLE jobs (id INTEGER PRIMARY KEY, name TEXT UNIQUE, stamp TEXT, state TEXT, created TEXT, n INTEGER,
+    mean REAL, cost REAL, errors INTEGER, version INTEGER, data TEXT);
+CREATE TABLE trials (job INTEGER, place INTEGER, name TEXT, task TEXT, dataset TEXT, agent TEXT, model TEXT,
+    attempt INTEGER, standing TEXT, reward REAL, rewards TEXT, cost REAL, tokens_in INTEGER, tokens_cached INTEGER,
+    tokens_out INTEGER, seconds REAL, blame TEXT, fault TEXT, message TEXT, PRIMARY KEY (job, place)) WITHOUT ROWID;
+CREATE INDEX trial_names ON trials (job, name);
+CREATE TABLE cells (job INTEGER, place INTEGER, task TEXT, dataset TEXT, agent TEXT, model TEXT, mean REAL, cost REAL,
+    seconds REAL, errors INTEGER, data TEXT, PRIMARY KEY (job, place)) WITHOUT ROWID;
+CREATE TABLE maps (path TEXT PRIMARY KEY, stamp TEXT, map TEXT, outline TEXT);
+CREATE TABLE read_texts (job TEXT, trial TEXT, stamp TEXT, PRIMARY KEY (job, trial)) WITHOUT ROWID;
+CREATE VIRTUAL TABLE texts USING fts5(text, job UNINDEXED, trial UNINDEXED, step UNINDEXED);
+"""
+_TRIAL = (
+    "job, place, name, task, dataset, agent, model, attempt, standing, reward, rewards, cost, tokens_in, "
+    "tokens_cached, tokens_out, seconds, blame, fault, message"
+)
+_CELL = "job, place, task, dataset, agent, model, mean, cost, seconds, errors, data"
+_SORTS = {
+    "name": "name",
+    "task": "task",
+    "agent": "agent",
+    "model": "model",
+    "attempt": "attempt",
+    "reward": "reward",
+    "cost": "cost",
+    "time": "seconds",
+    "tokens": "tokens_in + coalesce(tokens_out, 0)",
+    "status": "standing",
+}
+_JOB_SORTS = {"name": "name", "state": "state", "created": "created", "trials": "n", "mean": "mean", "cost": "cost"}
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TrialSearch:
+    """Which trials of a job are listed, and in which order; a `-` before the name of the order turns it round."""
+
+    query: str = ""
+    standing: str = ""
+    blame: str = ""
+    task: str = ""
+    agent: str = ""
+    model: str = ""
+    sort: str = ""
+
+    def where(self) -> tuple[str, list[Any]]:
+        clauses, values = ["job = ?"], list[Any]()
+        if self.query:
+            clauses.append("(name LIKE ? ESCAPE '\\' OR task LIKE ? ESCAPE '\\' OR message LIKE ? ESCAPE '\\')")
+            values += [_like(self.query)] * 3
+        if self.standing == "failures":
+            clauses.append(f"standing IN ({', '.join('?' * len(FAILURES))})")
+            values += FAILURES
+        elif self.standing:
+            clauses.append("standing = ?")
+            values.append(self.standing)
+        for column in ("blame", "task", "agent", "model"):
+            if wanted := getattr(self, column):
+                clauses.append(f"coalesce({column}, '-') = ?")
+                values.append(wanted)
+        return " AND ".join(clauses), values
+
+    def order(self) -> str:
+        column = _SORTS.get(self.sort.lstrip("-"))
+        if column is None:
+            return "place"
+        return f"{column} IS NULL, {column} {'DESC' if self.sort[0] == '-' else 'ASC'}, place"
+
+
+def _like(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+    return f"%{escaped}%"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One place in a transcript that a search found."""
+
+    job: str
+    trial: str
+    step: int
+    text: str
+
+
+@dataclass(slots=True)
+class Index:
+    """The index of one library. Safe to use from several threads; one of them refreshes at a time."""
+
+    library: Library
+    path: Path
+    version: int = 0
+    """Counts up when anything has changed."""
+    _local: threading.local = field(default_factory=threading.local)
+    _refreshing: threading.Lock = field(default_factory=threading.Lock)
+    _connections: list[sqlite3.Connection] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, library: Library) -> Index:
+        """The index below pier's home, or in a temporary directory if that cannot be written."""
+        name = hashlib.sha256(f"{library.root}\0{library.names}\0{library.trial_name}".encode()).hexdigest()[:16]
+        try:
+            directory = pier_home() / "view"
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            index = cls(library, directory / f"{name}.sqlite")
+            index._prepare()
+        except (OSError, sqlite3.OperationalError):
+            index = cls(library, Path(tempfile.mkdtemp(prefix="pier-view-")) / f"{name}.sqlite")
+            index._prepare()
+        return index
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
+        self._local = threading.local()
+
+    def _prepare(self) -> None:
+        try:
+            with self.connect() as db:
+                known = db.execute("PRAGMA user_version").fetchone()[0]
+        except sqlite3.DatabaseError:
+            known = -1
+        if known == _VERSION:
+            return
+        self.close()
+        for suffix in ("", "-wal", "-shm"):
+            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+        with self.connect() as db:
+            db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+
+    @contextmanager
+    def connect(self) -> Iterator[sqlite3.Connection]:
+        """This thread's connection, in one transaction."""
+        found: sqlite3.Connection | None = getattr(self._local, "db", None)
+        if found is None:
+            found = sqlite3.connect(self.path, timeout=30, check_same_thread=False)
+            found.row_factory = sqlite3.Row
+            found.execute("PRAGMA journal_mode = WAL")
+            found.execute("PRAGMA synchronous = OFF")
+            self._local.db = found
+            self._connections.append(found)
+        with found:
+            yield found
+
+    def refresh(self, progress: Progress = lambda _: None, only: str | None = None) -> bool:
+        """Read what has changed since the last time; whether anything had. `progress` gets the number of trials read
+        so far. Does nothing while another thread refreshes."""
+        if not self._refreshing.acquire(blocking=only is None):
+            return False
+        try:
+            return self._refresh(progress, only)
+        finally:
+            self._refreshing.release()
+
+    def _refresh(self, progress: Progress, only: str | None) -> bool:
+        names = self.library.job_names()
+        with self.connect() as db:
+            known = {row["name"]: row for row in db.execute("SELECT id, name, stamp, state FROM jobs")}
+        changed, count = False, 0
+        for name in names if only is None else [name for name in names if name == only]:
+            row = known.get(name)
+            stamp = self.library.stamp(name, deep=row is None or row["state"] not in ("done", "broken"))
+            if row is not None and row["stamp"] == stamp:
+                continue
+            try:
+                view = self.library.job(name)
+            except NotFoundError:
+                continue
+            if view.state == "empty" and self.library.file is None:
+                continue
+            count += self._write(name, stamp, view)
+            changed = True
+            progress(count)
+        if only is None and (gone := known.keys() - set(names)):
+            changed = True
+            self._forget(known[name]["id"] for name in gone)
+        self.version += changed
+        return changed
+
+    def _forget(self, ids: Iterable[int]) -> None:
+        with self.connect() as db:
+            for each in ids:
+                for table, column in (("jobs", "id"), ("trials", "job"), ("cells", "job")):
+                    db.execute(f"DELETE FROM {table} WHERE {column} = ?", (each,))
+
+    def _write(self, name: str, stamp: str, view: JobView) -> int:
+        rows = list(self._rows(view))
+        data = job_data(name, view, rows)
+        if not view.is_ours:
+            stamp = self.library.stamp(name, deep=view.state not in ("done", "broken"))
+        values = (stamp, view.state, view.created_at, data["n_trials"], data["mean"], data["cost"]["known"])
+        with self.connect() as db:
+            db.execute(
+                "INSERT INTO jobs (name, version) VALUES (?, 0) ON CONFLICT (name) DO UPDATE SET version = version + 1",
+                (name,),
+            )
+            (job,) = db.execute("SELECT id FROM jobs WHERE name = ?", (name,)).fetchone()
+            db.execute(
+                "UPDATE jobs SET stamp = ?, state = ?, created = ?, n = ?, mean = ?, cost = ?, errors = ?, data = ? "
+                "WHERE id = ?",
+                (*values, sum(data["errors"].values()), json.dumps(data), job),
+            )
+            _replace(db, "trials", _TRIAL, job, [_trial_values(job, place, row) for place, row in enumerate(rows)])
+            _replace(db, "cells", _CELL, job, [_cell_values(job, place, c) for place, c in enumerate(grid(rows))])
+        return len(rows)
+
+    def _rows(self, view: JobView) -> Iterable[TrialRow]:
+        if self.library.file is not None:
+            name = self.library.trial_name or ""
+            return [TrialRow(name, name, "", "unknown", None, 1, "done")]
+        if self.library.only:
+            return [row for row in view.trials if row.name == self.library.trial_name]
+        return view.trials
+
+    def jobs(self, query: str = "", sort: str = "") -> list[dict[str, Any]]:
+        """All jobs, newest first unless another order is asked for."""
+        column = _JOB_SORTS.get(sort.lstrip("-"), "created")
+        down = sort[:1] == "-" or not sort
+        with self.connect() as db:
+            rows = db.execute(
+                f"SELECT data FROM jobs WHERE name LIKE ? ESCAPE '\\' "
+                f"ORDER BY {column} IS NULL, {column} {'DESC' if down else 'ASC'}, name",
+                (_like(query),),
+            )
+            return [json.loads(row["data"]) for row in rows]
+
+    def job(self, name: str) -> dict[str, Any]:
+        """The numbers of a job; `NotFoundError` if it is not in the index."""
+        with self.connect() as db:
+            row = db.execute("SELECT id, version, data FROM jobs WHERE name = ?", (name,)).fetchone()
+        if row is None:
+            raise NotFoundError(f"{self.library.root} has no job {name}")
+        return {**json.loads(row["data"]), "id": row["id"], "version": row["version"]}
+
+    def trials(self, job: int, wanted: TrialSearch, start: int, count: int) -> tuple[list[dict[str, Any]], int]:
+        """Some trials of a job, and how many there are in all."""
+        where, values = wanted.where()
+        with self.connect() as db:
+            (total,) = db.execute(f"SELECT count(*) FROM trials WHERE {where}", (job, *values)).fetchone()
+            rows = db.execute(
+                f"SELECT {_TRIAL} FROM trials WHERE {where} ORDER BY {wanted.order()} LIMIT ? OFFSET ?",
+                (job, *values, count, start),
+            )
+            return [_trial_data(row) for row in rows], total
+
+    def trial(self, job: int, name: str) -> dict[str, Any] | None:
+        with self.connect() as db:
+            row = db.execute(f"SELECT {_TRIAL} FROM trials WHERE job = ? AND name = ?", (job, name)).fetchone()
+        return _trial_data(row) if row else None
+
+    def neighbours(self, job: int, place: int) -> dict[str, str | None]:
+        """The names of the trials before and after one: `previous`, `next`, `previous_failed`, `next_failed`."""
+        failed = f"AND standing IN ({', '.join(repr(each) for each in FAILURES)})"
+        found: dict[str, str | None] = {}
+        with self.connect() as db:
+            for label, more in (("", ""), ("_failed", failed)):
+                for name, sign, order in (("previous", "<", "DESC"), ("next", ">", "ASC")):
+                    row = db.execute(
+                        f"SELECT name FROM trials WHERE job = ? AND place {sign} ? {more} "
+                        f"ORDER BY place {order} LIMIT 1",
+                        (job, place),
+                    ).fetchone()
+                    found[name + label] = row["name"] if row else None
+        return found
+
+    def cells(
+        self, job: int, query: str, sort: str, start: int, count: int
+    ) -> tuple[list[tuple[str, str, list[dict[str, Any]]]], int]:
+        """The rows of a grid: a task, its dataset, and a cell for each agent that has one; and how many rows."""
+        column = {"mean": "avg(mean)", "cost": "sum(cost)", "time": "avg(seconds)", "errors": "sum(errors)"}.get(
+            sort.lstrip("-")
+        )
+        order = f"{column} IS NULL, {column} {'DESC' if sort[:1] == '-' else 'ASC'}, " if column else ""
+        with self.connect() as db:
+            values = (job, _like(query))
+            groups = "FROM cells WHERE job = ? AND task LIKE ? ESCAPE '\\' GROUP BY task, dataset"
+            (total,) = db.execute(f"SELECT count(*) FROM (SELECT 1 {groups})", values).fetchone()
+            tasks = db.execute(
+                f"SELECT task, dataset {groups} ORDER BY {order}task LIMIT ? OFFSET ?", (*values, count, start)
+            ).fetchall()
+            found: dict[tuple[str, str], list[dict[str, Any]]] = {(row["task"], row["dataset"]): [] for row in tasks}
+            names = [*{task for task, _ in found}]
+            for part in range(0, len(names), 500):
+                some = names[part : part + 500]
+                marks = ", ".join("?" * len(some))
+                for row in db.execute(
+                    f"SELECT task, dataset, data FROM cells WHERE job = ? AND task IN ({marks})", (job, *some)
+                ):
+                    if (row["task"], row["dataset"]) in found:
+                        found[row["task"], row["dataset"]].append(json.loads(row["data"]))
+        return [(task, dataset, cells) for (task, dataset), cells in found.items()], total
+
+    def columns(self, job: int, names: Sequence[str]) -> list[tuple[Any, ...]]:
+        """Some columns of all trials of a job that ended, for charts."""
+        allowed = [name for name in names if name in _TRIAL.split(", ")]
+        with self.connect() as db:
+            rows = db.execute(f"SELECT {', '.join(allowed)} FROM trials WHERE job = ?", (job,))
+            return [tuple(row) for row in rows]
+
+    def trial_map(self, path: Path, stamp: str) -> tuple[str | None, str | None]:
+        """What was kept about a trajectory file: the map of it and its outline."""
+        with self.connect() as db:
+            row = db.execute(
+                "SELECT map, outline FROM maps WHERE path = ? AND stamp = ?", (str(path), stamp)
+            ).fetchone()
+        return (row["map"], row["outline"]) if row else (None, None)
+
+    def keep_map(self, path: Path, stamp: str, found: str, outline: str | None) -> None:
+        with self.connect() as db:
+            db.execute("INSERT OR REPLACE INTO maps VALUES (?, ?, ?, ?)", (str(path), stamp, found, outline))
+
+    def texts_stamp(self, job: str, trial: str) -> str | None:
+        with self.connect() as db:
+            row = db.execute("SELECT stamp FROM read_texts WHERE job = ? AND trial = ?", (job, trial)).fetchone()
+        return row["stamp"] if row else None
+
+    def keep_texts(self, job: str, trial: str, stamp: str, texts: Iterable[tuple[int, str]]) -> None:
+        """Replace what the full-text index has of a trial."""
+        with self.connect() as db:
+            if db.execute("SELECT 1 FROM read_texts WHERE job = ? AND trial = ?", (job, trial)).fetchone():
+                db.execute("DELETE FROM texts WHERE job = ? AND trial = ?", (job, trial))
+            db.execute("INSERT OR REPLACE INTO read_texts VALUES (?, ?, ?)", (job, trial, stamp))
+            db.executemany("INSERT INTO texts VALUES (?, ?, ?, ?)", ((text, job, trial, step) for step, text in texts))
+
+    def search(self, query: str, job: str | None, count: int = 200) -> list[Found]:
+        """Where all words of a query occur in transcripts, best first."""
+        words = " ".join('"' + word.replace('"', '""') + '"' for word in query.split())
+        if not words:
+            return []
+        more, values = (" AND job = ?", [job]) if job else ("", [])
+        with self.connect() as db, contextlib.suppress(sqlite3.OperationalError):
+            rows = db.execute(
+                "SELECT job, trial, step, snippet(texts, 0, '\ue000', '\ue001', '…', 32) AS text FROM texts "
+                f"WHERE texts MATCH ?{more} ORDER BY rank LIMIT ?",
+                (words, *values, count),
+            )
+            return [Found(row["job"], row["trial"], row["step"], row["text"]) for row in rows]
+        return []
+
+
+def _replace(db: sqlite3.Connection, table: str, columns: str, job: int, rows: list[tuple[Any, ...]]) -> None:
+    """Make the rows of a job in a table equal to `rows`, writing only those that differ."""
+    known = {row["place"]: tuple(row) for row in db.execute(f"SELECT {columns} FROM {table} WHERE job = ?", (job,))}
+    marks = ", ".join("?" * len(columns.split(", ")))
+    differing = [row for row in rows if known.get(row[1]) != row]
+    db.executemany(f"INSERT OR REPLACE INTO {table} ({columns}) VALUES ({marks})", differing)
+    if len(known) > len(rows):
+        db.execute(f"DELETE FROM {table} WHERE job = ? AND place >= ?", (job, len(rows)))
+
+
+def _trial_values(job: int, place: int, row: TrialRow) -> tuple[Any, ...]:
+    outcome = row.outcome
+    fault = outcome.fault if outcome else None
+    rewards = outcome.rewards if outcome else None
+    tokens = outcome.tokens if outcome else (None, None, None)
+    message = fault.message[:500] if fault else row.problem
+    about = (row.name, row.task, row.dataset, row.agent, row.model, row.attempt, standing_of(row))
+    verdict = (main_reward(rewards), json.dumps(rewards) if rewards is not None else None)
+    used = (outcome.cost if outcome else None, *tokens, outcome.seconds if outcome else None)
+    return (job, place, *about, *verdict, *used, *((fault.blame, fault.type) if fault else (None, None)), message)
+
+
+def _cell_values(job: int, place: int, cell: GridCell) -> tuple[Any, ...]:
+    about = (job, place, cell.task, cell.dataset, cell.agent, cell.model)
+    return (*about, cell.mean, cell.cost, cell.seconds, sum(cell.errors.values()), json.dumps(asdict(cell)))
+
+
+def _trial_data(row: sqlite3.Row) -> dict[str, Any]:
+    found = dict(row)
+    found.pop("job")
+    return {**found, "rewards": json.loads(found["rewards"]) if found["rewards"] else None}
+
+
+def job_data(name: str, view: JobView, rows: Sequence[TrialRow]) -> dict[str, Any]:
+    """A job in numbers, as its page and the list of jobs show it."""
+    totals = view.totals if len(rows) == len(view.trials) else Totals.of(row.outcome for row in rows)
+    interval = main_interval(view) if rows else None
+    seconds = sum(row.outcome.seconds for row in rows if row.outcome)
+    return {
+        "name": name,
+        "directory": str(view.directory),
+        "state": view.state,
+        "created_at": view.created_at,
+        "finished_at": view.finished_at,
+        "owner": str(view.owner) if view.owner else None,
+        "problems": list(view.problems),
+        "n_trials": max(view.n_planned, len(rows)),
+        "n_done": totals.done,
+        "n_verdicts": totals.verdicts,
+        "n_running": sum(row.state == "running" for row in rows),
+        "n_retries": view.n_retries,
+        "n_tasks": len({row.task for row in rows}),
+        "mean": totals.mean.value,
+        "interval": asdict(interval) if interval else None,
+        "cost": {"known": totals.cost.known, "unknown": totals.cost.unknown, "text": str(totals.cost)},
+        "tokens": asdict(totals.tokens),
+        "trial_seconds": seconds,
+        "errors": dict(totals.errors),
+        "standings": _count(standing_of(row) for row in rows),
+        "groups": [_group_data(group) for group in view.groups],
+    }
+
+
+def _group_data(group: ResultGroup) -> dict[str, Any]:
+    mean, interval = main_summary(group.summary)
+    outcomes = [row.outcome for row in group.trials if row.outcome]
+    return {
+        "key": group.key,
+        "agent": group.agent,
+        "model": group.model,
+        "dataset": group.dataset,
+        "n_done": group.totals.done,
+        **describe(group.summary),
+        "main_mean": mean,
+        "main_interval": asdict(interval) if interval else None,
+        "cost": {
+            "known": group.totals.cost.known,
+            "unknown": group.totals.cost.unknown,
+            "text": str(group.totals.cost),
+        },
+        "tokens": asdict(group.totals.tokens),
+        "seconds": sum(each.seconds for each in outcomes) / len(outcomes) if outcomes else None,
+        "errors": dict(group.totals.errors),
+    }
+
+
+def _count(values: Iterable[str]) -> Mapping[str, int]:
+    found: dict[str, int] = {}
+    for value in values:
+        found[value] = found.get(value, 0) + 1
+    return found

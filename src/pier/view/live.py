@@ -1,0 +1,126 @@
+"""Keeps the index current while pages are open, and notifies open pages of what has changed.
+
+One task refreshes the index about once a second as long as pages were asked for lately. Each open page has a stream of
+server-sent events: `job` when its job or list has changed, `steps` with the number of steps of its trial.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from pier.errors import PierError
+from pier.view.index import Index
+from pier.view.pages import Pages
+
+_PAUSE = 1.0
+_IDLE = 30.0
+"""Seconds after the last request in which the index is still refreshed."""
+_FIRST = 1.0
+"""Seconds that the first page waits for the index."""
+_BEAT = 15.0
+
+
+@dataclass(slots=True)
+class IndexWatcher:
+    """Refreshes the index. `indexing` is how many trials the first reading has found so far, 0 afterwards."""
+
+    index: Index
+    indexing: int = 0
+    _asked: float = 0.0
+    _ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _open: int = 0
+
+    async def touch(self) -> None:
+        """Note that a page was asked for; the first one waits a little for the index."""
+        self._asked = time.monotonic()
+        self._wake.set()
+        if not self._ready.is_set():
+            try:
+                async with asyncio.timeout(_FIRST):
+                    await self._ready.wait()
+            except TimeoutError:
+                pass
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        def progress(count: int) -> None:
+            self.indexing = count
+
+        await asyncio.to_thread(self.index.refresh, progress)
+        self.indexing = 0
+        self._ready.set()
+        while True:
+            await self._notify()
+            await asyncio.sleep(_PAUSE)
+            if not self._open and time.monotonic() - self._asked > _IDLE:
+                self._wake.clear()
+                await self._wake.wait()
+            await asyncio.to_thread(self.index.refresh)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        self._open += 1
+        self._wake.set()
+        try:
+            yield
+        finally:
+            self._open -= 1
+
+    async def tick(self) -> None:
+        """Wait for the next refresh."""
+        async with self._changed:
+            await self._changed.wait()
+
+
+async def follow(watcher: IndexWatcher, pages: Pages, job: str | None, trial: str | None) -> AsyncIterator[str]:
+    """The events of one page: of the list of jobs, of a job, or of a trial."""
+    seen: str | None = None
+    beat = time.monotonic()
+    async with watcher.watching():
+        yield ": hello\n\n"
+        while True:
+            try:
+                now = await asyncio.to_thread(_state, watcher, pages, job, trial)
+            except PierError:
+                now = None
+            if now is not None and now != seen:
+                yield f"data: {now}\n\n"
+                seen, beat = now, time.monotonic()
+            elif time.monotonic() - beat > _BEAT:
+                yield ": still here\n\n"
+                beat = time.monotonic()
+            await watcher.tick()
+
+
+def _state(watcher: IndexWatcher, pages: Pages, job: str | None, trial: str | None) -> str:
+    """What a page shows, in so far as a change of it matters."""
+    if job is None:
+        return json.dumps({"version": watcher.index.version, "indexing": watcher.indexing})
+    found = pages.index.job(job)
+    state = {"version": found["version"], "state": found["state"]}
+    if trial is not None:
+        opened = pages.open_trial(job, trial)
+        state = {"trial": opened.view.state, "steps": 0, "standing": opened.row["standing"] if opened.row else ""}
+        if opened.view.state == "running" and (part := opened.part({})) is not None:
+            with pages.reader.open(part) as trajectory:
+                state["steps"] = len(trajectory)
+    return json.dumps(state)

@@ -1,0 +1,275 @@
+"""Every page as plain data, found by the path that a browser shows.
+
+`Pages.get` gives the name of a template and its data; the server renders it, `--json` prints it, and the export
+writes it. Lists come from the index, everything else from the job's own files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+from pydantic_core import to_jsonable_python
+
+from pier.errors import UsageError
+from pier.job.report import comparison_sides, config_differences, side_data
+from pier.job.results import compare
+from pier.job.view import LOG, rewards_by_task
+from pier.review.read import heat_map, list_runs, read_job_analysis
+from pier.tree import Tree
+from pier.view import charts
+from pier.view.index import Index, TrialSearch
+from pier.view.library import Library, NotFoundError
+from pier.view.steps import StepReader, file_stamp, text_at, texts_of
+from pier.view.trial import TrialPage, _number, _text
+
+GRID_ROWS, TRIAL_ROWS = 200, 200
+TEXT_CHUNK = 200_000
+_SEARCH_TRIALS = 400
+"""How many transcripts one search adds to the full-text index."""
+_TEXT_LIMIT = 20_000
+_FIRST_OUTLINE, _WHOLE_OUTLINE = 400, 20_000
+"""An outline of more steps is not part of the page; the browser asks for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page: which template shows it, its data, and where it is (job, trial, tab)."""
+
+    template: str
+    title: str
+    data: dict[str, Any]
+    job: str = ""
+    trial: str = ""
+    tab: str = ""
+
+
+@dataclass(slots=True)
+class Pages:
+    """The pages of one library."""
+
+    library: Library
+    index: Index
+    whole: bool = False
+    """Whether the page of a trial has all of its steps."""
+    reader: StepReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reader = StepReader(self.index)
+
+    def get(self, path: str, query: Mapping[str, str], several: Mapping[str, list[str]] | None = None) -> Page:
+        """The page at a path; `NotFoundError` if there is none. `several` has parameters that may be repeated."""
+        parts = [unquote(part) for part in path.strip("/").split("/") if part]
+        match parts:
+            case []:
+                return self.jobs(query)
+            case ["compare"]:
+                return self.compare((several or {}).get("job", []))
+            case ["search"]:
+                return self.search(query)
+            case ["jobs", job]:
+                return self.job(job, query)
+            case ["jobs", job, trial]:
+                return self.trial(job, trial, "steps", query)
+            case ["jobs", job, trial, "steps", "more" | "outline" | "find" | "text" as piece]:
+                return self.piece(job, trial, piece, query)
+            case ["jobs", job, trial, tab]:
+                return self.trial(job, trial, tab, query)
+        raise NotFoundError(f"there is no page {path}")
+
+    def jobs(self, query: Mapping[str, str]) -> Page:
+        rows = self.index.jobs(query.get("q", ""), query.get("sort", ""))
+        return Page("jobs.html", "Jobs", {"root": str(self.library.root), "jobs": rows, "query": dict(query)})
+
+    def job(self, name: str, query: Mapping[str, str]) -> Page:
+        job = self.index.job(name)
+        view = query.get("view", "grid")
+        builders = {"grid": self._grid, "trials": self._trials, "charts": self._charts}
+        if view in builders:
+            content = builders[view](job, query)
+        elif view == "config":
+            content = {"config": self.library.job(name).config}
+        elif view == "reviews":
+            content = self._reviews(name)
+        elif view == "log":
+            with Tree(self.library.job(name).directory.resolve()) as tree:
+                content = {"log": _text(tree, LOG)}
+        else:
+            raise NotFoundError(f"a job has no view {view}")
+        return Page("job.html", name, {"job": job, "view": view, "query": dict(query), **content}, job=name)
+
+    def _reviews(self, name: str) -> dict[str, Any]:
+        root = self.library.root / name
+        runs = [
+            {"name": run.name, "agent": run.agent, "model": run.model, **asdict(heat_map(run))}
+            for run in list_runs(root)
+        ]
+        return {"runs": runs, "analysis": to_jsonable_python(read_job_analysis(root))}
+
+    def _grid(self, job: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
+        page = _number(query.get("page"), 1) or 1
+        start = (page - 1) * GRID_ROWS
+        rows, total = self.index.cells(job["id"], query.get("q", ""), query.get("sort", ""), start, GRID_ROWS)
+        columns = list(dict.fromkeys((group["agent"], group["model"]) for group in job["groups"]))
+        datasets = {group["dataset"] for group in job["groups"]}
+        lines = []
+        for task, dataset, cells in rows:
+            by_column = {(cell["agent"], cell["model"]): cell for cell in cells}
+            lines.append(
+                {
+                    "task": task,
+                    "dataset": dataset if len(datasets) > 1 else "",
+                    "cells": [by_column.get(column) for column in columns],
+                }
+            )
+        return {"columns": columns, "rows": lines, **_paging(page, GRID_ROWS, total)}
+
+    def _trials(self, job: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
+        names = ("standing", "blame", "task", "agent", "model", "sort")
+        wanted = TrialSearch(query=query.get("q", ""), **{name: query.get(name, "") for name in names})
+        page = _number(query.get("page"), 1) or 1
+        rows, total = self.index.trials(job["id"], wanted, (page - 1) * TRIAL_ROWS, TRIAL_ROWS)
+        return {"trials": rows, "filter": asdict(wanted), **_paging(page, TRIAL_ROWS, total)}
+
+    def _charts(self, job: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
+        rows = self.index.columns(job["id"], ("reward", "cost", "seconds", "tokens_in", "tokens_out"))
+        reward, cost, seconds, read, written = zip(*rows, strict=True) if rows else ((),) * 5
+        tokens = [a + (b or 0) for a, b in zip(read, written, strict=True) if a is not None]
+        return {
+            "scatter": charts.cost_against_score(job["groups"]),
+            "bars": {
+                "reward": charts.bars([value for value in reward if value is not None], "main reward"),
+                "time": charts.bars([value for value in seconds if value is not None], "seconds per trial"),
+                "cost": charts.bars([value for value in cost if value], "cost per trial ($)"),
+                "tokens": charts.bars(tokens, "tokens per trial"),
+            },
+        }
+
+    def compare(self, names: list[str]) -> Page:
+        everything = [row["name"] for row in self.index.jobs()]
+        data: dict[str, Any] = {"names": names, "jobs": everything, "sides": [], "others": []}
+        if names:
+            views = [self.library.job(name) for name in names]
+            try:
+                first, *rest = comparison_sides(views)
+            except UsageError as error:
+                return Page("compare.html", "Compare", {**data, "problem": str(error)})
+            rewards = rewards_by_task(first.trials)
+            data["sides"] = [side_data(side) for side in (first, *rest)]
+            data["others"] = [asdict(compare(rewards, rewards_by_task(side.trials))) for side in rest]
+            data["tasks"] = _task_rows(data["others"])
+            data["configuration"] = config_differences(views)
+        return Page("compare.html", "Compare", data)
+
+    def search(self, query: Mapping[str, str]) -> Page:
+        """Where words occur in transcripts. Each search reads some more of those that were never read."""
+        wanted, job = query.get("q", "").strip(), query.get("job", "")
+        data: dict[str, Any] = {
+            "q": wanted,
+            "job": job,
+            "jobs": [row["name"] for row in self.index.jobs()],
+            "found": [],
+        }
+        if wanted:
+            data |= self._read_texts([job] if job else data["jobs"])
+            data["found"] = [asdict(each) for each in self.index.search(wanted, job or None)]
+        return Page("search.html", "Search", data, job=job)
+
+    def _read_texts(self, jobs: list[str]) -> dict[str, int]:
+        """Add transcripts to the full-text index; how many are in it, and how many there are."""
+        read, total, budget = 0, 0, _SEARCH_TRIALS
+        for job in jobs:
+            rows, _ = self.index.trials(self.index.job(job)["id"], TrialSearch(), 0, 1_000_000)
+            for row in rows:
+                if row["standing"] == "pending":
+                    continue
+                total += 1
+                known = self.index.texts_stamp(job, row["name"])
+                if known is not None and row["standing"] != "running":
+                    read += 1
+                elif budget > 0:
+                    budget -= 1
+                    read += 1
+                    self._read_trial(job, row["name"], known)
+        return {"n_read": read, "n_transcripts": total}
+
+    def _read_trial(self, job: str, name: str, known: str | None) -> None:
+        try:
+            parts = self.reader.parts(self.library.trial(job, name, known=True))
+        except NotFoundError:
+            parts = []
+        stamp = " ".join(file_stamp(part.path) for part in parts)
+        if stamp == known:
+            return
+        texts: list[tuple[int, str]] = []
+        for part in parts:
+            try:
+                with self.reader.open(part) as trajectory:
+                    for number, step in enumerate(trajectory.steps(0, len(trajectory)), 1):
+                        texts.append((number, "\n".join(text[:_TEXT_LIMIT] for text in texts_of(step) if text)))
+            except ValueError:
+                continue
+        self.index.keep_texts(job, name, stamp, texts)
+
+    def open_trial(self, job: str, name: str) -> TrialPage:
+        row = self.index.trial(self.index.job(job)["id"], name)
+        view = self.library.trial(job, name, known=row is not None and row["standing"] != "pending")
+        return TrialPage(self.index, self.reader, job, view, row, self.whole)
+
+    def trial(self, job: str, name: str, tab: str, query: Mapping[str, str]) -> Page:
+        trial = self.open_trial(job, name)
+        content = trial.tab(tab, query)
+        data = {"head": trial.head(), "tabs": trial.tabs(), "tab": tab, "content": content, "query": dict(query)}
+        if tab == "steps":
+            most = _WHOLE_OUTLINE if self.whole else _FIRST_OUTLINE
+            data["outline"] = trial.outline(query) if 0 < content["total"] <= most else None
+        return Page("trial.html", name, data, job=job, trial=name, tab=tab)
+
+    def piece(self, job: str, name: str, piece: str, query: Mapping[str, str]) -> Page:
+        """A part of a trial's steps that the page asks for later."""
+        trial = self.open_trial(job, name)
+        at = {"job": job, "trial": name, "tab": "steps"}
+        if piece == "more":
+            return Page("steps.html", name, {"head": {"job": job, "name": name}, "content": trial.steps(query)}, **at)
+        if piece == "outline":
+            return Page("outline.html", name, {"outline": trial.outline(query), "query": dict(query)}, **at)
+        if piece == "find":
+            return Page("found.html", name, {**trial.find(query), "where": dict(query)}, **at)
+        return Page("text.html", name, self._text_piece(trial, query), **at)
+
+    def _text_piece(self, trial: TrialPage, query: Mapping[str, str]) -> dict[str, Any]:
+        """More of one text of a step, from a character on."""
+        part, place = trial.part(query), query.get("place", "")
+        start, number = _number(query.get("from"), 0), _number(query.get("step"), 1)
+        try:
+            if part is None:
+                raise ValueError("the trial has no trajectory")
+            with trial.reader.open(part, query.get("sub", "")) as trajectory:
+                if not 1 <= number <= len(trajectory):
+                    raise ValueError(f"there is no step {number}")
+                text = text_at(trajectory.step(number - 1), place)
+        except ValueError as error:
+            raise NotFoundError(str(error)) from error
+        shown = text[start : start + TEXT_CHUNK]
+        where = {**query, "from": str(start + len(shown))}
+        return {"text": shown, "place": place, "left": len(text) - start - len(shown), "where": where}
+
+
+def _paging(page: int, size: int, total: int) -> dict[str, int]:
+    return {"page_number": page, "n_pages": max(1, -(-total // size)), "total": total}
+
+
+def _task_rows(others: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per task: the mean of the first side, and the mean and difference of each other."""
+    rows: dict[str, dict[str, Any]] = {}
+    for place, other in enumerate(others):
+        for each in other["tasks"]:
+            row = rows.setdefault(
+                each["task"], {"task": each["task"], "first": each["first"], "others": [None] * len(others)}
+            )
+            row["others"][place] = {key: each[key] for key in ("second", "difference", "interval")}
+    return sorted(
+        rows.values(), key=lambda row: -max((abs(o["difference"] or 0) for o in row["others"] if o), default=0)
+    )

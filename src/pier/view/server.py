@@ -1,0 +1,279 @@
+"""Serves the pages over HTTP, for people on this machine.
+
+Only requests whose `Host` is exactly the server's own are answered, so a web page cannot reach it by another name;
+requests that change something also need the server's own `Origin`. Beyond the loopback a token is needed, which the
+first address carries and a cookie keeps. Pages may load nothing from anywhere else and run no inline script. Nothing is
+written but notes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import mimetypes
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from aiohttp import web
+
+from pier.errors import PierError, UsageError
+from pier.tree import Tree, TreeError
+from pier.view.index import Index
+from pier.view.library import Library, NotFoundError
+from pier.view.live import IndexWatcher, follow
+from pier.view.notes import add_note, remove_note
+from pier.view.pages import Page, Pages
+from pier.view.render import STATIC, Links, render
+from pier.view.trial import PICTURES
+
+PORTS = range(8080, 8180)
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_COOKIE = "pier-view"
+_POLICY = (
+    "default-src 'none'; script-src 'self'{more}; style-src 'self'; img-src 'self' data:; connect-src 'self'{data}; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+POLICY = _POLICY.format(more="", data="")
+PLAYER_POLICY = _POLICY.format(more=" 'wasm-unsafe-eval'", data=" data:")
+"""The terminal player is a WebAssembly program inside of its script."""
+_FILE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-store",
+}
+_TEXT_TYPES = (
+    ".txt",
+    ".log",
+    ".json",
+    ".jsonl",
+    ".md",
+    ".py",
+    ".sh",
+    ".toml",
+    ".yaml",
+    ".yml",
+    ".diff",
+    ".patch",
+    ".cast",
+)
+_CHUNK = 1 << 20
+
+Respond = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(slots=True)
+class Viewer:
+    """A running viewer. `token` is None on the loopback."""
+
+    pages: Pages
+    watcher: IndexWatcher
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str | None = None
+    links: Links = field(default_factory=Links)
+
+    @property
+    def origin(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def address(self) -> str:
+        """What to open in a browser."""
+        start = self.pages.library.start
+        return f"{self.origin}{start}" + (f"?token={self.token}" if self.token else "")
+
+    def app(self) -> web.Application:
+        made = web.Application(middlewares=[self._guard], client_max_size=1 << 20)
+        made.router.add_get("/static/{name}", self._static)
+        made.router.add_get("/files/{job}/{trial}/{path:.+}", self._file)
+        made.router.add_get("/live", self._live)
+        made.router.add_post("/jobs/{job}/{trial}/notes", self._add_note)
+        made.router.add_delete("/jobs/{job}/{trial}/notes/{id}", self._remove_note)
+        made.router.add_get("/{path:.*}", self._page)
+        return made
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Respond) -> web.StreamResponse:
+        """Let only own pages in, and put the headers on every answer."""
+        try:
+            self._check(request)
+            response = await handler(request)
+        except web.HTTPException as error:
+            _protect(error)
+            raise
+        except PierError as error:
+            response = self._error(request, error)
+        if not response.prepared:
+            _protect(response)
+        return response
+
+    def _check(self, request: web.Request) -> None:
+        if request.headers.get("Host", "").lower() not in self._hosts():
+            raise web.HTTPForbidden(text=f"wrong Host: open {self.origin}\n")
+        origin = request.headers.get("Origin")
+        if origin is not None and origin not in {f"http://{host}" for host in self._hosts()}:
+            raise web.HTTPForbidden(text="wrong Origin\n")
+        if request.method not in ("GET", "HEAD") and origin is None:
+            raise web.HTTPForbidden(text="a request that changes something needs an Origin\n")
+        if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
+            raise web.HTTPForbidden(text="a request from another site\n")
+        if self.token is None:
+            return
+        given = request.query.get("token", "")
+        if given and hmac.compare_digest(given.encode(), self.token.encode()):
+            clean = request.rel_url.without_query_params("token")
+            found = web.HTTPFound(clean)
+            found.set_cookie(_COOKIE, self.token, httponly=True, samesite="Strict", path="/")
+            raise found
+        if not hmac.compare_digest(request.cookies.get(_COOKIE, "").encode(), self.token.encode()):
+            raise web.HTTPUnauthorized(text="open the address with the token that `pier view` printed\n")
+
+    def _hosts(self) -> set[str]:
+        names = set(LOOPBACK) if self.host in LOOPBACK else {self.host}
+        return {f"[{name}]:{self.port}" if ":" in name else f"{name}:{self.port}" for name in names}
+
+    def _error(self, request: web.Request, error: PierError) -> web.Response:
+        status = 404 if isinstance(error, NotFoundError) else 400
+        title = "Not found" if status == 404 else "Error"
+        if _wants_json(request) or request.method != "GET":
+            return web.json_response({"error": str(error), "code": error.code}, status=status)
+        page = Page("error.html", title, {"message": str(error)})
+        return web.Response(text=render(page, self.links), status=status, content_type="text/html")
+
+    async def _page(self, request: web.Request) -> web.Response:
+        await self.watcher.touch()
+        query = {key: value for key, value in request.query.items() if value}
+        several = {key: [value for value in request.query.getall(key) if value] for key in request.query}
+
+        def make() -> tuple[Page, str]:
+            page = self.pages.get(request.rel_url.raw_path, query, several)
+            if _wants_json(request):
+                return page, ""
+            return page, render(page, self.links, indexing=self.watcher.indexing)
+
+        page, html = await asyncio.to_thread(make)
+        if not html:
+            return web.json_response(page.data)
+        headers = {"Content-Security-Policy": PLAYER_POLICY} if page.tab == "terminal" else {}
+        return web.Response(text=html, content_type="text/html", headers=headers)
+
+    async def _static(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        try:
+            with Tree(STATIC) as tree:
+                data = tree.read(name, 4 << 20)
+        except (OSError, TreeError):
+            raise web.HTTPNotFound(text="not found\n") from None
+        kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+        return web.Response(body=data, content_type=kind, headers={"Cache-Control": "no-cache"})
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        """A file of a trial, as text or as a picture; anything else is downloaded."""
+        job, trial, path = (request.match_info[name] for name in ("job", "trial", "path"))
+        view = self.pages.library.trial(job, trial, known=True)
+        suffix = PurePosixPath(path).suffix.lower()
+        kind = PICTURES.get(suffix) or ("text/plain" if suffix in _TEXT_TYPES else "application/octet-stream")
+        headers = {**_HEADERS, "Content-Security-Policy": _FILE_POLICY}
+        if kind == "application/octet-stream":
+            headers["Content-Disposition"] = "attachment"
+        try:
+            with Tree(view.directory.resolve()) as tree, tree.open(path) as stream:
+                size = stream.seek(0, 2)
+                stream.seek(0)
+                response = web.StreamResponse(headers=headers)
+                response.content_type = kind
+                if kind == "text/plain":
+                    response.charset = "utf-8"
+                response.content_length = size
+                await response.prepare(request)
+                while chunk := await asyncio.to_thread(stream.read, min(_CHUNK, size)):
+                    await response.write(chunk)
+                    size -= len(chunk)
+        except (OSError, TreeError) as error:
+            raise NotFoundError(f"{trial} has no file {path}") from error
+        return response
+
+    async def _live(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        job, trial = request.query.get("job"), request.query.get("trial")
+        with contextlib.suppress(ConnectionResetError):  # the page was closed
+            async for event in follow(self.watcher, self.pages, job, trial):
+                await response.write(event.encode())
+        return response
+
+    async def _add_note(self, request: web.Request) -> web.Response:
+        directory = self._trial_directory(request)
+        value = await request.json()
+        if not isinstance(value, dict):
+            raise UsageError("invalid note: expected a JSON object")
+        note = await asyncio.to_thread(add_note, directory, value)
+        return web.json_response({"id": note.id}, status=201)
+
+    async def _remove_note(self, request: web.Request) -> web.Response:
+        await asyncio.to_thread(remove_note, self._trial_directory(request), request.match_info["id"])
+        return web.json_response({})
+
+    def _trial_directory(self, request: web.Request) -> Path:
+        if request.content_type != "application/json":
+            raise web.HTTPUnsupportedMediaType(text="expected JSON\n")
+        job, trial = request.match_info["job"], request.match_info["trial"]
+        return self.pages.library.trial(job, trial, known=True).directory
+
+
+def _protect(response: web.StreamResponse) -> None:
+    for name, value in {**_HEADERS, "Content-Security-Policy": POLICY}.items():
+        response.headers.setdefault(name, value)
+
+
+def _wants_json(request: web.Request) -> bool:
+    return "application/json" in request.headers.get("Accept", "")
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    """A listening socket at a port, or at the first free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for number in (port,) if port is not None else (*PORTS, 0):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, number))
+            sock.listen(128)
+        except OSError as error:
+            sock.close()
+            if port is None:
+                continue
+            raise UsageError(
+                f"cannot listen on {host}:{number}: {error.strerror}", hint="pier view --port 0"
+            ) from error
+        return sock
+    raise UsageError(f"cannot listen on {host}", hint="pier view --port 0")
+
+
+@asynccontextmanager
+async def serve(library: Library, host: str = "127.0.0.1", port: int | None = None) -> AsyncIterator[Viewer]:
+    """Serve a library until the context is left."""
+    sock = _listen(host, port)
+    number = sock.getsockname()[1]
+    token = None if host in LOOPBACK else secrets.token_urlsafe(24)
+    index = await asyncio.to_thread(Index.open, library)
+    viewer = Viewer(Pages(library, index), IndexWatcher(index), host, number, token)
+    runner = web.AppRunner(viewer.app(), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        async with viewer.watcher.running():
+            await web.SockSite(runner, sock).start()
+            yield viewer
+    finally:
+        await runner.cleanup()
+        index.close()

@@ -1,0 +1,257 @@
+"""The steps of a trial, from its trajectory file or, while it runs, from the gateway's recording.
+
+A trajectory is read by page: `pier.trajectory.paged` knows where each step is, and the index keeps that for large
+files. A trial that runs, or whose trajectory is missing, is derived from the recording into a file next to the index
+and read in the same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from pier.job.view import TrialView
+from pier.trajectory.derive import About, Derivation
+from pier.trajectory.model import Content, Step, text_of
+from pier.trajectory.paged import PagedTrajectory, TrajectoryMap, scan
+from pier.tree import TreeError, open_regular
+from pier.view.index import Index
+
+_KEPT = 1 << 20
+"""A map of a smaller file is made anew each time."""
+_DERIVATIONS = 8
+LABEL = 90
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryPart:
+    """One trajectory of a trial. Tasks with steps have several; `name` is the step's, or empty."""
+
+    name: str
+    path: Path
+    source: str = "trajectory"
+    """`trajectory`, or `recording` if it is derived from the calls that were recorded so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutlineRow:
+    """One step in the outline."""
+
+    number: int
+    source: str
+    label: str
+    tools: tuple[str, ...] = ()
+    prompt: int | None = None
+    cached: int | None = None
+    completion: int | None = None
+    cost: float | None = None
+    timestamp: str | None = None
+    failed: bool = False
+    mark: str = ""
+    """`compaction`, `copied`, `sub-agent` or empty."""
+
+
+@dataclass(slots=True)
+class StepReader:
+    """Finds and opens the trajectories of trials."""
+
+    index: Index
+    _derivations: dict[Path, Derivation] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def parts(self, view: TrialView) -> list[TrajectoryPart]:
+        """The trajectories of a trial, in order."""
+        if (file := self.index.library.file) is not None:
+            return [TrajectoryPart("", file)]
+        files = view.files
+        found = {_step_name(view, path): TrajectoryPart(_step_name(view, path), path) for path in files.trajectories}
+        for path in files.recordings:
+            name = _step_name(view, path)
+            if (name not in found or (view.state == "running" and _is_newer(path, found[name].path))) and (
+                derived := self._derive(view, path)
+            ):
+                found[name] = TrajectoryPart(name, derived, "recording")
+        return [found[name] for name in sorted(found)]
+
+    def _derive(self, view: TrialView, recording: Path) -> Path | None:
+        """The trajectory of what a recording has so far; None if it has no step yet."""
+        name = hashlib.sha256(str(recording).encode()).hexdigest()[:16]
+        target = self.index.path.parent / f"derived-{name}" / "trajectory.json"
+        with self._lock:
+            derivation = self._derivations.pop(recording, None)
+            try:
+                if derivation is None:
+                    derivation = Derivation(recording, target, About(view.agent, None, view.model, view.name))
+                found = derivation.update(durable=False)
+            except (OSError, TreeError, ValueError, KeyError, TypeError):
+                return target if target.is_file() else None
+            self._derivations[recording] = derivation
+            while len(self._derivations) > _DERIVATIONS:
+                self._derivations.pop(next(iter(self._derivations)))
+        return found.path
+
+    @contextmanager
+    def open(self, part: TrajectoryPart, sub: str = "") -> Iterator[PagedTrajectory]:
+        """The trajectory of a part, or of one of its sub-agents: `sub` is its place, such as `0` or `0.2`. ValueError
+        if the file is not a trajectory or there is no such sub-agent."""
+        try:
+            with open_regular(part.path) as stream:
+                found = PagedTrajectory(stream, self._map(part.path, stream))
+                for place in sub.split(".") if sub else ():
+                    found = found.subs[int(place)]
+                yield found
+        except (OSError, TreeError, IndexError) as error:
+            raise ValueError(f"cannot read {part.path}: {error}") from error
+
+    def _map(self, path: Path, stream: Any) -> TrajectoryMap:
+        stamp = file_stamp(path)
+        known, _ = self.index.trial_map(path, stamp)
+        if known is not None:
+            return TrajectoryMap.from_json(known)
+        found = scan(stream)
+        if stream.tell() >= _KEPT:
+            self.index.keep_map(path, stamp, found.to_json(), None)
+        return found
+
+    def outline(self, part: TrajectoryPart, sub: str = "") -> list[OutlineRow]:
+        """One row for every step. Of a large file it is kept."""
+        stamp = file_stamp(part.path)
+        known, rows = self.index.trial_map(part.path, stamp)
+        if rows is not None and not sub:
+            return [OutlineRow(**row) for row in json.loads(rows)]
+        with self.open(part, sub) as found:
+            made = [_outline_row(number, found.raw(number)) for number in range(len(found))]
+            if not sub and (known is not None or part.path.stat().st_size >= _KEPT):
+                plain = json.dumps([asdict(row) for row in made])
+                self.index.keep_map(part.path, stamp, found.map.to_json(), plain)
+        return made
+
+    def search(self, part: TrajectoryPart, query: str, sub: str = "", limit: int = 500) -> list[tuple[int, str]]:
+        """The steps that have a text, and the text around its first occurrence in each."""
+        wanted, found = query.casefold(), list[tuple[int, str]]()
+        with self.open(part, sub) as trajectory:
+            for number in range(len(trajectory)):
+                for text in texts_of(trajectory.step(number)):
+                    at = text.casefold().find(wanted)
+                    if at >= 0:
+                        start = max(0, at - 60)
+                        found.append((number + 1, " ".join(text[start : at + len(query) + 60].split())))
+                        break
+                if len(found) >= limit:
+                    break
+        return found
+
+
+def _step_name(view: TrialView, path: Path) -> str:
+    parts = path.relative_to(view.directory).parts
+    return parts[1] if parts[0] == "steps" else ""
+
+
+def _is_newer(path: Path, other: Path) -> bool:
+    try:
+        return path.stat().st_mtime_ns > other.stat().st_mtime_ns
+    except OSError:
+        return False
+
+
+def file_stamp(path: Path) -> str:
+    status = path.lstat()
+    return f"{status.st_ino}.{status.st_size}.{status.st_mtime_ns}"
+
+
+def _outline_row(index: int, raw: bytes) -> OutlineRow:
+    try:
+        step = from_json(raw)
+        calls = [str(call.get("function_name")) for call in step.get("tool_calls") or ()]
+        results = (step.get("observation") or {}).get("results") or []
+        metrics, extra = step.get("metrics") or {}, step.get("extra") or {}
+        return OutlineRow(
+            number=index + 1,
+            source=str(step.get("source")),
+            label=_label(step, calls),
+            tools=tuple(call[:60] for call in calls[:20]),
+            prompt=metrics.get("prompt_tokens"),
+            cached=metrics.get("cached_tokens"),
+            completion=metrics.get("completion_tokens"),
+            cost=metrics.get("cost_usd"),
+            timestamp=step.get("timestamp"),
+            failed=any((result.get("extra") or {}).get("is_error") for result in results),
+            mark=_mark(step, extra, results),
+        )
+    except (ValueError, AttributeError, TypeError, KeyError):
+        return OutlineRow(index + 1, "system", "invalid step")
+
+
+def _mark(step: dict[str, Any], extra: dict[str, Any], results: list[Any]) -> str:
+    if extra.get("compaction"):
+        return "compaction"
+    if step.get("is_copied_context"):
+        return "copied"
+    return "sub-agent" if any(result.get("subagent_trajectory_ref") for result in results) else ""
+
+
+def _label(step: dict[str, Any], calls: list[str]) -> str:
+    message = step.get("message")
+    if isinstance(message, list):
+        message = " ".join(str(part.get("text") or f"[{part.get('type')}]") for part in message)
+    text = " ".join(str(message or "")[:400].split())
+    if not text and calls:
+        arguments = (step.get("tool_calls") or [{}])[0].get("arguments") or {}
+        text = " ".join(str(next(iter(arguments.values()), ""))[:400].split())
+    if not text:
+        text = " ".join(str(step.get("reasoning_content") or "")[:400].split())
+    return text[:LABEL]
+
+
+def texts_of(step: Step) -> Iterator[str]:
+    """All texts of a step that a person can read."""
+    yield step.text
+    yield step.reasoning_content or ""
+    for call in step.tool_calls or ():
+        yield f"{call.function_name} {json.dumps(call.arguments, ensure_ascii=False)}"
+    for result in step.observation.results if step.observation else ():
+        yield text_of(result.content)
+
+
+def text_at(step: Step, place: str) -> str:
+    """One text of a step: `message`, `reasoning`, `call.N` (arguments), or `result.N`; ValueError if it is missing."""
+    kind, _, number = place.partition(".")
+    try:
+        if kind == "message":
+            return step.text
+        if kind == "reasoning":
+            return step.reasoning_content or ""
+        if kind == "call":
+            arguments = (step.tool_calls or [])[int(number)].arguments
+            return json.dumps(arguments, indent=2, ensure_ascii=False)
+        if kind == "result" and step.observation:
+            return text_of(step.observation.results[int(number)].content)
+    except (IndexError, ValueError):
+        pass
+    raise ValueError(f"step {step.step_id} has no text {place}")
+
+
+def seconds_between(first: str | None, second: str | None) -> float | None:
+    """The time between two timestamps; None if one is missing or invalid."""
+    if not first or not second:
+        return None
+    try:
+        return (datetime.fromisoformat(second) - datetime.fromisoformat(first)).total_seconds()
+    except (ValueError, TypeError):
+        return None
+
+
+def pictures(content: Content | None) -> list[tuple[str, str]]:
+    """The media type and the path or address of each picture in a message."""
+    if content is None or isinstance(content, str):
+        return []
+    return [(part.source.media_type, part.source.path) for part in content if part.source is not None]

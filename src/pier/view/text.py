@@ -1,0 +1,228 @@
+"""Turns text that agents and tasks wrote into HTML that cannot do anything.
+
+Everything is escaped. Colours of terminals become spans with classes; other terminal sequences are removed. Control
+and bidirectional characters are shown by their code points, so that no text can reorder or hide another. Markdown is
+rendered without HTML; pictures are not loaded and links lead nowhere. Sizes are bounded before anything is parsed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+from markupsafe import Markup, escape
+
+MARKDOWN_LIMIT = 40_000
+CODE_LIMIT = 40_000
+DIFF_LINES = 2_000
+CLIP = 6_000
+"""How many characters of one text a page shows at first."""
+
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164"
+    "\ufeff\uffa0\ufff9-\ufffb\ue000\ue001\ud800-\udfff]|[\U000e0000-\U000e007f]"
+)
+_NAMES = {**{chr(code): chr(0x2400 + code) for code in range(0x20)}, "\x7f": "\u2421"}
+
+
+def visible(text: str) -> Markup:
+    """A text escaped, with what a browser would not show made visible."""
+    return _mark(escape(text))
+
+
+def _mark(html: str) -> Markup:
+    return Markup(_HIDDEN.sub(_shown, html))
+
+
+def _shown(found: re.Match[str]) -> str:
+    char = found[0]
+    code = f"U+{ord(char):04X}"
+    return f'<span class="ctl" title="{code}">{_NAMES.get(char, code)}</span>'
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """A part of a text, ready to be shown, and how many characters it leaves out."""
+
+    html: Markup
+    left: int = 0
+    size: int = 0
+
+    def __bool__(self) -> bool:
+        return self.size > 0
+
+
+def plain(text: str, limit: int = CLIP) -> Clip:
+    shown = text[:limit]
+    return Clip(visible(shown), len(text) - len(shown), len(text))
+
+
+# An escape sequence of a terminal: colours (CSI m), any other CSI, a string such as OSC 8, or a single character.
+_ANSI = re.compile(
+    r"\x1b\[([0-9;:]*)m"
+    r"|\x1b\[[0-?]*[ -/]*[@-~]"
+    r"|\x1b\]8;[^;\x07\x1b]*;([^\x07\x1b]*)(?:\x07|\x1b\\)"
+    r"|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?"
+    r"|\x1b[ -/]*[0-~]"
+    r"|\x9b[0-?]*[ -/]*[@-~]"
+)
+_REWRITTEN = re.compile(r"[^\n]*\r(?!\n|\Z)")
+_COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+
+
+def terminal(text: str, limit: int = CLIP) -> Clip:
+    """Output of a program: colours as spans, lines that were rewritten in place as they last were."""
+    shown = text[:limit]
+    left = len(text) - len(shown)
+    shown = _REWRITTEN.sub("", shown.replace("\r\n", "\n")).rstrip("\r")
+    if "\x1b" not in shown and "\x9b" not in shown:
+        return Clip(visible(shown), left, len(text))
+    return Clip(Markup("".join(_spans(shown))), left, len(text))
+
+
+def _spans(text: str) -> Iterator[str]:
+    style: dict[str, str] = {}
+    link, at = "", 0
+    for found in _ANSI.finditer(text):
+        yield _span(text[at : found.start()], style, link)
+        at = found.end()
+        if found[1] is not None:
+            _apply(style, found[1])
+        elif found[2] is not None:
+            link = found[2]
+    yield _span(text[at:], style, link)
+
+
+def _span(text: str, style: dict[str, str], link: str) -> str:
+    if not text:
+        return ""
+    classes = [*style.values(), *(["link"] if link else [])]
+    if not classes:
+        return visible(text)
+    title = Markup(' title="{}"').format(_printable(link[:500])) if link else ""
+    return f'<span class="{" ".join(classes)}"{title}>{visible(text)}</span>'
+
+
+def _printable(text: str) -> str:
+    return _HIDDEN.sub(lambda found: f"U+{ord(found[0]):04X}", text)
+
+
+def _apply(style: dict[str, str], codes: str) -> None:
+    """Change a style as one SGR sequence says. Colours of 256 and of 24 bits are passed over."""
+    numbers = [int(code) if code.isdigit() and len(code) < 4 else 0 for code in re.split("[;:]", codes)]
+    place = 0
+    while place < len(numbers):
+        code = numbers[place]
+        if code == 0:
+            style.clear()
+        elif code in (38, 48):
+            place += 2 if numbers[place + 1 : place + 2] == [5] else 4
+        elif code in _ATTRIBUTES:
+            style["weight" if code in (1, 2) else str(code)] = f"a-{_ATTRIBUTES[code]}"
+        elif code == 22:
+            style.pop("weight", None)
+        elif code in (23, 24, 29):
+            style.pop(str(code - 20), None)
+        elif code == 39 or code == 49:
+            style.pop("fore" if code == 39 else "back", None)
+        elif 30 <= code <= 37 or 90 <= code <= 97:
+            style["fore"] = f"f-{_COLOURS[code % 10]}"
+        elif 40 <= code <= 47 or 100 <= code <= 107:
+            style["back"] = f"b-{_COLOURS[code % 10]}"
+        place += 1
+
+
+_ATTRIBUTES = {1: "bold", 2: "dim", 3: "italic", 4: "under", 9: "strike"}
+
+
+@cache
+def _renderer() -> Any:
+    from markdown_it import MarkdownIt
+
+    made = MarkdownIt("commonmark", {"html": False, "highlight": lambda text, name, _: code(text, name).html})
+    made.enable(["table", "strikethrough"])
+    rules: Any = getattr(made.renderer, "rules")  # noqa: B009 - the protocol does not name it
+    rules["image"] = lambda tokens, index, *_: (
+        f'<span class="link">[image: {visible(tokens[index].content)} {visible(_address(tokens[index], "src"))}]</span>'
+    )
+    rules["link_open"] = lambda tokens, index, *_: Markup('<span class="link" title="{}">').format(
+        _printable(_address(tokens[index], "href"))
+    )
+    rules["link_close"] = lambda *_: "</span>"
+    rules["fence"] = rules["code_block"] = lambda tokens, index, *_: (
+        f'<pre class="code">{code(tokens[index].content, (tokens[index].info or "").split(" ")[0]).html}</pre>'
+    )
+    return made
+
+
+def _address(token: Any, name: str) -> str:
+    return str(token.attrGet(name) or "")[:500]
+
+
+def markdown(text: str, limit: int = CLIP) -> Clip:
+    """A message as a person reads it; a long one is shown as it stands."""
+    if len(text) > min(limit, MARKDOWN_LIMIT):
+        found = plain(text, limit)
+        return Clip(Markup('<div class="pre">{}</div>').format(found.html), found.left, found.size)
+    return Clip(_mark(_renderer().render(text)), 0, len(text))
+
+
+@lru_cache(maxsize=128)
+def _lexer(name: str) -> Any:
+    """The lexer for a language, or for the name of a file; None if there is none."""
+    from pygments.lexers import get_lexer_by_name, get_lexer_for_filename
+    from pygments.util import ClassNotFound
+
+    try:
+        return get_lexer_for_filename(name) if "." in name else get_lexer_by_name(name)
+    except ClassNotFound:
+        return None
+
+
+def code(text: str, name: str = "", limit: int = CLIP) -> Clip:
+    """Source code, with colours where the language is known. `name` is the language, or the name of a file."""
+    shown = text[:limit]
+    lexer = _lexer(name.rpartition("/")[2][-100:]) if name and len(shown) <= CODE_LIMIT else None
+    if lexer is None:
+        return Clip(visible(shown), len(text) - len(shown), len(text))
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+
+    html = highlight(shown, lexer, HtmlFormatter(nowrap=True, classprefix="k-"))
+    return Clip(_mark(html.rstrip("\n")), len(text) - len(shown), len(text))
+
+
+def json_code(value: Any, limit: int = CLIP) -> Clip:
+    try:
+        text = json.dumps(value, indent=2, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        text = repr(value)
+    return code(text, "json", limit)
+
+
+def diff(text: str, limit: int = CLIP) -> Clip:
+    """A unified diff, one span per line."""
+    shown = text[:limit]
+    html = "".join(_diff_line(line) for line in shown.split("\n"))
+    return Clip(Markup(html), len(text) - len(shown), len(text))
+
+
+def _diff_line(line: str) -> str:
+    kinds = {"+": "add", "-": "del", "@": "at"}
+    kind = "at" if line.startswith(("+++", "---", "diff ", "index ")) else kinds.get(line[:1], "same")
+    return f'<span class="d-{kind}">{visible(line)}\n</span>'
+
+
+def edit(old: str, new: str, limit: int = CLIP) -> Clip:
+    """What an edit changed, as a diff."""
+    before, after = old.splitlines(), new.splitlines()
+    if len(before) + len(after) > DIFF_LINES:
+        lines = [*(f"-{line}" for line in before), *(f"+{line}" for line in after)]
+    else:
+        lines = [line.rstrip("\n") for line in difflib.unified_diff(before, after, n=3, lineterm="")][2:]
+    return diff("\n".join(lines), limit)

@@ -1,0 +1,556 @@
+"""The page of one trial: its head, which every tab shows, and the content of each tab as plain data.
+
+Each part comes from the one reader of it: results from `TrialView`, calls from `pier.record`, steps from
+`pier.trajectory`. Files are opened through `Tree`, so a link that an agent left leads nowhere. What is missing is
+said, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import to_jsonable_python
+
+from pier.job.figures import standing_of
+from pier.job.results import main_reward
+from pier.job.view import CONFIG, LOCK, RESULT, TRIAL_LOG, TrialRow, TrialView
+from pier.record.reader import Call, Recording, call_times
+from pier.record.reader import read as read_recording
+from pier.review.read import critiques_of, read_analysis
+from pier.trajectory.paged import PagedTrajectory
+from pier.tree import Entry, Tree, TreeError
+from pier.view.cards import edits_of, step_card, sub_agents
+from pier.view.index import Index
+from pier.view.library import NotFoundError
+from pier.view.notes import read_notes
+from pier.view.steps import StepReader, TrajectoryPart
+
+PAGE_STEPS, PAGE_BYTES = 50, 3 << 20
+LOG_BYTES = 200_000
+_JSON_LIMIT = 64 << 20
+_LISTED = 2_000
+PICTURES = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".gif": "image/gif",
+    ".webp": "image/webp",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TrialPage:
+    """A trial that was opened for a page."""
+
+    index: Index
+    reader: StepReader
+    job: str
+    view: TrialView
+    row: Mapping[str, Any] | None
+    whole: bool = False
+    """Whether a page has all steps, sub-agents included, as in an export."""
+
+    @property
+    def directory(self) -> Path:
+        return self.view.directory
+
+    def head(self) -> dict[str, Any]:
+        """What every tab shows."""
+        view = self.view
+        result, outcome = view.result, view.outcome
+        standing = self.row["standing"] if self.row else _standing(view)
+        info = result.pier if result else None
+        return {
+            "job": self.job,
+            "name": view.name,
+            "task": view.task,
+            "agent": view.agent if view.agent != "unknown" or not self.row else self.row["agent"],
+            "agent_version": result.agent_info.version if result else None,
+            "model": view.model,
+            "attempt": view.attempt or (info.attempt if info else None),
+            "state": view.state,
+            "standing": standing,
+            "problem": view.problem,
+            "directory": str(view.directory),
+            "reward": main_reward(outcome.rewards) if outcome else None,
+            "rewards": outcome.rewards if outcome else None,
+            "error": _error(view),
+            "cost": outcome.cost if outcome else None,
+            "tokens": list(outcome.tokens) if outcome else [None, None, None],
+            "seconds": outcome.seconds if outcome else None,
+            "started_at": result.started_at.isoformat() if result and result.started_at else None,
+            "phases": dict(view.phases),
+            "warnings": list(info.warnings) if info else [],
+            "backend": info.backend if info else result.environment_type if result else None,
+            "image": info.image if info else None,
+            "peak_context": result.agent_result.peak_context_tokens if result and result.agent_result else None,
+            "n_agent_steps": _agent_steps(view),
+            "integrity_notes": sum(len(each["notes"]) for each in self._integrity()),
+            "neighbours": self.index.neighbours(self.index.job(self.job)["id"], self.row["place"]) if self.row else {},
+            "notes": self.notes(),
+        }
+
+    def notes(self) -> list[dict[str, Any]]:
+        return [asdict(note) for note in read_notes(self.directory)]
+
+    def tabs(self) -> list[str]:
+        """The tabs that have something to show."""
+        if self.index.library.file is not None:
+            return ["steps", "changes", "notes"]
+        if not self.directory.is_dir():
+            return ["steps"]
+        files, found = self.view.files, ["steps"]
+        with self.tree() as tree:
+            places = [prefix for _, prefix in self.places(tree)]
+            has = {name: any(tree.find(f"{prefix}{name}") for prefix in places) for name in ("verifier", "artifacts")}
+            network = any(tree.find(f"{prefix}network.jsonl") for prefix in places)
+        shown = {
+            "verifier": has["verifier"] or bool(self.view.result),
+            "changes": True,
+            "artifacts": has["artifacts"],
+            "calls": bool(files.recordings),
+            "logs": bool(files.logs),
+            "network": network,
+            "integrity": bool(self._integrity()),
+            "terminal": bool(self._casts()),
+            "reviews": any(self.reviews().values()),
+            "config": True,
+            "notes": True,
+        }
+        return found + [name for name, is_shown in shown.items() if is_shown]
+
+    def tab(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
+        """The content of a tab; `NotFoundError` if there is no such tab."""
+        builders: dict[str, Callable[[Mapping[str, str]], dict[str, Any]]] = {
+            "steps": self.steps,
+            "verifier": self._verifier,
+            "changes": self._changes,
+            "artifacts": self._artifacts,
+            "calls": self._calls,
+            "logs": self._logs,
+            "network": self._network,
+            "integrity": lambda _: {"parts": self._integrity()},
+            "terminal": lambda _: {"casts": self._casts()},
+            "reviews": lambda _: self.reviews(),
+            "config": self._config,
+            "notes": lambda _: {"list": self.notes()},
+        }
+        if name not in builders:
+            raise NotFoundError(f"a trial has no tab {name}")
+        return builders[name](query)
+
+    def tree(self) -> Tree:
+        try:
+            return Tree(self.directory.resolve())
+        except OSError as error:
+            raise NotFoundError(f"{self.directory}: {error.strerror}") from error
+
+    def places(self, tree: Tree) -> list[tuple[str, str]]:
+        """The parts of a trial that have a directory each: the name of the step, if the task has steps, and the path
+        before each file."""
+        steps = [entry.path for entry in tree.listed("steps") if entry.kind == "directory"]
+        return [("", ""), *((step.partition("/")[2], f"{step}/") for step in steps)]
+
+    # Steps
+
+    def parts(self) -> list[TrajectoryPart]:
+        return self.reader.parts(self.view)
+
+    def part(self, query: Mapping[str, str]) -> TrajectoryPart | None:
+        """The trajectory that is asked for, else the first."""
+        parts = self.parts()
+        return next((part for part in parts if part.name == query.get("part", "")), parts[0] if parts else None)
+
+    def steps(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """A page of steps. `step` is one that must be on it; `from` is the first of it."""
+        parts = self.parts()
+        part, sub = self.part(query), query.get("sub", "")
+        base = {"parts": [each.name for each in parts], "part": part.name if part else "", "sub": sub, "cards": []}
+        base |= {"total": 0, "from": 0, "to": 0, "running": self.view.state == "running"}
+        if part is None:
+            return {**base, "missing": self._why_no_steps()}
+        try:
+            with self.reader.open(part, sub) as trajectory:
+                return {**base, **self._page(part, trajectory, sub, query)}
+        except ValueError as error:
+            return {**base, "missing": f"The trajectory cannot be read: {error}"}
+
+    def _page(
+        self, part: TrajectoryPart, trajectory: PagedTrajectory, sub: str, query: Mapping[str, str]
+    ) -> dict[str, Any]:
+        total = len(trajectory)
+        start, wanted = _number(query.get("from"), 0), _number(query.get("step"), 0)
+        if wanted:
+            start = max(0, min(wanted, total) - 1 - PAGE_STEPS // 4)
+        start = min(start, total)
+        stop = total if self.whole else _page_end(trajectory, start, _number(query.get("to"), total))
+        agent, final = trajectory.agent, trajectory.final_metrics
+        subs = sub_agents(trajectory, sub)
+        if self.whole:
+            for each, inner in zip(subs, trajectory.subs, strict=True):
+                each["cards"] = self._page(part, inner, each["place"], {})["cards"]
+        times, cards = self._times(part), list[dict[str, Any]]()
+        previous = trajectory.step(start - 1).timestamp if start else None
+        for index in range(start, stop):
+            step = trajectory.step(index)
+            cards.append(step_card(step, index, previous, subs, times))
+            previous = step.timestamp
+        return {
+            "source": part.source,
+            "agent": agent.model_dump(exclude={"tool_definitions", "extra"}) if agent else None,
+            "tools": _tools(agent.tool_definitions if agent else None),
+            "final": final.model_dump(exclude_none=True) if final else None,
+            "subs": subs,
+            "total": total,
+            "from": start,
+            "to": stop,
+            "step": wanted,
+            "cards": cards,
+        }
+
+    def _times(self, part: TrajectoryPart) -> Mapping[int, tuple[float, float]]:
+        for path in self.view.files.recordings if self.index.library.file is None else ():
+            if (path.parent.parent.name if path.parent.parent.parent.name == "steps" else "") == part.name:
+                try:
+                    return call_times(path)
+                except (OSError, TreeError):
+                    break
+        return {}
+
+    def _why_no_steps(self) -> str:
+        view = self.view
+        if view.state == "pending":
+            return "This trial has not started yet."
+        if view.state == "running":
+            return "The agent has made no model call yet. Steps appear here as they are recorded."
+        if view.agent in ("oracle", "nop", "command", "kept-state"):
+            return f"The agent {view.agent} makes no model calls, so there is no trajectory."
+        if view.state != "done":
+            return "The trial ended before the agent made a model call, and left no trajectory."
+        if (error := view.error) is not None:
+            return f"The agent made no model call that was recorded: the trial ended with {error.exception_type}."
+        return "The agent left no trajectory, and no recording of its model calls was found."
+
+    def outline(self, query: Mapping[str, str]) -> dict[str, Any]:
+        part = self.part(query)
+        rows = self.reader.outline(part, query.get("sub", "")) if part else []
+        return {
+            "part": part.name if part else "",
+            "sub": query.get("sub", ""),
+            "rows": [asdict(row) for row in rows],
+            "tool_counts": Counter(tool for row in rows for tool in row.tools).most_common(12),
+        }
+
+    def find(self, query: Mapping[str, str]) -> dict[str, Any]:
+        part, wanted = self.part(query), query.get("q", "").strip()
+        found = self.reader.search(part, wanted, query.get("sub", "")) if part and wanted else []
+        return {"query": wanted, "found": [{"step": number, "text": text} for number, text in found]}
+
+    # Grading
+
+    def _verifier(self, _: Mapping[str, str]) -> dict[str, Any]:
+        found: list[dict[str, Any]] = []
+        results = {step.step_name: step for step in (self.view.result.step_results or ())} if self.view.result else {}
+        with self.tree() as tree:
+            for name, prefix in self.places(tree):
+                folder = f"{prefix}verifier"
+                entries = [entry for entry in tree.listed(folder) if entry.kind == "file"]
+                step = results.get(name)
+                verdict = step.verifier_result.rewards if step and step.verifier_result else None
+                if not entries and verdict is None and name:
+                    continue
+                found.append(
+                    {
+                        "name": name,
+                        "rewards": verdict if name else (self.view.outcome.rewards if self.view.outcome else None),
+                        "tests": _ctrf(tree, folder),
+                        "output": _text(tree, f"{folder}/test-stdout.txt"),
+                        "errors": _text(tree, f"{folder}/test-stderr.txt"),
+                        "details": _json(tree, f"{folder}/reward.json") or _json(tree, f"{folder}/reward-details.json"),
+                        "files": [_file(entry) for entry in entries],
+                    }
+                )
+        return {"parts": found}
+
+    def _integrity(self) -> list[dict[str, Any]]:
+        result = self.view.result
+        if result is None:
+            return []
+        parts = [("", result.integrity), *((step.step_name, step.integrity) for step in result.step_results or ())]
+        return [{"name": name, **each.model_dump()} for name, each in parts if each is not None]
+
+    # Files
+
+    def _changes(self, _: Mapping[str, str]) -> dict[str, Any]:
+        patches, edits = list[dict[str, Any]](), list[dict[str, Any]]()
+        if self.index.library.file is None:
+            with self.tree() as tree:
+                for entry in _files_below(tree, self.places(tree), "artifacts"):
+                    if entry.path.endswith((".diff", ".patch")):
+                        patches.append({"path": entry.path, **(_text(tree, entry.path, tail=False) or {})})
+                for name in ("changes.diff", "agent/changes.diff"):
+                    if (text := _text(tree, name, tail=False)) is not None:
+                        patches.insert(0, {"path": name, **text})
+        for part in self.parts():
+            try:
+                with self.reader.open(part) as trajectory:
+                    edits += [{**each, "part": part.name} for each in edits_of(trajectory)]
+            except ValueError:
+                continue
+        notes = [note for each in self._integrity() for note in each["notes"] if note["path"]]
+        return {"patches": patches, "edits": edits, "noted": notes}
+
+    def _artifacts(self, _: Mapping[str, str]) -> dict[str, Any]:
+        with self.tree() as tree:
+            places = self.places(tree)
+            files = [_file(entry) for entry in _files_below(tree, places, "artifacts")]
+            manifests = [_json(tree, f"{prefix}artifacts/manifest.json") for _, prefix in places]
+            for each in files:
+                kind = Path(each["path"]).suffix.lower()
+                if kind in PICTURES:
+                    each["picture"] = True
+                elif each["size"] <= 20_000:
+                    each["preview"] = (_text(tree, each["path"]) or {}).get("text")
+        rows = [row for manifest in manifests if isinstance(manifest, list) for row in manifest]
+        return {"files": files[:_LISTED], "manifest": rows}
+
+    def _logs(self, query: Mapping[str, str]) -> dict[str, Any]:
+        names = [str(path.relative_to(self.directory)) for path in self.view.files.logs]
+        with self.tree() as tree:
+            entries = [entry for name in names if (entry := tree.find(name)) is not None]
+            wanted = query.get("file") or (TRIAL_LOG if TRIAL_LOG in names else "".join(names[:1]))
+            return {
+                "files": [_file(entry) for entry in entries],
+                "file": wanted,
+                "log": _text(tree, wanted) if wanted in names else None,
+            }
+
+    def _network(self, _: Mapping[str, str]) -> dict[str, Any]:
+        rows: list[Any] = []
+        with self.tree() as tree:
+            for _name, prefix in self.places(tree):
+                text = (_text(tree, f"{prefix}network.jsonl", tail=False, limit=2_000_000) or {}).get("text", "")
+                rows += [row for line in text.splitlines()[:_LISTED] if (row := _parse(line)) is not None]
+        result = self.view.result
+        return {"rows": rows, "refused": dict(result.pier.network_refused) if result and result.pier else {}}
+
+    def _config(self, _: Mapping[str, str]) -> dict[str, Any]:
+        with self.tree() as tree:
+            return {"files": {name: _json(tree, name) for name in (CONFIG, LOCK, RESULT) if tree.find(name)}}
+
+    def _casts(self) -> list[dict[str, Any]]:
+        if self.index.library.file is not None:
+            return []
+        with self.tree() as tree:
+            entries = [
+                entry
+                for _, prefix in self.places(tree)
+                for entry in (*tree.listed(f"{prefix}agent"), *tree.listed(f"{prefix}verifier"))
+            ]
+        return [_file(entry) for entry in entries if entry.kind == "file" and entry.path.endswith(".cast")]
+
+    def reviews(self) -> dict[str, Any]:
+        if self.index.library.file is not None:
+            return {"critiques": [], "analysis": None}
+        critiques, analysis = critiques_of(self.directory.parent, self.view.name), read_analysis(self.directory)
+        return {"critiques": to_jsonable_python(critiques), "analysis": to_jsonable_python(analysis)}
+
+    # Calls
+
+    def _calls(self, query: Mapping[str, str]) -> dict[str, Any]:
+        paths = {_part_of(self.view, path): path for path in self.view.files.recordings}
+        part = query.get("part", "") if query.get("part", "") in paths else next(iter(paths), "")
+        if part not in paths:
+            return {"parts": [], "part": "", "calls": [], "call": None}
+        try:
+            recording = read_recording(paths[part])
+        except (OSError, TreeError, ValueError, KeyError, TypeError) as error:
+            return {"parts": list(paths), "part": part, "calls": [], "call": None, "problem": str(error)}
+        wanted = _number(query.get("call"), 0)
+        call = next((each for each in recording.calls if each.number == wanted), None)
+        return {
+            "parts": list(paths),
+            "part": part,
+            "closed": recording.closed,
+            "calls": [_call_row(each) for each in recording.calls],
+            "call": _call_data(recording, call) if call else None,
+        }
+
+
+def _part_of(view: TrialView, path: Path) -> str:
+    parts = path.relative_to(view.directory).parts
+    return parts[1] if parts[0] == "steps" else ""
+
+
+def _page_end(trajectory: PagedTrajectory, start: int, most: int) -> int:
+    """Where a page ends: at the limit of steps or bytes, but not before its first step."""
+    stop, size = start, 0
+    spans = trajectory.map.spans
+    while stop < min(len(trajectory), most, start + PAGE_STEPS) and (stop == start or size < PAGE_BYTES):
+        size += spans[2 * stop + 1] - spans[2 * stop]
+        stop += 1
+    return stop
+
+
+def _number(text: str | None, default: int) -> int:
+    return int(text) if text and text.isdecimal() and len(text) < 10 else default
+
+
+def _standing(view: TrialView) -> str:
+    row = TrialRow(view.name, view.task, "", view.agent, view.model, 1, view.state, view.outcome)
+    return standing_of(row) if view.result or view.outcome else view.state
+
+
+def _agent_steps(view: TrialView) -> int | None:
+    if view.result is None:
+        return None
+    found = view.result.agent_result.n_agent_steps if view.result.agent_result else None
+    return found if found is not None else view.result.n_agent_steps
+
+
+def _error(view: TrialView) -> dict[str, Any] | None:
+    if (error := view.error) is not None:
+        fault = view.outcome.fault if view.outcome else None
+        return {
+            "type": error.exception_type,
+            "message": error.exception_message,
+            "trace": error.exception_traceback,
+            "blame": error.blame or (fault.blame if fault else None),
+            "phase": error.phase,
+            "hint": error.hint,
+        }
+    fault = view.outcome.fault if view.outcome else None
+    if fault is None:
+        return None
+    return {
+        "type": fault.type,
+        "message": fault.message,
+        "trace": "",
+        "blame": fault.blame,
+        "phase": None,
+        "hint": None,
+    }
+
+
+def _tools(definitions: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for each in definitions or ():
+        function = each.get("function") if isinstance(each.get("function"), dict) else each
+        if isinstance(function, dict):
+            about = {"name": str(function.get("name")), "description": str(function.get("description") or "")}
+            found.append({**about, "parameters": function.get("parameters")})
+    return found
+
+
+def _file(entry: Entry) -> dict[str, Any]:
+    return {"path": entry.path, "size": entry.size}
+
+
+def _files_below(tree: Tree, places: list[tuple[str, str]], name: str) -> Iterator[Entry]:
+    for _, prefix in places:
+        if (found := tree.find(f"{prefix}{name}")) is None or found.kind != "directory":
+            continue
+        count = 0
+        for entry in tree.entries(f"{prefix}{name}", limit=1_000_000):
+            if entry.kind == "file":
+                yield entry
+                count += 1
+            if count >= _LISTED:
+                break
+
+
+def _text(tree: Tree, path: str, *, tail: bool = True, limit: int = LOG_BYTES) -> dict[str, Any] | None:
+    """A text file, or the last (else the first) part of a large one; None if it is missing or not a regular file."""
+    try:
+        with tree.open(path) as stream:
+            size = stream.seek(0, 2)
+            stream.seek(max(0, size - limit) if tail else 0)
+            data = stream.read(limit)
+    except (OSError, TreeError):
+        return None
+    return {
+        "path": path,
+        "size": size,
+        "cut": max(0, size - limit),
+        "tail": tail,
+        "text": data.decode(errors="replace"),
+    }
+
+
+def _json(tree: Tree, path: str) -> Any:
+    try:
+        return json.loads(tree.read(path, _JSON_LIMIT))
+    except (OSError, TreeError, ValueError, RecursionError):
+        return None
+
+
+def _parse(line: str) -> Any:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _ctrf(tree: Tree, folder: str) -> list[dict[str, Any]]:
+    """The tests of a CTRF report (common test report format)."""
+    report = _json(tree, f"{folder}/ctrf.json")
+    results = report.get("results") if isinstance(report, dict) else None
+    tests = results.get("tests") if isinstance(results, dict) else None
+    keys = ("name", "status", "duration", "message", "trace")
+    rows = [each for each in tests if isinstance(each, dict)] if isinstance(tests, list) else []
+    return [{key: each.get(key) for key in keys} for each in rows[:_LISTED]]
+
+
+def _call_row(call: Call) -> dict[str, Any]:
+    usage = call.usage
+    answer = call.answer
+    return {
+        "number": call.number,
+        "at": call.at,
+        "kind": call.kind,
+        "dialect": call.dialect,
+        "model": call.model,
+        "outcome": call.outcome,
+        "status": call.status,
+        "error": call.error,
+        "fault": call.fault,
+        "seconds": call.ended - call.at if call.ended else None,
+        "first_byte": answer.at - call.at if answer else None,
+        "tokens": [usage.input_tokens, usage.cached_tokens, usage.output_tokens] if usage else [None, None, None],
+        "attempts": len(call.attempts),
+    }
+
+
+def _call_data(recording: Recording, call: Call) -> dict[str, Any]:
+    answer = call.answer
+    neighbours = [each.number for each in recording.calls]
+    place = neighbours.index(call.number)
+    return {
+        **_call_row(call),
+        "path": call.path,
+        "stream": call.stream,
+        "headers": dict(call.headers),
+        "request": call.body.decode(errors="replace"),
+        "answer": answer.body.decode(errors="replace") if answer else "",
+        "edits": [dict(edit) for edit in call.edits],
+        "notes": [dict(note) for note in call.notes],
+        "upstreams": [
+            {
+                "provider": each.provider,
+                "url": each.url,
+                "model": each.model,
+                "error": each.error,
+                "wait": each.wait,
+                "status": each.answer.status if each.answer else None,
+            }
+            for each in call.attempts
+        ],
+        "previous": neighbours[place - 1] if place else None,
+        "next": neighbours[place + 1] if place + 1 < len(neighbours) else None,
+    }
