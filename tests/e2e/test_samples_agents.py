@@ -9,18 +9,24 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from pier.gateway.policy import Policy
 from pier.gateway.script import Script
+from pier.rollout.rollouts import rollouts
 from pier.rollout.samples import broken_promises, samples_of
 from pier.wire.dialects import DIALECTS
+from pier.wire.turn import Request, Sampling, Turn
 from tests.agent_rig import FOUR, PACKS, ROOT, need_pack
 from tests.contract.test_samples_wire import END, body_of, template
 from tests.gateway_fakes import Behaviour, fake_provider
+from tests.policies import VOCABULARY, tokens_of
 
 TURNS = [
     {"text": "I will look first.", "shell": "ls /app"},
@@ -108,3 +114,42 @@ async def test_a_trial_becomes_samples_whatever_the_dialect_of_its_agent(agent: 
     assert list(broken_promises(samples_of(place)[0])) == []
     # What these agents send back is what was sampled, so a trial is one sample.
     assert [len(row["calls"]) for row in rows] == [len(TURNS)], told["splits"]
+
+
+class ScriptedPolicy:
+    """A script as a policy in this process, with the exact ids of everything; each rollout plays it from the start."""
+
+    version = "step-1"
+    vocab_size = VOCABULARY
+
+    def for_session(self, labels: Mapping[str, str]) -> Policy:
+        script = Script.parse(TURNS)
+
+        async def answer(request: Request) -> Turn:
+            turn = await script(request)
+            return replace(turn, tokens=tokens_of(request, turn))
+
+        return answer
+
+    def __call__(self, request: Request) -> Any:
+        raise AssertionError("each session has its own")
+
+
+@pytest.mark.parametrize("agent", FOUR)
+async def test_a_policy_in_this_process_drives_a_real_agent(
+    agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_pack(agent)
+    monkeypatch.setenv("PIER_PACKS", str(PACKS))
+    monkeypatch.setenv("PIER_HOME", str(tmp_path / "home"))
+    task = ROOT / "examples/tasks/hello"
+    stream = rollouts(task, agent=agent, policy=ScriptedPolicy(), image="host", sampling=Sampling(temperature=0.6))
+    (rollout,) = [each async for each in stream]
+    assert (rollout.reward, rollout.fault, rollout.termination_reason) == (1.0, None, "completed"), rollout.error
+    assert list(broken_promises(rollout.samples)) == []
+    assert (rollout.versions, rollout.counts.delivered_fraction) == (("step-1",), 1.0)
+    main = [sample for sample in rollout.trainable if sample.kind == "main"]
+    assert {span.temperature for sample in main for span in sample.spans} == {0.6}
+    pairs = [pair for each in main for pair in zip(each.input_ids or (), each.loss_mask or (), strict=True)]
+    kept = bytes(token for token, bit in pairs if bit and token < 256)
+    assert b"Hello, pier!" in kept and b"I will look first." in kept

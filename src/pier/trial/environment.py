@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -94,11 +94,12 @@ class SandboxStarter:
         suffix: str = "",
         mounts: Iterable[Mount] = (),
         watch: OnDecision | None = None,
+        image: Image | None = None,
     ) -> AsyncIterator[tuple[Sandbox, str]]:
         """A sandbox with the directories and files that every task may count on, and its working directory. `suffix`
-        goes to its name; `watch` sees the decisions of its network policy."""
-        async with await self.start(plan, network, suffix, mounts, watch) as sandbox:
-            yield sandbox, await _add_files(sandbox, plan)
+        goes to its name; `watch` sees the decisions of its network policy; `image` is a snapshot that has the files."""
+        async with await self.start(plan, network, suffix, mounts, watch, image) as sandbox:
+            yield sandbox, await _add_files(sandbox, replace(plan, content=None) if image else plan)
 
     async def start(
         self,
@@ -107,6 +108,7 @@ class SandboxStarter:
         suffix: str = "",
         mounts: Iterable[Mount] = (),
         watch: OnDecision | None = None,
+        image: Image | None = None,
     ) -> Sandbox:
         """A sandbox as its image is. The environment's variables are filled in here and live in the sandbox only. It
         sees neither the task nor the trial, not even by a mount."""
@@ -124,7 +126,7 @@ class SandboxStarter:
         extra = resolve_env(self.choice.env, where="the run's environment variables", environ=self.environ)
         backend = self.services.backend
         spec = SandboxSpec(
-            image=await self.get_image(plan),
+            image=image or await self.get_image(plan),
             network=network,
             limits=await sandbox_limits(self.task, plan.table, self.choice, backend, self.record),
             mounts=mounts,
@@ -190,7 +192,8 @@ class TaskSandbox:
             for path in (TESTS, VERIFIER_LOGS, AGENT_LOGS, ARTIFACTS):
                 await self.sandbox.remove(path)
             await make_folders(self.sandbox, {VERIFIER_LOGS: 0o777, AGENT_LOGS: 0o777, ARTIFACTS: 0o777})
-        await prepare_step(self.starter, index, self.sandbox, self.workdir)
+        if index or self.starter.choice.snapshot is None:
+            await prepare_step(self.starter, index, self.sandbox, self.workdir)
         self.before = await self.sandbox.changes()
 
 
@@ -233,7 +236,7 @@ async def open_environment(
             record.image = await starter.get_image(plan)
         with clock.phase("start"):
             mounts = (*(await get_mounts() if get_mounts else ()), *choice.mounts)
-            opened = starter.open(plan, network.baseline, mounts=mounts)
+            opened = starter.open(plan, network.baseline, mounts=mounts, image=choice.snapshot)
             sandbox, workdir = await stack.enter_async_context(opened)
         with clock.phase("health"):
             if plan.table.healthcheck is not None:

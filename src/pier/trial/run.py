@@ -160,6 +160,8 @@ class _Trial:
             clock=self.clock,
             on_progress=self.on_progress,
         ) as environment:
+            if spec.on_sandbox is not None:
+                spec.on_sandbox(environment.sandbox)
             if spec.agent.install:
                 await self._install(agent, environment)
             await self._run_steps(agent, environment)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pier.image.model import Image
 from pier.lease import Lease, sweep
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import open_backend
@@ -85,7 +86,8 @@ class VerifierChoice:
 class SandboxChoice:
     """Where the trial runs. `image` replaces the task's own image; `limits` and `gpus` replace those of the task that
     they name; `network` replaces the baseline policy; `hosts` are added to it. `hidden` are directories of this machine
-    that no sandbox may see, in addition to the trial's and its task's own."""
+    that no sandbox may see, in addition to the trial's and its task's own. `snapshot` is an earlier sandbox,
+    whose files the agent's sandbox begins with; what the task would bring or set up is there already."""
 
     backend: str = "local"
     image: str | None = None
@@ -97,6 +99,7 @@ class SandboxChoice:
     gpus: int | None = None
     mounts: tuple[Mount, ...] = ()
     hidden: tuple[Path, ...] = ()
+    snapshot: Image | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,8 @@ class TrialSpec:
     """Checks the agent's output before the trial goes on; None takes whatever it is."""
     recorded: bool = True
     """Whether model calls are recorded on disk, with the trajectory that is derived from them."""
+    on_sandbox: Callable[[Sandbox], None] | None = None
+    """Is called with the agent's sandbox when it runs."""
     on_generation: Callable[[str | None, Generation], None] | None = None
     """Is called with each model call when it is over, and the name of its step if the task has steps."""
 

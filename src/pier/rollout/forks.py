@@ -1,0 +1,244 @@
+"""Forks: a rollout branches at a turn into several continuations, for tree search and process rewards.
+
+The trunk runs until its agent asks for the turn after the chosen one. The sandbox is frozen then, and a branch starts
+from that snapshot: the same files, a new agent process, a new session with a new key. What makes it the same rollout is
+the conversation: wherever the new agent's requests begin with its opening messages, the policy sees the trunk's history
+instead, up to the last result, and whatever the branch added after it. So the tokens of a branch's prompts begin with
+those of the trunk, id by id. This fits agents whose state is their conversation and their files; what an agent keeps in
+the memory of its process is not carried over. Grading of a branch compares with the snapshot, so it does not list what
+the trunk changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Collection
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from pier.errors import SandboxError, UsageError
+from pier.gateway import Gateway
+from pier.gateway.policy import Policy, begin, checked, for_session
+from pier.image.model import Image
+from pier.redact import Redactor
+from pier.rollout.rollouts import KINDS, POLICY, Group, Rollout, RolloutPart
+from pier.rollout.samples import SampleBuilder, origin_of
+from pier.sandbox.contract import Sandbox
+from pier.task import load_task
+from pier.trial.result import TrialResult
+from pier.trial.run import run_trial, trial_secrets
+from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec, open_services
+from pier.wire.turn import Delta, Message, Request, Sampling, Turn, TurnBuilder
+
+if TYPE_CHECKING:
+    from pier.gateway.budget import Budget
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A rollout that branched. The trunk has no reward itself; `value` is the mean over its branches."""
+
+    trunk: Rollout
+    branches: tuple[Rollout, ...]
+
+    @property
+    def value(self) -> float | None:
+        rewards = [branch.reward for branch in self.branches if branch.reward is not None]
+        return sum(rewards) / len(rewards) if rewards else None
+
+
+async def _whole(policy: Policy, request: Request) -> Turn:
+    """A policy's answer as one turn."""
+    answer = begin(policy, request)
+    if inspect.isawaitable(answer):
+        return checked(await cast("Awaitable[Turn | str]", answer), policy, None)
+    builder = TurnBuilder()
+    async with aclosing(cast("AsyncIterator[Delta]", answer)) as deltas:  # type: ignore[type-var]
+        async for delta in deltas:
+            builder.add(delta)
+    return builder.turn()
+
+
+class _Trunk:
+    """Answers a number of turns and keeps the request that comes then, unanswered."""
+
+    def __init__(self, policy: Policy, turns: int) -> None:
+        self._policy, self._left = policy, turns
+        self.vocab_size = getattr(policy, "vocab_size", None)
+        self.request: Request | None = None
+        self.reached = asyncio.Event()
+
+    @property
+    def version(self) -> str | None:
+        return getattr(self._policy, "version", None)
+
+    async def __call__(self, request: Request) -> Turn:
+        if self._left <= 0:
+            self.request = request
+            self.reached.set()
+            await asyncio.Event().wait()  # ends with the agent, whose sandbox is frozen
+        turn = await _whole(self._policy, request)
+        self._left -= 1
+        return turn
+
+
+class _Branch:
+    """Puts the trunk's history in place of a new agent's opening messages."""
+
+    def __init__(self, policy: Policy, prefix: Request) -> None:
+        self._policy, self._prefix = policy, prefix
+        self.vocab_size = getattr(policy, "vocab_size", None)
+        self._opening: tuple[Message, ...] | None = None
+
+    @property
+    def version(self) -> str | None:
+        return getattr(self._policy, "version", None)
+
+    def continued(self, request: Request) -> Request:
+        """The request as the policy sees it; the same one if it does not begin as the agent began."""
+        opening = self._opening if self._opening is not None else request.messages
+        if request.messages[: len(opening)] != opening:
+            return request
+        self._opening = opening
+        messages = (*self._prefix.messages, *request.messages[len(opening) :])
+        return replace(request, messages=messages, system=self._prefix.system)
+
+    async def __call__(self, request: Request) -> Turn:
+        return await _whole(self._policy, self.continued(request))
+
+
+async def fork(
+    task: str | Path,
+    *,
+    policy: Policy,
+    at: int,
+    into: int,
+    agent: AgentChoice | str = "command",
+    sampling: Sampling | None = None,
+    budget: Budget | None = None,
+    backend: str = "local",
+    image: str | None = None,
+    kinds: Collection[str] = KINDS,
+) -> Fork:
+    """Run `agent` on the task in the directory `task` for `at` turns, then `into` continuations of it, all at once.
+
+    `budget` is for the trunk and for each branch apart. An agent that ends before it asks for another turn is a
+    `UsageError`, a backend without snapshots a `SandboxError`.
+    """
+    if at < 1 or into < 1:
+        raise UsageError(f"invalid fork at turn {at} into {into}: expected integers >= 1")
+    chosen = AgentChoice(agent) if isinstance(agent, str) else agent
+    limits = {name: value for name, value in asdict(budget).items() if value is not None} if budget else {}
+    chosen = replace(chosen, model=chosen.model or POLICY, sampling=sampling, budget={**chosen.budget, **limits})
+    loaded = load_task(Path(task))
+    if loaded.is_multi_step:
+        raise UsageError(f"{loaded.name}: a task with steps cannot be forked")
+    async with open_services(backend, label="fork") as services, Gateway() as gateway:
+        if not (await services.backend.capabilities()).snapshot:
+            raise SandboxError(f"the backend {backend!r} has no snapshots", code="no-snapshot", retryable=False)
+        with tempfile.TemporaryDirectory(prefix="pier-fork.", ignore_cleanup_errors=True) as place:
+            runner = _Runner(replace(services, gateway=gateway), Path(place), kinds)
+            spec = TrialSpec("trunk", loaded, Path(place) / "trunk", agent=chosen, recorded=False)
+            spec = replace(spec, sandbox=SandboxChoice(backend=backend, image=image))
+            return await runner.fork(spec, policy, at, into)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runner:
+    services: TrialServices
+    place: Path
+    kinds: Collection[str]
+
+    async def fork(self, spec: TrialSpec, policy: Policy, at: int, into: int) -> Fork:
+        group = Group(f"{spec.task.name}::fork", spec.task.name, into)
+        trunk, snapshot, prefix = await self._trunk(spec, policy, at, group)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._branch(spec, policy, number, group, snapshot, prefix))
+                    for number in range(1, into + 1)
+                ]
+            return Fork(trunk, tuple(task.result() for task in running))
+        finally:
+            await asyncio.shield(self.services.backend.remove_snapshot(snapshot))
+
+    async def _trunk(self, spec: TrialSpec, policy: Policy, at: int, group: Group) -> tuple[Rollout, Image, Request]:
+        one, builder, opened = _Trunk(_session_policy(policy, "trunk"), at), SampleBuilder(), list[Sandbox]()
+        agent = replace(spec.agent, policy=one)
+        spec = replace(spec, agent=agent, on_sandbox=opened.append, on_generation=lambda _, each: builder.add(each))
+        running = asyncio.create_task(run_trial(spec, self.services))
+        reached = asyncio.create_task(one.reached.wait())
+        try:
+            await asyncio.wait({running, reached}, return_when=asyncio.FIRST_COMPLETED)
+            if one.request is None:
+                result = await running
+                why = result.exception_info.exception_message if result.exception_info else "it ended"
+                raise UsageError(f"the agent did not ask for a turn after turn {at}: {why}", code="fork-not-reached")
+            snapshot = await opened[0].snapshot()
+        finally:
+            for task in (running, reached):
+                task.cancel()
+            await asyncio.wait({running, reached})
+        return self._rollout(spec, None, builder, group, 0, "forked", None), snapshot, one.request
+
+    async def _branch(
+        self, spec: TrialSpec, policy: Policy, number: int, group: Group, snapshot: Image, prefix: Request
+    ) -> Rollout:
+        name = f"branch-{number}"
+        one, builder = _Branch(_session_policy(policy, name), prefix), SampleBuilder()
+        spec = replace(
+            spec,
+            name=name,
+            directory=self.place / name,
+            attempt=number,
+            agent=replace(spec.agent, policy=one),
+            sandbox=replace(spec.sandbox, snapshot=snapshot),
+            on_generation=lambda _, each: builder.add(each),
+        )
+        result = await run_trial(spec, self.services)
+        group.finished += 1
+        group.graded += result.rewards is not None
+        return self._rollout(spec, result, builder, group, number, "unknown", one)
+
+    def _rollout(
+        self,
+        spec: TrialSpec,
+        result: TrialResult | None,
+        builder: SampleBuilder,
+        group: Group,
+        number: int,
+        reason: str,
+        branch: _Branch | None,
+    ) -> Rollout:
+        dumped = result.model_dump(mode="json") if result else {"trial_name": spec.name}
+        origin = origin_of(dumped, None, spec.name)
+        samples, counts = builder.samples(self.kinds)
+        if branch is not None:
+            samples = [replace(sample, request=branch.continued(sample.request)) for sample in samples]
+        origin = origin if result else replace(origin, termination_reason=reason)
+        info = result.exception_info if result else None
+        return Rollout(
+            id=spec.name,
+            group=group,
+            attempt=number,
+            parts=(RolloutPart(origin, tuple(samples), counts),),
+            reward=origin.reward,
+            rewards=origin.rewards,
+            termination_reason=origin.termination_reason,
+            fault=origin.fault,
+            error=info.exception_message if info else None,
+            result=result,
+            redactor=Redactor((*spec.secrets, *trial_secrets(spec, {}))),
+        )
+
+
+def _session_policy(policy: Policy, name: str) -> Policy:
+    """The policy of one rollout; servers cannot be forked, since the history is replaced in this process."""
+    own = for_session(policy, {"trial": name})
+    if not callable(own):
+        raise UsageError("only a policy that is a callable can be forked")
+    return own

@@ -1,0 +1,115 @@
+"""`pier samples check`: whatever the tree of calls, an export passes, and one that was tampered with does not."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pier.cli.samples import samples as command
+from pier.errors import UsageError
+from pier.rollout.check import check_file
+from pier.rollout.export import pier_row, sink_for
+from pier.rollout.samples import SampleBuilder
+from pier.trajectory.lineage import Generation
+from tests.unit.test_samples_derivation import ORIGIN, Model, loop, said, trees
+
+Rows = list[dict[str, Any]]
+
+
+def written(rows: Rows, path: Path) -> Path:
+    with sink_for(path) as sink:
+        for row in rows:
+            sink.add(row)
+    return path
+
+
+def broken(rows: Rows, vocab_size: int | None = None) -> list[str]:
+    with tempfile.TemporaryDirectory() as place:
+        return check_file(written(rows, Path(place) / "rows.jsonl"), vocab_size).broken
+
+
+def rows_of(model: Model) -> Rows:
+    return [pier_row(sample, ORIGIN) for sample in model.samples()]
+
+
+@given(model=trees())
+def test_every_export_of_any_tree_passes(model: Model) -> None:
+    assert broken(rows_of(model)) == []
+
+
+@given(model=trees(), seed=st.integers(0, 2**32))
+def test_samples_do_not_depend_on_the_order_in_which_calls_end(model: Model, seed: int) -> None:
+    def built(order: list[int]) -> Rows:
+        builder = SampleBuilder()
+        for place in order:
+            builder.add(Generation(copy.copy(model.lineage.nodes[place]), "ok"))
+        return [pier_row(sample, ORIGIN) for sample in builder.samples()[0]]
+
+    order = list(range(len(model.lineage.nodes)))
+    shuffled = random.Random(seed).sample(order, len(order))
+    assert built(shuffled) == built(order)
+
+
+def tampered(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Changes of an exact sample that each break a promise."""
+    ids, mask, likely = row["input_ids"], row["loss_mask"], row["logprobs"]
+    place = mask.index(1)
+    return {
+        "trained": {"loss_mask": [1, *mask[1:]]},
+        "untrained": {"loss_mask": [0 if i == place else bit for i, bit in enumerate(mask)]},
+        "shorter": {"input_ids": ids[:-1]},
+        "longer": {"input_ids": [*ids, 5], "loss_mask": [*mask, 0], "logprobs": [*likely, None]},
+        "negative": {"input_ids": [-1, *ids[1:]]},
+        "no log-prob": {"logprobs": [None if i == place else value for i, value in enumerate(likely)]},
+        "positive": {"logprobs": [0.5 if i == place else value for i, value in enumerate(likely)]},
+        "moved": {"logprobs": [likely[place], *likely[1:]]},
+        "prompt": {"prompt_length": row["prompt_length"] + 1},
+        "calls": {"calls": [99, *row["calls"][1:]]},
+        "fault": {"fault": "provider", "trainable": True},
+        "no reward": {"reward": None, "trainable": True},
+    }
+
+
+def test_every_tampering_is_found() -> None:
+    model = Model()
+    loop(model, [said("go")], 3)
+    (row,) = rows_of(model)
+    assert broken([row]) == []
+    for name, change in tampered(row).items():
+        assert broken([{**row, **change}]) != [], name
+    assert broken([row, row]) != []
+    assert "trained twice" in " ".join(broken([row, {**row, "id": "other"}]))
+    again = {**row, "id": "other", "input_ids": [9, *row["input_ids"][1:]]}
+    assert "other tokens for call 1" in " ".join(broken([row, again]))
+    assert "outside of the vocabulary" in " ".join(broken([row], vocab_size=100))
+
+
+def test_the_command_says_what_is_broken(tmp_path: Path) -> None:
+    model = Model()
+    loop(model, [said("go")], 2)
+    (row,) = rows_of(model)
+    good, bad = written([row], tmp_path / "good.jsonl"), written([{**row, "reward": None}], tmp_path / "bad.jsonl")
+    runner = CliRunner()
+    ran = runner.invoke(command, ["check", str(good)])
+    assert (ran.exit_code, ran.output.count("no promise is broken: 1 samples, 1 exact")) == (0, 1)
+    ran = runner.invoke(command, ["check", str(good), str(bad), "--json"])
+    found = json.loads(ran.output)
+    assert (ran.exit_code, [each["ok"] for each in found]) == (1, [True, False])
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"messages": []}\n')
+    with pytest.raises(UsageError, match="expected a sample of the format pier"):
+        check_file(other)
+    other.write_text("{\n")
+    with pytest.raises(UsageError, match="not JSON"):
+        check_file(other)
+    parquet = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'pier[parquet]'")
+    assert parquet and check_file(written([row], tmp_path / "good.parquet")).broken == []
