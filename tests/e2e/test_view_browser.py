@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from tests.view_jobs import conversation, tool_step, trajectory, viewer_thread, 
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = Path("/usr/bin/chromium")
+PACKS = os.environ.get("PIER_PACKS") or str(Path(__file__).parents[2] / ".cache" / "packs")
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="chromium is not installed")
 
 
@@ -208,7 +210,7 @@ def test_a_running_job_is_followed(tmp_path: Path, browser: sync_api.Browser) ->
     turns += [{"shell": "echo hi > /tmp/answer"}, {"finish": "Done."}]
     (tmp_path / "model.yaml").write_text(json.dumps({"turns": turns}))
     flags = ["-p", "tasks", "-a", "mini-swe-agent", "-m", "script:model.yaml", "--job-name", "live", *gate_mount(gate)]
-    with start_pier("run", *flags, cwd=tmp_path) as child:
+    with start_pier("run", *flags, cwd=tmp_path, PIER_PACKS=PACKS) as child:
         try:
             wait_for(lambda: (gate / "0").exists(), child)
             with viewer_thread(tmp_path / "jobs") as viewer, page_of(browser, viewer.origin) as page:
