@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent_rig import PACKS
+from tests.agent_rig import PACKS, need_pack
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -43,7 +43,8 @@ pier() {
 served() {  # a server has no end: it must come up, and stop when it is asked to
     command pier "$@" --port 0 >served.txt & server=$!
     until grep -q '^# serving' served.txt; do sleep 0.05; done
-    kill -INT $server && wait $server || [ $? = 130 ]
+    kill $server
+    wait $server || true
 }
 """
 ASYNC = """\
@@ -70,11 +71,13 @@ def blocks(page: Path) -> list[Block]:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory as readers may have it: examples, tasks, a finished job."""
+    need_pack("codex")
     place = tmp_path_factory.mktemp("reader")
     shutil.copytree(ROOT / "examples", place / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("tasks", "my-tasks"):
         shutil.copytree(place / "examples/tasks/bug-fix", place / name / "bug-fix")
     command = [sys.executable, "-m", "pier", "run", "tasks", "--image", "host", "--job-name", "docs", "-q"]
+    command += ["-a", "codex", "-m", f"script:{SCRIPT}"]
     subprocess.run(command, cwd=place, check=True, timeout=120, env=_environment(place))
     return place
 
@@ -103,6 +106,7 @@ def _filled(text: str, world: Path, key: str) -> str:
     for name, value in {
         "jobs/NAME/TRIAL": f"jobs/docs/{trial}",
         "jobs/my-job/my-trial": f"jobs/docs/{trial}",
+        "jobs/my-job": "jobs/docs",
         "jobs/NAME": "jobs/docs",
         "jobs/OTHER": "jobs/docs",
         "jobs/nightly": "jobs/docs",
