@@ -41,7 +41,7 @@ pier() {
     esac
 }
 served() {  # a server has no end: it must come up, and stop when it is asked to
-    command pier "$@" --port 0 >served.txt & server=$!
+    command pier "$@" --port 0 >served.txt 2>&1 & server=$!
     until grep -q '^# serving' served.txt; do sleep 0.05; done
     kill $server
     wait $server || true
