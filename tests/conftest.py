@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -20,6 +21,10 @@ from tests.busybox import busybox_image
 from tests.leaks import Footprint, mark_session, wait_until_clean
 
 mark_session()
+
+# A shell starts what runs in the background with Ctrl-C ignored, which commands that tests start would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples each time: a submission is not judged by the luck of the draw.
 settings.register_profile("steady", derandomize=True, database=None, deadline=None)
