@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,21 @@ async def test_beyond_the_loopback_a_token_is_needed(jobs: Path) -> None:
                 assert answer.status == 200 and "token" not in str(answer.url)
             async with session.get(f"{viewer.origin}/jobs/one") as answer:
                 assert answer.status == 200
+
+
+async def test_a_server_on_every_address_answers_to_the_machines_names_only(jobs: Path) -> None:
+    async with viewing(jobs, host="0.0.0.0") as viewer, aiohttp.ClientSession() as session:
+        assert socket.gethostname() in viewer.address
+        page = f"http://127.0.0.1:{viewer.port}/?token={viewer.token}"
+        for host, status in {
+            "127.0.0.1": 302,
+            "127.0.0.3": 302,
+            socket.gethostname(): 302,
+            "evil.example": 403,
+        }.items():
+            headers = {"Host": f"{host}:{viewer.port}"}
+            async with session.get(page, headers=headers, allow_redirects=False) as answer:
+                assert answer.status == status, host
 
 
 async def test_files_come_as_text_and_no_link_is_followed(jobs: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,8 +41,9 @@ pier() {
 }
 served() {  # a server has no end: it must come up, and stop when it is asked to
     command pier "$@" --port 0 >served.txt 2>&1 & server=$!
-    until grep -q '^# serving' served.txt; do sleep 0.05; done
+    for _ in $(seq 600); do grep -q '^# serving' served.txt && break; sleep 0.1; done
     kill $server
+    grep '^# serving' served.txt
     wait $server || true
 }
 """
@@ -98,7 +98,7 @@ def provider() -> Iterator[dict[str, str]]:
         while not lines or not lines[-1].startswith("# claude-code"):
             lines.append(server.stdout.readline())
         yield dict(re.findall(r"^export (\w+)=(\S+)$", "".join(lines), re.M))
-        server.send_signal(signal.SIGINT)
+        server.terminate()
 
 
 def _filled(text: str, world: Path, key: str) -> str:

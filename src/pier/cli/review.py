@@ -411,14 +411,18 @@ def _print_analysis(found: Any, show: str, output: str | None) -> None:
 @_JOB
 def summarize(path: Path, every: bool, prompt: str | None, job_prompt: str | None, **flags: Any) -> None:
     """Summarize the failures of a workspace or a job in a few words, with a small model."""
+    from pier.errors import UsageError
     from pier.review import analyze as flow
     from pier.review.rubric import load_rubric
     from pier.review.source import TrialFilter, open_source
 
     source = open_source(path)
     trials = TrialFilter(passing=None if every else False).apply(source.trials)
+    if not source.trials:
+        raise UsageError(f"{path}: no finished trials", hint="pier job list", code="no-trials")
     if not trials:
-        click.echo("nothing failed; pier summarize --all also describes what passed")
+        nothing = "nothing failed; pier summarize --all also describes what passed"
+        click.echo('{"summary": null, "trials": []}' if flags.get("as_json") else nothing)
         return
     config, env, show = _settings(flags)
     request = flow.AnalysisRequest(

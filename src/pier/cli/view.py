@@ -25,8 +25,9 @@ class _ViewGroup(click.Group):
 def view() -> None:
     """Look at jobs and trials in a browser.
 
-    `pier view [PATH]` is short for `pier view serve [PATH]`. PATH is a directory of jobs (default: jobs), a job, a
-    trial, a workspace, a job directory of Harbor or datacurve pier, or a trajectory file.
+    `pier view [PATH]` is short for `pier view serve [PATH]`. PATH is a directory of jobs (default: jobs, or the
+    workspace around here), a job, a trial, a workspace, a job directory of Harbor or datacurve pier, or a
+    trajectory file.
     """
 
 
@@ -42,7 +43,16 @@ class _ShownPath(click.Path):
         return named if not path.exists() and ".." not in path.parts and named.exists() else path
 
 
-PATH = click.argument("path", type=_ShownPath(), default=Path("jobs"))
+def _here() -> Path:
+    """The jobs of this directory or, without any, the workspace around it."""
+    from pier.workspace.workspace import PIER
+
+    jobs = Path("jobs")
+    places = [] if jobs.exists() else [place for place in (Path.cwd(), *Path.cwd().parents) if (place / PIER).is_dir()]
+    return places[0] if places else jobs
+
+
+PATH = click.argument("path", type=_ShownPath(), default=_here)
 
 
 @view.command()

@@ -22,7 +22,8 @@ from pier.trial.result import AgentResult, Integrity, TrialResult, read_result
 PASSED = "passed"
 _OUTPUT_LIMIT = 16 << 20
 _NAMED = 3
-_FAILED_LINE = re.compile(r"^(?:FAILED|ERROR)\s+(\S+)", re.MULTILINE)
+_FAILED_LINE = re.compile(r"^(?:FAILED|ERROR)\s+([^\s(]\S*)|^(?:FAIL|ERROR): \S+ \(([^)\s]+)\)", re.MULTILINE)
+"""A failed test as pytest names it, or as unittest does."""
 _NOT_PASSED = frozenset({"failed", "other"})
 
 
@@ -163,7 +164,8 @@ def _from_report(tree: Tree, path: str) -> list[str]:
 
 def _from_output(tree: Tree, path: str) -> list[str]:
     try:
-        return _FAILED_LINE.findall(tree.read(path, _OUTPUT_LIMIT).decode(errors="replace"))
+        text = tree.read(path, _OUTPUT_LIMIT).decode(errors="replace")
+        return [pytest or unittest for pytest, unittest in _FAILED_LINE.findall(text)]
     except (OSError, TreeError):
         return []
 

@@ -119,15 +119,18 @@ def open_source(path: Path) -> Source:
         raise UsageError(f"{path}: no such directory", hint="pier job list")
     if (path / WORKSPACE_TRIALS).is_dir():
         return _directory_of_trials((path / WORKSPACE_TRIALS).resolve())
+    around = next((place for place in path.resolve().parents if (place / WORKSPACE_TRIALS).is_dir()), None)
     try:
-        return _job(JobView.open(path))
+        view = JobView.open(path)
+        if view.state != "empty" or around is None:
+            return _job(view)
     except JobError as error:
         if error.code != "not-a-job":
             raise
     try:
         trial = TrialView.open(path)
     except JobError:
-        return _directory_of_trials(path.resolve())
+        return _directory_of_trials(around / WORKSPACE_TRIALS if around else path.resolve())
     return Source(path.resolve().parent, (_from_view(path.resolve(), trial),), single=True)
 
 

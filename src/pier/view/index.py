@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pier.errors import UsageError
 from pier.home import pier_home
 from pier.job.figures import FAILURES, GridCell, grid, main_interval, main_summary, standing_of
 from pier.job.results import Totals, describe, main_reward
@@ -123,6 +124,9 @@ class Index:
     _local: threading.local = field(default_factory=threading.local)
     _refreshing: threading.Lock = field(default_factory=threading.Lock)
     _connections: list[sqlite3.Connection] = field(default_factory=list)
+    _unused: threading.Condition = field(default_factory=threading.Condition)
+    _in_use: int = 0
+    _closed: bool = False
 
     @classmethod
     def open(cls, library: Library) -> Index:
@@ -139,6 +143,13 @@ class Index:
         return index
 
     def close(self) -> None:
+        """Close the index once the transactions of other threads have ended; a refresh ends with its present job."""
+        with self._unused:
+            self._closed = True
+            self._unused.wait_for(lambda: self._in_use == 0)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         for connection in self._connections:
             connection.close()
         self._connections.clear()
@@ -152,7 +163,7 @@ class Index:
             known = -1
         if known == _VERSION:
             return
-        self.close()
+        self._disconnect()
         for suffix in ("", "-wal", "-shm"):
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
         with self.connect() as db:
@@ -160,7 +171,20 @@ class Index:
 
     @contextmanager
     def connect(self) -> Iterator[sqlite3.Connection]:
-        """This thread's connection, in one transaction."""
+        """This thread's connection, in one transaction. `UsageError` when the index was closed."""
+        with self._unused:
+            if self._closed:
+                raise UsageError("the viewer is closing", code="view-closed")
+            self._in_use += 1
+        try:
+            with self._connection() as found:
+                yield found
+        finally:
+            with self._unused:
+                self._in_use -= 1
+                self._unused.notify_all()
+
+    def _connection(self) -> sqlite3.Connection:
         found: sqlite3.Connection | None = getattr(self._local, "db", None)
         if found is None:
             found = sqlite3.connect(self.path, timeout=30, check_same_thread=False)
@@ -169,8 +193,7 @@ class Index:
             found.execute("PRAGMA synchronous = OFF")
             self._local.db = found
             self._connections.append(found)
-        with found:
-            yield found
+        return found
 
     def refresh(self, progress: Progress = lambda _: None, only: str | None = None) -> bool:
         """Read what has changed since the last time; whether anything had. `progress` gets the number of trials read

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import mimetypes
 import secrets
 import socket
@@ -18,6 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -33,6 +35,7 @@ from pier.view.trial import PICTURES
 
 PORTS = range(8080, 8180)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+EVERYWHERE = ("0.0.0.0", "::")
 _COOKIE = "pier-view"
 _POLICY = (
     "default-src 'none'; script-src 'self'{more}; style-src 'self'; img-src 'self' data:; connect-src 'self'{data}; "
@@ -70,6 +73,14 @@ _CHUNK = 1 << 20
 Respond = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 @dataclass(slots=True)
 class Viewer:
     """A running viewer. `token` is None on the loopback."""
@@ -83,7 +94,8 @@ class Viewer:
 
     @property
     def origin(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        name = socket.gethostname() if self.host in EVERYWHERE else self.host
+        host = f"[{name}]" if ":" in name else name
         return f"http://{host}:{self.port}"
 
     @property
@@ -118,10 +130,11 @@ class Viewer:
         return response
 
     def _check(self, request: web.Request) -> None:
-        if request.headers.get("Host", "").lower() not in self._hosts():
+        hosts = self._hosts(urlsplit(f"//{request.headers.get('Host', '')}").hostname or "")
+        if request.headers.get("Host", "").lower() not in hosts:
             raise web.HTTPForbidden(text=f"wrong Host: open {self.origin}\n")
         origin = request.headers.get("Origin")
-        if origin is not None and origin not in {f"http://{host}" for host in self._hosts()}:
+        if origin is not None and origin not in {f"http://{host}" for host in hosts}:
             raise web.HTTPForbidden(text="wrong Origin\n")
         if request.method not in ("GET", "HEAD") and origin is None:
             raise web.HTTPForbidden(text="a request that changes something needs an Origin\n")
@@ -138,8 +151,12 @@ class Viewer:
         if not hmac.compare_digest(request.cookies.get(_COOKIE, "").encode(), self.token.encode()):
             raise web.HTTPUnauthorized(text="open the address with the token that `pier view` printed\n")
 
-    def _hosts(self) -> set[str]:
-        names = set(LOOPBACK) if self.host in LOOPBACK else {self.host}
+    def _hosts(self, asked: str) -> set[str]:
+        """What may stand in `Host`. A server on every address is also reached by any address of the machine; a page
+        that leads another name here still has another name there."""
+        names = {*LOOPBACK} if self.host in LOOPBACK else {self.host}
+        if self.host in EVERYWHERE:
+            names |= {*LOOPBACK, socket.gethostname().lower()} | ({asked} if _is_address(asked) else set())
         return {f"[{name}]:{self.port}" if ":" in name else f"{name}:{self.port}" for name in names}
 
     def _error(self, request: web.Request, error: PierError) -> web.Response:
@@ -276,4 +293,4 @@ async def serve(library: Library, host: str = "127.0.0.1", port: int | None = No
             yield viewer
     finally:
         await runner.cleanup()
-        index.close()
+        await asyncio.to_thread(index.close)
