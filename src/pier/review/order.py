@@ -78,7 +78,7 @@ class ReviewOrder(BaseModel):
     def places(self, root: Path) -> dict[str, Path]:
         """The directories that the critic sees, by their names below `INPUT`."""
         found: dict[str, Path] = {}
-        if self.trial is not None and is_plain_name(self.trial):
+        if self.trial is not None and is_plain_name(self.trial) and not (root / self.trial).is_symlink():
             found["trial"] = root / self.trial
         if self.task is not None:
             found["task"] = Path(self.task)

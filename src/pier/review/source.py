@@ -136,12 +136,14 @@ def open_source(path: Path) -> Source:
 
 def _job(view: JobView) -> Source:
     root = view.directory.resolve()
+    with Tree(root) as tree:
+        real = {entry.path for entry in tree.listed() if entry.kind == "directory"}
     return Source(
         root,
         tuple(
             SourceTrial(row.name, root / row.name, row.task, row.agent, row.model, row.outcome)
             for row in view.trials
-            if row.outcome is not None
+            if row.outcome is not None and row.name in real
         ),
     )
 

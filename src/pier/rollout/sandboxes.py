@@ -15,6 +15,7 @@ from typing import Any
 from pier.errors import InfraError, PierError
 from pier.rollout.faults import SandboxCreationError
 from pier.sandbox.contract import Backend, Process, Result, Sandbox, SandboxSpec
+from pier.tree import drop_links
 
 _OUTPUT = 4 * 1024 * 1024
 
@@ -113,8 +114,14 @@ class SandboxClient:
     async def download_file(
         self, sandbox_id: str, file_path: str, local_file_path: str | Path, timeout: float | None = None
     ) -> None:
+        """Copy a file or directory of the sandbox to this machine. Links stay behind: they would lead to files here."""
+        target = Path(local_file_path)
         async with asyncio.timeout(timeout):
-            await self[sandbox_id].download(file_path, Path(local_file_path))
+            await self[sandbox_id].download(file_path, target)
+        if target.is_symlink():
+            target.unlink()
+            raise FileNotFoundError(f"{file_path} is a link in the sandbox")
+        await asyncio.to_thread(drop_links, target)
 
     async def read_file(self, sandbox_id: str, file_path: str, timeout: float | None = None) -> ReadFileResponse:
         async with asyncio.timeout(timeout):

@@ -95,13 +95,14 @@ class Library:
             if (job, name) != (self.names[0], self.trial_name):
                 raise NotFoundError(f"{self.root} has no trial {name}")
             return TrialView(self.file.parent, name, name, "unknown", None, None, "done")
-        if not is_plain_name(name) or (self.only and name != self.trial_name):
+        known_job = is_plain_name(job) and (not self.names or job in self.names)
+        if not known_job or not is_plain_name(name) or (self.only and name != self.trial_name):
             raise NotFoundError(f"{job} has no trial {name}")
         try:
             if self.only or (known and self._is_directory(job, name)):
                 return TrialView.open(self.root / job / name)
             return self.job(job).trial(name)
-        except (JobError, UsageError) as error:
+        except (JobError, UsageError, OSError) as error:
             raise NotFoundError(str(error)) from error
 
     def _is_directory(self, job: str, name: str) -> bool:

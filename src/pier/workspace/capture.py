@@ -296,13 +296,13 @@ def _session_place(workspace: Workspace | None, path: str, scratch: Path) -> Pat
     if workspace is None or workspace.is_host:
         return Path(path).expanduser()
     if path == AGENT_LOGS or path.startswith(f"{AGENT_LOGS}/"):
-        return workspace.agent_logs / path[len(AGENT_LOGS) :].lstrip("/")
-    try:
-        workspace.fetch(path, scratch)
-    except PierError:
-        if Path(path).expanduser().exists():
-            return Path(path).expanduser()
-        raise
+        place = workspace.agent_logs / path[len(AGENT_LOGS) :].lstrip("/")
+        if not place.resolve().is_relative_to(workspace.agent_logs.resolve()):
+            raise UsageError(f"{path} leads out of the agents' logs", code="no-session")
+        return place
+    workspace.fetch(path, scratch)
+    if scratch.is_symlink():
+        raise UsageError(f"{path} is a link in the sandbox: name where it leads", code="no-session")
     return scratch
 
 

@@ -8,14 +8,27 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pier.beneath import remove
+from pier.errors import SandboxError
 from pier.sandbox.tree.pack import pack_entry
 from pier.sandbox.tree.unpack import unpack
 from pier.tree import Tree
 from pier.workspace.workspace import PIER, TASK
 
 
+def check_directory(path: Path) -> None:
+    """Refuse what came out of a sandbox in place of a directory: a link would lead anywhere on this machine."""
+    if path.is_symlink() or not path.is_dir():
+        raise SandboxError(
+            "the working directory in the sandbox is no longer a directory",
+            code="not_directory",
+            blame="agent",
+            retryable=False,
+        )
+
+
 def merge_tree(source: Path, target: Path) -> None:
     """Move what is in `source` into `target`; what is there already stays. The workspace's own parts are left out."""
+    check_directory(source)
     for child in source.iterdir():
         place = target / child.name
         if child.name in (PIER, TASK):
@@ -29,6 +42,7 @@ def merge_tree(source: Path, target: Path) -> None:
 def replace_tree(source: Path, target: Path) -> None:
     """Make `target` hold what `source` holds, apart from the workspace's own parts. What is replaced goes last, so that
     a full disk loses nothing."""
+    check_directory(source)
     fresh = {child.name for child in source.iterdir()} - {PIER, TASK}
     aside = source.with_name("replaced")
     aside.mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from pier.beneath import remove
 from pier.errors import WorkspaceError
 from pier.workspace.client import call, call_now, is_running
 from pier.workspace.diff import SEED, FileChange, changes_since_start
-from pier.workspace.files import copy_tree
+from pier.workspace.files import check_directory, copy_tree
 from pier.workspace.starting import StartOrder, start
 from pier.workspace.workspace import PIER, Workspace, enclosing, new_directory
 
@@ -39,10 +40,12 @@ async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Ca
             files = made.root / ".incoming"
             request = {"op": "save", "target": str(made.pier / STATE), "files": str(files)}
             await call(workspace, request)
-            if files.is_dir():
+            if os.path.lexists(files):
+                check_directory(files)
                 for child in files.iterdir():
-                    child.rename(made.root / child.name)
-                files.rmdir()
+                    if child.name not in (PIER, files.name):
+                        child.rename(made.root / child.name)
+                await asyncio.to_thread(remove, str(files))
         elif (workspace.pier / STATE).is_dir():
             await asyncio.to_thread(copy_tree, workspace.pier / STATE, made.pier / STATE)
         if not running or workspace.config.mounted:
@@ -54,6 +57,7 @@ async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Ca
             shutil.copy2(workspace.pier / PLACED, made.pier / PLACED)
         made.save()
         made.keep_secrets(workspace.secret_env())
+        made.agree(workspace.agreed())
     except BaseException:
         await asyncio.to_thread(remove, str(made.root))
         raise

@@ -411,7 +411,7 @@ async def seed(
     async with starter.open(plan, policy, "seed") as (sandbox, _):
         if await sandbox.exists(workdir):
             await sandbox.download(workdir, scratch / "files")
-    if (scratch / "files").is_dir():
+    if os.path.lexists(scratch / "files"):
         await asyncio.to_thread(merge_tree, scratch / "files", workspace.root)
     await asyncio.to_thread(remove_tree, workspace.pier / "incoming")
 

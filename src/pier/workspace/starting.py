@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,15 @@ def _existing(order: StartOrder) -> tuple[Workspace, bool]:
     workspace = Workspace.open(order.directory) if order.directory else Workspace.find(Path.cwd())
     config = workspace.config
     _check_names(order)
+    if not workspace.is_known() and not order.yes:
+        brought = {"mounts": config.mounts, "variables": sorted(config.env), "skills": [*map(str, config.skills)]}
+        named = "; ".join(f"{kind}: {', '.join(values)}" for kind, values in brought.items() if values)
+        raise WorkspaceError(
+            f"{workspace.root} was not made on this machine, and its settings decide what its sandbox gets"
+            + (f" ({named})" if named else ""),
+            hint="look at .pier/workspace.json, then pier start -y",
+            code="foreign-workspace",
+        )
     if order.task is not None and config.task != _task_text(order.task):
         raise WorkspaceError(
             f"{workspace.root} is a workspace of {config.task or config.image} already",
@@ -131,6 +140,9 @@ def _existing(order: StartOrder) -> tuple[Workspace, bool]:
     if order.backend and order.backend != config.backend:
         config.backend = order.backend
     _set_env(workspace, order.env)
+    if config.task_path is not None and config.task_path.is_dir() and not workspace.is_host:
+        given = {**workspace.environment(), **order.env}
+        workspace.agree(_ask_consent(order, load_task(config.task_path), given.keys() | workspace.agreed()))
     return workspace, config.model_dump() != before or workspace.secret_env() != secret_count
 
 
@@ -139,10 +151,9 @@ async def _create(order: StartOrder, say: Say) -> Workspace:
     root = _directory(order, task)
     _check_names(order)
     _check_place(root, order, task)
-    if task is not None and not order.host:
-        _ask_consent(order, task)
+    agreed = _ask_consent(order, task, order.env.keys()) if task is not None and not order.host else set[str]()
     made = not root.exists()
-    root.mkdir(parents=True, exist_ok=True)
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
     config = WorkspaceConfig(
         mode="host" if order.host else "sandbox",
         backend=order.backend or "local",
@@ -163,6 +174,7 @@ async def _create(order: StartOrder, say: Say) -> Workspace:
         workspace.save()
         _set_env(workspace, order.env)
         workspace.save()
+        workspace.agree(agreed)
         if task is not None:
             _write_instruction(workspace, task)
         if order.host:
@@ -173,14 +185,16 @@ async def _create(order: StartOrder, say: Say) -> Workspace:
     return workspace
 
 
-def _ask_consent(order: StartOrder, task: Task) -> None:
-    """Variables of this machine go into a sandbox only if the user gave them with -e, or agrees."""
+def _ask_consent(order: StartOrder, task: Task, given: Collection[str]) -> set[str]:
+    """Variables of this machine go into a sandbox only if the user gave them (`given`), or agrees now. Their names."""
     from pier.job.plan import Consent
 
     consent = Consent({**os.environ, **order.env}, given=order.yes)
     consent.note(task)
-    if not consent.values.get(str(task.path), {}).keys() <= order.env.keys():
+    wanted = set(consent.values.get(str(task.path), {}))
+    if not wanted <= set(given):
         consent.ask()
+    return wanted
 
 
 def _undo(workspace: Workspace, made: bool) -> None:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pier.errors import PierError, SandboxError, StorageError
+from pier.errors import PierError, SandboxError, StorageError, WorkspaceError
 from pier.files import locked
 from pier.sandbox import remote
 from pier.workspace.background import Background
@@ -94,9 +94,9 @@ class Supervisor:
         """Keep what is in the sandbox alone. What cannot be kept is reported by `pier stop`."""
         try:
             await live.adopt()
+            await live.save(self.workspace.pier / STATE)
             if not self.workspace.config.mounted:
                 await live.copy_back(self.workspace.root)
-            await live.save(self.workspace.pier / STATE)
         except (SandboxError, OSError) as error:
             self.notes.append(f"changes outside of the workspace's directory are not kept: {error}")
             self._log(self.notes[-1])
@@ -196,6 +196,9 @@ class Supervisor:
         if inside and scratch:
             scratch.parent.mkdir(exist_ok=True)
             await live.sandbox.download(inside, scratch)
+            if scratch.is_symlink():
+                scratch.unlink()
+                raise WorkspaceError(f"{inside} is a link in the sandbox: name where it leads", code="no-session")
         order = VerifyOrder(
             step=request.get("step"),
             in_place=bool(request.get("in_place")),

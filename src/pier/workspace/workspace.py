@@ -30,6 +30,7 @@ from pier.home import pier_home
 PIER = ".pier"
 TASK = ".task"
 CONFIG, SESSION, CAST, LINK, SECRETS = "workspace.json", "session.json", "terminal.cast", "link.json", "secrets.json"
+CONSENT = "consent.json"
 RECORDING = "recording.jsonl"
 STAMP = "%Y-%m-%d_%H-%M-%S"
 _SUFFIXES = 1000
@@ -169,7 +170,7 @@ class Workspace:
 
     def save(self) -> None:
         """Write the settings and the link from this machine's index."""
-        self.pier.mkdir(parents=True, exist_ok=True)
+        self.pier.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(self.pier / CONFIG, self.config.model_dump(mode="json"))
         self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(self.state / LINK, {"path": str(self.root)}, mode=0o600)
@@ -186,6 +187,21 @@ class Workspace:
             self.config.id = secrets.token_hex(4)
         self.save()
         return False
+
+    def is_known(self) -> bool:
+        """Whether the workspace was made on this machine: the id of one from elsewhere has no part here."""
+        return _linked(self.state) is not None
+
+    def agreed(self) -> set[str]:
+        """The variables of this machine that the user let the task have."""
+        try:
+            found: Any = json.loads((self.state / CONSENT).read_text())
+        except (OSError, ValueError):
+            return set()
+        return set(map(str, found)) if isinstance(found, list) else set()
+
+    def agree(self, names: set[str]) -> None:
+        write_json(self.state / CONSENT, sorted(names), mode=0o600)
 
     def is_settled(self) -> bool:
         """Whether this machine's part belongs to this directory."""
