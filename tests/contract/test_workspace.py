@@ -126,12 +126,22 @@ def test_two_commands_at_once_and_commands_in_the_background(tmp_path: Path) -> 
     ask("exec", "touch", "go", cwd=ws)
     assert waiting.wait(60) == 0
 
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        other = taken.getsockname()[1]
+        error = pier("start", "--ports", f"{other}:8000", cwd=ws, image=None, code=2).stderr
+        assert f"cannot listen on port {other}" in error
+        assert Workspace.open(ws).config.ports == [f"{free}:8000"]
+
     (row,) = json.loads(ask("exec", "--list", "--json", cwd=ws))
     assert (row["id"], row["state"]) == ("1", "running")
     assert "page.txt" in ask("exec", "--logs", "1", cwd=ws)
     ask("exec", "--stop", "1", cwd=ws)
     assert "exited" in ask("exec", "--list", cwd=ws)
     assert "unknown background command" in pier("exec", "--logs", "9", cwd=ws, image=None, code=2).stderr
+    start("--ports", f"{other}:8000", cwd=ws)
+    assert Workspace.open(ws).config.ports == [f"{other}:8000"]
 
 
 def test_a_fork_goes_its_own_way(task: Path, tmp_path: Path) -> None:
@@ -159,6 +169,20 @@ def test_files_that_are_not_mounted_come_back(task: Path, tmp_path: Path) -> Non
     start(cwd=ws)
     assert ask("exec", "cat", "answer.txt", cwd=ws) == "edited while it was stopped\n"
 
+    # Files that were made or edited on this machine meanwhile are kept, those that come back the same need not be.
+    (ws / "mine.txt").write_text("made meanwhile\n")
+    (ws / "notes.txt").write_text("edited meanwhile\n")
+    ask("exec", "sh", "-c", "echo inside > answer.txt", cwd=ws)
+    said = pier("stop", cwd=ws, image=None).stderr
+    assert "mine.txt and 1 more changed" in said and "not kept" not in said
+    (kept,) = (ws / ".pier" / "replaced").iterdir()
+    assert (kept / "mine.txt").read_text() == "made meanwhile\n"
+    assert (kept / "notes.txt").read_text() == "edited meanwhile\n"
+    assert (ws / "answer.txt").read_text() == "inside\n" and not (ws / "mine.txt").exists()
+    start(cwd=ws)
+    assert pier("stop", cwd=ws, image=None).stderr == ""
+    assert list((ws / ".pier" / "replaced").iterdir()) == [kept]
+
 
 def test_host_mode(task: Path, tmp_path: Path) -> None:
     ws = tmp_path / "ws"
@@ -183,6 +207,13 @@ def test_variables_mounts_and_ways_to_verify(task: Path, tmp_path: Path) -> None
     ask("exec", "sh", "-c", 'test "$SHAPE $COLOUR" = "round red"', cwd=ws)
     ask("exec", "sh", "-c", "cat /data/row && ! touch /data/more && touch /rw/more", cwd=ws)
     assert (tmp_path / "data" / "more").exists()
+
+    missing = pier("verify", "--trial-dir", str(tmp_path / "none"), "-a", "codex", cwd=ws, image=None).stderr
+    assert "no session of codex" in missing
+    recorded = (tmp_path / "none" / "config.json").read_text() + (tmp_path / "none" / "result.json").read_text()
+    assert '"name": "codex"' not in recorded and '"name": "nop"' in recorded
+    assert "no session" in pier("capture", cwd=ws, image=None, code=2).stderr
+    assert not (ws / ".pier" / "trials").exists()
 
     chosen = tmp_path / "trial"
     assert "reward: 0" in ask("verify", "--trial-dir", str(chosen), cwd=ws) and (chosen / "result.json").is_file()

@@ -64,6 +64,10 @@ def test_what_is_asked_for_is_refused_before_anything_is_made(tmp_path: Path) ->
     assert "git is not installed" in refused(
         "start", "https://host.invalid/r#t", "-d", "ws", cwd=tmp_path, code=1, PATH="/nowhere"
     )
+    for option in (("--ports", "8000"), ("--no-mount",)):
+        assert f"cannot use {option[0]} with --host" in refused("start", "--host", "-d", "ws", *option, cwd=tmp_path)
+    assert not (tmp_path / "ws" / ".pier").exists()
+    assert "cannot use --json with --watch" in refused("verify", "--watch", "--json", cwd=tmp_path)
     assert [path.name for path in full.iterdir()] == ["work.txt"]
     for command in ("exec ls", "verify", "stop", "diff"):
         assert "lies in no workspace" in refused(*command.split(), cwd=tmp_path)
@@ -135,6 +139,8 @@ def test_a_workspace_that_was_moved_copied_deleted_or_comes_from_elsewhere(tmp_p
 
     ask("stop", cwd=one)
     one.rename(three)
+    ask("list", cwd=tmp_path)
+    assert "cannot apply --no-mount" in refused("start", "--no-mount", cwd=three)
     ask("start", cwd=three)
     assert ask("exec", "sh", "-c", "echo $API_KEY", cwd=three) == "a-long-5ecret-value\n"
     ask("stop", cwd=three)
@@ -146,6 +152,27 @@ def test_a_workspace_that_was_moved_copied_deleted_or_comes_from_elsewhere(tmp_p
     (two / ".pier" / "workspace.json").write_text("{")
     assert "cannot be read" in refused("exec", "true", cwd=two)
     assert (two / ".pier").is_dir()
+
+
+def test_a_workspace_that_is_moved_or_deleted_while_it_runs(tmp_path: Path, pier_home: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    ask("start", "--image", "host", "-d", "one", "--no-mount", cwd=tmp_path)
+    ask("exec", "sh", "-c", "echo mine > work.txt", cwd=one)
+    pid = supervisor(one)
+    one.rename(two)
+    assert ask("exec", "cat", "work.txt", cwd=two) == "mine\n"
+    assert "running already" in pier("start", cwd=two, image=None).stderr
+    assert supervisor(two) == pid
+    ask("stop", cwd=two)
+    assert (two / "work.txt").read_text() == "mine\n" and not one.exists()
+
+    ask("start", cwd=two)
+    pid = supervisor(two)
+    shutil.rmtree(two)
+    wait_for(lambda: not Path(f"/proc/{pid}").exists())
+    assert not two.exists() and json.loads(ask("list", "--json", cwd=tmp_path)) == []
+    (rescued,) = pier_home.glob("workspaces/*/rescued/*/files/work.txt")
+    assert rescued.read_text() == "mine\n"
 
 
 def test_a_task_that_is_gone_or_has_changed(tmp_path: Path) -> None:

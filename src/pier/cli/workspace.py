@@ -205,6 +205,8 @@ def verify(directory: Path | None, watch: bool, as_json: bool, **options: Any) -
     from pier.cli import workspace_verify
     from pier.workspace.workspace import Workspace
 
+    if watch and as_json:
+        raise UsageError("cannot use --json with --watch: it prints one result", hint="leave out one of them")
     workspace = Workspace.find(directory)
     if watch:
         workspace_verify.watch(workspace, options)
@@ -281,7 +283,7 @@ def list_(as_json: bool) -> None:
     gone: list[Path] = []
     rows = [status_of(workspace) for workspace in list_workspaces(gone.append)]
     for path in gone:
-        click.echo(f"{path} is gone and no longer listed", err=True)
+        click.echo(f"{path} is gone and no longer listed; pier start in its new place brings it back", err=True)
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return

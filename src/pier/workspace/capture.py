@@ -7,6 +7,7 @@ machine (the agents' usual places are searched by working directory), or of any 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Mapping
@@ -252,6 +253,7 @@ def capture(
     or in `output`. What could not be saved whole is removed again."""
     env = os.environ if environ is None else environ
     root = workspace.root if workspace else (directory or Path.cwd())
+    missing = _missing(output or root / PIER / "trials")
     target = output or (workspace.new_trial_directory() if workspace else new_directory(root / PIER / "trials"))
     target.mkdir(parents=True, exist_ok=True)
     if any(target.iterdir()):
@@ -270,11 +272,19 @@ def capture(
         _seal(target, found, workspace, root, redactor)
     except BaseException as error:
         shutil.rmtree(target, ignore_errors=True)
+        for parent in missing:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
         if isinstance(error, OSError | TreeError) and getattr(error, "errno", None) in FAULTS:
             words = f"the session could not be saved to {target}: {error}"
             raise StorageError(words, hint="free some space, then pier capture again") from error
         raise
     return Capture(target, found)
+
+
+def _missing(path: Path) -> list[Path]:
+    """The directories on the way to `path` that do not exist, innermost first."""
+    return [each for each in (path, *path.parents) if not each.exists()]
 
 
 def _nothing(root: Path, workspace: Workspace | None, agent: str | None, session: str | None) -> UsageError:

@@ -35,7 +35,14 @@ OnStream = Callable[[str, bytes], None]
 
 def is_running(workspace: Workspace) -> bool:
     """Whether this very directory is served by a supervisor."""
-    return workspace.is_settled() and is_served(workspace.state)
+    return _belongs(workspace) and is_served(workspace.state)
+
+
+def _belongs(workspace: Workspace) -> bool:
+    """Whether the supervisor is that of this directory. One that was moved while it ran is linked again."""
+    if not workspace.is_settled() and workspace.was_moved() and is_served(workspace.state):
+        workspace.link()
+    return workspace.is_settled()
 
 
 def launch(workspace: Workspace) -> None:
@@ -69,7 +76,7 @@ def _failed(workspace: Workspace) -> WorkspaceError:
 @asynccontextmanager
 async def connected(workspace: Workspace) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection to the supervisor; `WorkspaceError` if the workspace is not running."""
-    if not workspace.is_settled():
+    if not _belongs(workspace):
         raise not_running(workspace)
     try:
         reader, writer = await asyncio.open_unix_connection(sock=remote.dial_control(workspace.state))

@@ -54,6 +54,12 @@ def keep_seed(workspace: Workspace, source: Path | None = None) -> None:
     write_json(seed / INDEX, known, durable=False)
 
 
+def marks_of(source: Path) -> dict[str, str | None]:
+    """Every file and link in a directory with a mark of its content; None for a file that cannot be read."""
+    with Tree(source) as tree:
+        return {entry.path: _mark(tree, entry) for entry in _content(tree) if entry.kind in ("file", "link")}
+
+
 def changes_since_start(workspace: Workspace, source: Path | None = None) -> list[FileChange]:
     """What differs from the seed, by path."""
     seed = workspace.pier / SEED

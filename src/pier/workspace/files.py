@@ -39,13 +39,11 @@ def merge_tree(source: Path, target: Path) -> None:
             merge_tree(child, place)
 
 
-def replace_tree(source: Path, target: Path) -> None:
-    """Make `target` hold what `source` holds, apart from the workspace's own parts. What is replaced goes last, so that
-    a full disk loses nothing."""
+def replace_tree(source: Path, target: Path, aside: Path) -> None:
+    """Make `target` hold what `source` holds, apart from the workspace's own parts. Replaced files are moved to the
+    empty directory `aside`."""
     check_directory(source)
     fresh = {child.name for child in source.iterdir()} - {PIER, TASK}
-    aside = source.with_name("replaced")
-    aside.mkdir()
     for child in list(target.iterdir()):
         if child.name not in (PIER, TASK):
             child.rename(aside / child.name)

@@ -14,6 +14,7 @@ from pier.errors import WorkspaceError
 from pier.workspace.client import call, call_now, is_running
 from pier.workspace.diff import SEED, FileChange, changes_since_start
 from pier.workspace.files import check_directory, copy_tree
+from pier.workspace.ports import check_free
 from pier.workspace.starting import StartOrder, start
 from pier.workspace.workspace import PIER, Workspace, enclosing, new_directory
 
@@ -28,6 +29,7 @@ async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Ca
         raise WorkspaceError(
             f"{target} lies in a workspace", hint="choose a directory elsewhere", code="nested-workspace"
         )
+    check_free(ports)
     running = not workspace.is_host and is_running(workspace)
     target.mkdir(parents=True, exist_ok=True)
     made = Workspace(target.resolve(), workspace.config.model_copy(deep=True))

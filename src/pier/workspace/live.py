@@ -8,6 +8,7 @@ one, else as root, and files are given to the owner when a command ends.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -19,7 +20,7 @@ from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun, Launch
 from pier.agent.packed import DEFAULT_PATH
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import SandboxError, WorkspaceError
-from pier.files import write
+from pier.files import write, write_json
 from pier.network.policy import NetworkPolicy
 from pier.redact import Redactor
 from pier.sandbox.contract import Mount, OnOutput, Process, Sandbox
@@ -40,7 +41,7 @@ from pier.workspace.agents import (
     install_agents,
     recognise,
 )
-from pier.workspace.diff import keep_seed
+from pier.workspace.diff import keep_seed, marks_of
 from pier.workspace.files import merge_tree, remove_tree, replace_tree
 from pier.workspace.workspace import PIER, TASK, Workspace, WorkspaceConfig, WorkspaceSession, new_directory
 
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
 DEFAULT_WORKDIR = "/app"
 """Where the directory is mounted if the image names no working directory, or the root."""
 STATE = "state"
+REPLACED = "replaced"
+"""Files of the directory that `pier stop` replaced with those of the sandbox, if they had been edited."""
+_COPIED = "copied.json"
 _PROBE = ".pier-owner"
 _ADOPT = 'find "$1" -xdev ! -path "$1/.pier" ! -user "$2" -exec chown -h "$2:$3" {} +'
 _SAFE_GIT = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
@@ -216,12 +220,21 @@ class LiveWorkspace:
         """Keep what differs from the image outside of the mounted directories, for the next start."""
         await state.keep(self.sandbox, target)
 
-    async def copy_back(self, target: Path) -> None:
-        """Copy the files of a workspace that is not mounted out to `target`, in place of what is there."""
-        scratch = new_directory(self.workspace.pier / "incoming")
+    async def copy_back(self) -> str | None:
+        """Copy the files of a workspace that is not mounted out to its directory, in place of the files there. If some
+        of those were made or edited since the start, the old files are kept: a note says where."""
+        workspace = self.workspace
+        scratch = new_directory(workspace.pier / "incoming")
         await self.sandbox.download(self.environment.workdir, scratch / "files")
-        await asyncio.to_thread(replace_tree, scratch / "files", target)
+        edited = await asyncio.to_thread(_edited_outside, workspace, scratch / "files")
+        aside = new_directory(workspace.pier / (REPLACED if edited else "incoming"))
+        await asyncio.to_thread(replace_tree, scratch / "files", workspace.root, aside)
         await asyncio.to_thread(remove_tree, scratch)
+        if not edited:
+            await asyncio.to_thread(remove_tree, aside)
+            return None
+        more = f" and {len(edited) - 1} more" if len(edited) > 1 else ""
+        return f"{edited[0]}{more} changed in the directory while the workspace ran: the old files are in {aside}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +385,8 @@ async def _opened(
             await prepare_step(starter, 0, sandbox, workdir)
         elif state.is_kept(kept):
             await state.restore(sandbox, kept)
+        if not config.mounted:
+            await asyncio.to_thread(_note_copied, workspace)
         if not config.mounted and not fresh:
             await _copy_in(sandbox, workspace.root, workdir)
         if plan.table.healthcheck is not None:
@@ -427,6 +442,25 @@ async def _finish_seed(workspace: Workspace, sandbox: Sandbox, workdir: str) -> 
     await sandbox.download(workdir, scratch / "files")
     await asyncio.to_thread(keep_seed, workspace, scratch / "files")
     await asyncio.to_thread(remove_tree, workspace.pier / "incoming")
+
+
+def _note_copied(workspace: Workspace) -> None:
+    """Note which files are about to be copied in, so that later edits of them are seen."""
+    write_json(workspace.pier / _COPIED, marks_of(workspace.root), durable=False)
+
+
+def _edited_outside(workspace: Workspace, incoming: Path) -> list[str]:
+    """The files of the directory that are neither as they were when copied in nor as they come back."""
+    try:
+        copied = json.loads((workspace.pier / _COPIED).read_text())
+    except (OSError, ValueError):
+        copied = {}
+    present = marks_of(workspace.root)
+    edited = [path for path, mark in present.items() if mark is None or mark != copied.get(path)]
+    if not edited:
+        return []
+    back = marks_of(incoming)
+    return sorted(path for path in edited if present[path] is None or present[path] != back.get(path))
 
 
 async def _copy_in(sandbox: Sandbox, source: Path, workdir: str, *, clear: bool = True) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -42,6 +43,39 @@ def parse_port(text: str) -> tuple[int, int]:
     return found
 
 
+def add_ports(present: Sequence[str], added: Sequence[str]) -> list[str]:
+    """The mappings with those that are added; a new one replaces those with the same port on either side."""
+    found = list(present)
+    for text in added:
+        outer, inner = parse_port(text)
+        found = [old for old in found if parse_port(old)[0] != outer and parse_port(old)[1] != inner]
+        found.append(text)
+    return found
+
+
+def check_free(ports: Sequence[str], held: Sequence[str] = ()) -> None:
+    """Refuse a port of this machine that is in use. `held` are the mappings of the workspace itself."""
+    own = {parse_port(text)[0] for text in held}
+    for outer, inner in map(parse_port, ports):
+        if outer in own:
+            continue
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", outer))
+                probe.listen()
+            except OSError as error:
+                raise _taken(outer, inner, error) from error
+
+
+def _taken(outer: int, inner: int, error: OSError) -> WorkspaceError:
+    return WorkspaceError(
+        f"cannot listen on port {outer} of this machine: {error.strerror or error}",
+        hint=f"stop what uses it, or choose another: --ports {outer + 1}:{inner}",
+        code="port-taken",
+    )
+
+
 @asynccontextmanager
 async def forward_ports(sandbox: Sandbox, ports: Sequence[str]) -> AsyncIterator[None]:
     """Serve the ports while the context lasts."""
@@ -50,11 +84,7 @@ async def forward_ports(sandbox: Sandbox, ports: Sequence[str]) -> AsyncIterator
             try:
                 server = await asyncio.start_server(partial(_serve, sandbox, inner), "127.0.0.1", outer)
             except OSError as error:
-                raise WorkspaceError(
-                    f"cannot listen on port {outer} of this machine: {error.strerror or error}",
-                    hint=f"stop what uses it, or choose another: --ports {outer + 1}:{inner}",
-                    code="port-taken",
-                ) from error
+                raise _taken(outer, inner, error) from error
             stack.callback(server.close)
         yield
 

@@ -25,7 +25,7 @@ from pier.trial.plan import agent_plan
 from pier.workspace.agents import check_agents
 from pier.workspace.client import call, is_running, launch
 from pier.workspace.diff import keep_seed
-from pier.workspace.ports import parse_port
+from pier.workspace.ports import add_ports, check_free, parse_port
 from pier.workspace.workspace import PIER, TASK, Workspace, WorkspaceConfig, enclosing, new_directory
 
 Say = Callable[[str], None]
@@ -61,6 +61,8 @@ async def start(order: StartOrder, say: Say) -> tuple[Workspace, dict[str, Any]]
     """Make or bring back a workspace; what its supervisor reports about it (nothing in host mode)."""
     for port in order.ports:
         parse_port(port)
+    if order.host:
+        _check_host(order)
     workspace, changed = _existing(order) if not _makes_new(order) else (await _create(order, say), True)
     if workspace.is_host:
         workspace.save()
@@ -73,7 +75,8 @@ async def start(order: StartOrder, say: Say) -> tuple[Workspace, dict[str, Any]]
             say("the workspace is running already")
             return workspace, await call(workspace, {"op": "wait"}, say)
         say("restarting the sandbox")
-        await call(workspace, {"op": "stop"})
+        for note in (await call(workspace, {"op": "stop"}))["notes"]:
+            say(f"warning: {note}")
         await _gone(workspace)
     launch(workspace)
     answer = await call(workspace, {"op": "wait"}, say)
@@ -128,10 +131,19 @@ def _existing(order: StartOrder) -> tuple[Workspace, bool]:
         )
     if order.host and not workspace.is_host:
         raise WorkspaceError(f"{workspace.root} has a sandbox", hint="choose another directory", code="other-workspace")
+    if workspace.is_host:
+        _check_host(order)
+    if not order.mounted and config.mounted:
+        raise WorkspaceError(
+            f"cannot apply --no-mount to {workspace.root}: its directory is mounted since its first start",
+            hint="make another workspace: pier start TASK -d DIR --no-mount",
+            code="other-workspace",
+        )
+    check_free(order.ports, config.ports if not workspace.is_host and is_running(workspace) else ())
     before = config.model_dump()
     secret_count = dict(workspace.secret_env())
     config.agents = list(dict.fromkeys((*config.agents, *order.agents)))
-    config.ports = list(dict.fromkeys((*config.ports, *order.ports)))
+    config.ports = add_ports(config.ports, order.ports)
     config.mounts = list(dict.fromkeys((*config.mounts, *order.mounts)))
     config.skills = list(dict.fromkeys((*config.skills, *order.skills)))
     config.model = order.model or config.model
@@ -151,6 +163,7 @@ async def _create(order: StartOrder, say: Say) -> Workspace:
     root = _directory(order, task)
     _check_names(order)
     _check_place(root, order, task)
+    check_free(order.ports)
     agreed = _ask_consent(order, task, order.env.keys()) if task is not None and not order.host else set[str]()
     made = not root.exists()
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -163,7 +176,7 @@ async def _create(order: StartOrder, say: Say) -> Workspace:
         agents=list(dict.fromkeys(order.agents)),
         model=order.model,
         direct=order.direct,
-        ports=list(order.ports),
+        ports=add_ports((), order.ports),
         mounts=list(order.mounts),
         skills=list(order.skills),
         mounted=order.mounted,
@@ -239,6 +252,14 @@ def _directory(order: StartOrder, task: Task | None) -> Path:
         hint=f"pier start {order.task or '--image REF'} -d DIR",
         code="no-directory",
     )
+
+
+def _check_host(order: StartOrder) -> None:
+    for option, given in (("--ports", bool(order.ports)), ("--no-mount", not order.mounted)):
+        if given:
+            raise UsageError(
+                f"cannot use {option} with --host: there is no sandbox", hint=f"leave out {option}", code="host-option"
+            )
 
 
 def _check_names(order: StartOrder) -> None:

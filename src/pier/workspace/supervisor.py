@@ -30,10 +30,12 @@ from pier.workspace.files import remove_tree
 from pier.workspace.live import STATE, LiveWorkspace, open_live
 from pier.workspace.ports import forward_ports
 from pier.workspace.verify import VerifyOrder, verify
-from pier.workspace.workspace import Workspace
+from pier.workspace.workspace import Workspace, new_directory
 
 _NAME = b"pier-workspace"
 _PR_SET_NAME = 15
+_LOOK = 2.0
+"""Seconds between two looks at where the workspace's directory is."""
 _GONE = frozenset({"sandbox_gone", "container_gone", "zygote_gone"})
 
 
@@ -52,10 +54,14 @@ class Supervisor:
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     """A client was answered why the start failed."""
+    gone: bool = False
+    """The workspace's directory was deleted."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _root: int = -1
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
+        self._root = os.open(self.workspace.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self.stopping.set)
         server = await asyncio.start_unix_server(self._answer, sock=remote.bind(self.workspace.state))
@@ -85,21 +91,58 @@ class Supervisor:
                 self._log("ready")
                 self.ready.set()
                 self._changed.set()
-                await self.stopping.wait()
+                await self._wait_for_stop()
             await self.background.close()
             await self._save(live)
         self.live = None
 
+    async def _wait_for_stop(self) -> None:
+        while not self.stopping.is_set():
+            self._follow_root()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.stopping.wait(), _LOOK)
+
+    def _follow_root(self) -> None:
+        """Notice that the directory was moved, and stop if it was deleted."""
+        if self.gone or _is_at(self._root, self.workspace.root):
+            return
+        place = Path(f"/proc/self/fd/{self._root}").readlink()
+        if not _is_at(self._root, place):
+            self._log(f"the workspace's directory {self.workspace.root} was deleted")
+            self.gone = True
+            self.stopping.set()
+            return
+        self._log(f"the workspace was moved to {place}")
+        self.workspace.root = place
+        self.workspace.link()
+        if self.live is not None:
+            self.live.placed.path = self.workspace.pier / self.live.placed.path.name
+
     async def _save(self, live: LiveWorkspace) -> None:
         """Keep what is in the sandbox alone. What cannot be kept is reported by `pier stop`."""
+        self._follow_root()
+        if self.gone:
+            await self._rescue(live)
+            return
         try:
             await live.adopt()
             await live.save(self.workspace.pier / STATE)
-            if not self.workspace.config.mounted:
-                await live.copy_back(self.workspace.root)
+            if not self.workspace.config.mounted and (note := await live.copy_back()):
+                self.notes.append(note)
         except (SandboxError, OSError) as error:
             self.notes.append(f"changes outside of the workspace's directory are not kept: {error}")
             self._log(self.notes[-1])
+
+    async def _rescue(self, live: LiveWorkspace) -> None:
+        """Keep the files of a workspace that is not mounted when its directory was deleted."""
+        if self.workspace.config.mounted:
+            return
+        target = new_directory(self.workspace.state / "rescued")
+        try:
+            await live.sandbox.download(live.environment.workdir, target / "files")
+            self._log(f"the files of the sandbox are in {target / 'files'}")
+        except (SandboxError, OSError) as error:
+            self._log(f"cannot keep the files of the sandbox: {error}")
 
     def _say(self, line: str) -> None:
         self.lines.append(line)
@@ -134,6 +177,7 @@ class Supervisor:
         self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> dict[str, Any]:
         op = request["op"]
+        self._follow_root()
         if op == "wait":
             return await self._wait(writer)
         if op == "status":
@@ -158,6 +202,12 @@ class Supervisor:
 
     async def _live(self) -> LiveWorkspace:
         await self.ready.wait()
+        if self.gone:
+            raise WorkspaceError(
+                f"the directory of this workspace was deleted: {self.workspace.root}",
+                hint="pier start TASK -d DIR makes another",
+                code="workspace-gone",
+            )
         if self.live is None:
             self.heard.set()
             raise self.failure or SandboxError("the workspace is stopping", code="stopping", retryable=False)
@@ -240,6 +290,14 @@ class Supervisor:
             if (change.path, change.mark) not in before and not f"{change.path}/".startswith(f"{workdir}/")
         ]
         return {"known": changes is not None, "changes": rows}
+
+
+def _is_at(directory: int, path: Path) -> bool:
+    """Whether an open directory is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(directory), path.stat())
+    except OSError:
+        return False
 
 
 async def _send_error(writer: asyncio.StreamWriter, error: PierError) -> None:

@@ -136,7 +136,10 @@ class _Verification:
 
     def _spec(self) -> TrialSpec:
         config = self.workspace.config
-        name = self.order.agent or (config.agents[0] if config.agents else "nop")
+        order = self.order
+        name = config.agents[0] if config.agents else "nop"
+        if order.agent and (order.session_dir or self.workspace.session(order.session, order.agent)):
+            name = order.agent
         choice = SandboxChoice(backend=config.backend, image=config.image)
         return TrialSpec(
             self.directory.name, self.task, self.directory, AgentChoice(name, config.model), sandbox=choice
@@ -216,6 +219,10 @@ class _Verification:
             return
         found = await asyncio.to_thread(self._capture)
         if found is None:
+            if self.order.agent or self.order.session:
+                which = f" {self.order.session!r}" if self.order.session else ""
+                whose = f" of {self.order.agent}" if self.order.agent else ""
+                record.warn(f"cannot save a trajectory: no session{which}{whose} in {self.workspace.root}")
             return
         model = ModelInfo(name=found.model) if found.model else None
         result.agent_info = AgentInfo(name=found.agent, version=found.version, model_info=model)

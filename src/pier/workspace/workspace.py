@@ -6,7 +6,8 @@
     DIR/.pier/agent/                  the agents' own logs and settings, at /logs/agent in the sandbox
     <home>/workspaces/<id>/           this machine's part: link.json, secrets.json, control.sock, supervisor.log
 
-The directories below `<home>/workspaces` are the index. A workspace whose directory is gone is dropped from it.
+The directories below `<home>/workspaces` are the index. A workspace whose directory is gone is not listed; its part of
+the index stays, since the directory may have been moved.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -34,6 +34,8 @@ CONSENT = "consent.json"
 RECORDING = "recording.jsonl"
 STAMP = "%Y-%m-%d_%H-%M-%S"
 _SUFFIXES = 1000
+_GONE = "gone"
+"""Marks a workspace whose missing directory was reported."""
 
 
 class _Part(BaseModel):
@@ -170,10 +172,15 @@ class Workspace:
 
     def save(self) -> None:
         """Write the settings and the link from this machine's index."""
-        self.pier.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.pier.mkdir(exist_ok=True, mode=0o700)
         write_json(self.pier / CONFIG, self.config.model_dump(mode="json"))
+        self.link()
+
+    def link(self) -> None:
+        """Write the link from this machine's index."""
         self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(self.state / LINK, {"path": str(self.root)}, mode=0o600)
+        (self.state / _GONE).unlink(missing_ok=True)
 
     def settle(self) -> bool:
         """See to it that this machine's part belongs to this directory; whether it did already.
@@ -206,6 +213,11 @@ class Workspace:
     def is_settled(self) -> bool:
         """Whether this machine's part belongs to this directory."""
         return _linked(self.state) == self.root
+
+    def was_moved(self) -> bool:
+        """Whether this machine's part belongs to a directory that is no longer there."""
+        known = _linked(self.state)
+        return known is not None and known != self.root and not (known / PIER / CONFIG).exists()
 
     def secret_env(self) -> dict[str, str]:
         """The values of secret variables, which stay on this machine."""
@@ -286,18 +298,17 @@ def workspaces_home() -> Path:
 
 
 def list_workspaces(on_dropped: Callable[[Path], None] | None = None) -> list[Workspace]:
-    """All workspaces of this user on this machine, by their directories. An entry whose directory is gone is removed
-    from the index, unless its supervisor still runs."""
+    """All workspaces of this user on this machine, by their directories. One whose directory is gone is left out, and
+    reported once: it may have been moved, so its secrets are kept for the next start."""
     found: list[Workspace] = []
     for state in sorted(_children(workspaces_home())):
         root = _linked(state)
         workspace = _try_open(root) if root is not None else None
         if workspace is not None and workspace.config.id == state.name:
             found.append(workspace)
-        elif root is not None and not is_served(state):
-            shutil.rmtree(state, ignore_errors=True)
-            if on_dropped is not None:
-                on_dropped(root)
+        elif root is not None and on_dropped is not None and not (state / _GONE).exists() and not is_served(state):
+            (state / _GONE).touch()
+            on_dropped(root)
     return sorted(found, key=lambda workspace: workspace.root)
 
 
