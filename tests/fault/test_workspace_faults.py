@@ -168,6 +168,7 @@ def test_a_workspace_that_is_moved_or_deleted_while_it_runs(tmp_path: Path, pier
 
     ask("start", cwd=two)
     pid = supervisor(two)
+    ask("exec", "-d", "sleep", "1000", cwd=two)
     shutil.rmtree(two)
     wait_for(lambda: not Path(f"/proc/{pid}").exists())
     assert not two.exists() and json.loads(ask("list", "--json", cwd=tmp_path)) == []

@@ -151,14 +151,17 @@ class Background:
     async def stop(self, id: str) -> dict[str, Any]:
         """Ask a command to end, and kill it if it does not."""
         find_background(self._live.workspace, id)
+        await self._end(id)
+        return {}
+
+    async def _end(self, id: str) -> None:
         if id in self._running:
             process, task = self._running[id]
             await process.signal(signal.SIGTERM)
             await asyncio.wait({task}, timeout=_GRACE)
             await process.kill()
             await asyncio.wait({task})
-        return {}
 
     async def close(self) -> None:
         for id in list(self._running):
-            await self.stop(id)
+            await self._end(id)

@@ -78,7 +78,7 @@ class Supervisor:
             if self.failure is not None:
                 self._log(f"error: {self.failure.explain()}")
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.heard.wait(), 10)
+                    await asyncio.wait_for(self.heard.wait(), 0 if self.gone else 10)
             server.close()
             (self.workspace.state / remote.SOCKET).unlink(missing_ok=True)
         return 1 if self.failure else 0
