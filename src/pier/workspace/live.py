@@ -42,7 +42,7 @@ from pier.workspace.agents import (
     recognise,
 )
 from pier.workspace.diff import keep_seed, marks_of
-from pier.workspace.files import merge_tree, remove_tree, replace_tree
+from pier.workspace.files import check_directory, merge_tree, remove_tree, replace_tree
 from pier.workspace.workspace import PIER, TASK, Workspace, WorkspaceConfig, WorkspaceSession, new_directory
 
 if TYPE_CHECKING:
@@ -226,6 +226,7 @@ class LiveWorkspace:
         workspace = self.workspace
         scratch = new_directory(workspace.pier / "incoming")
         await self.sandbox.download(self.environment.workdir, scratch / "files")
+        check_directory(scratch / "files")
         edited = await asyncio.to_thread(_edited_outside, workspace, scratch / "files")
         aside = new_directory(workspace.pier / (REPLACED if edited else "incoming"))
         await asyncio.to_thread(replace_tree, scratch / "files", workspace.root, aside)
