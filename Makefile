@@ -10,7 +10,7 @@ help:
 	@echo "make soak    run the property tests with new examples each time, for MINUTES=10"
 	@echo "make bump    raise the agents' pinned versions to the newest ones that pass their tests"
 	@echo "make errors  write docs/reference/errors.md from the source"
-	@echo "make reference  write docs/reference/commands.md and python.md from the source"
+	@echo "make reference  write docs/reference/commands.md, settings.md and python.md from the source"
 	@echo "make docs    build the documentation as a site and check its links"
 
 venv: .venv/.ready
@@ -57,6 +57,7 @@ errors: dev
 
 reference: dev
 	@.venv/bin/python .ci/reference
+	@.venv/bin/python .ci/settings > docs/reference/settings.md
 
 docs: dev
 	@.ci/docs

@@ -19,9 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun
+from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun, find_agent
 from pier.agent.pack import PackStore
-from pier.agent.registry import find_agent
 from pier.endpoint import GATEWAY_PORT
 from pier.gateway.server import Gateway
 from pier.image.model import HOST, Image

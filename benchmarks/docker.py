@@ -1,4 +1,4 @@
-"""How fast `pier run --env docker` is: trials a minute, beside a bare loop over the engine's API and, if asked, Harbor.
+"""How fast `pier run --env docker` is: trials a minute, next to a bare loop over the engine's API and Harbor if asked.
 
     python benchmarks/docker.py
     python benchmarks/docker.py --harbor HARBOR --trials 32 --concurrency 1 4 16

@@ -1,8 +1,10 @@
-"""How fast `pier run` is: hello-world trials a minute, beside a bare loop over sandboxes and, if asked, beside Harbor.
+"""How fast `pier run` is: hello-world trials a minute, next to a bare loop over sandboxes and, if asked, Harbor.
 
     python benchmarks/jobs.py                      1, 16 and 64 trials at concurrency 1 and 16
     python benchmarks/jobs.py --trials 256 --concurrency 16 --harbor HARBOR
     python benchmarks/jobs.py --large 10000        one large job, then its resume
+    python benchmarks/jobs.py --trials 256 --concurrency 16 --before PYTHON --rounds 5 --place /dev/shm
+                                                   this pier and the one that another interpreter has, in turns
 
 Each row is one run of a fresh process: wall time, trials a minute, CPU seconds and the most memory that the process and
 its children held together. Ratios between rows of one session are what counts; absolute numbers belong to the machine.
@@ -17,6 +19,7 @@ import asyncio
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -177,6 +180,41 @@ def run_all(arguments: argparse.Namespace, place: Path) -> list[Row]:
     return rows
 
 
+def compare(arguments: argparse.Namespace, place: Path) -> list[Row]:
+    """Run the same jobs with two versions of pier in turns, which share whatever else the machine does; the last lines
+    are ratios of medians, above 1 where this version is faster."""
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    make_task(place / "tasks" / "hello")
+    rows: list[Row] = []
+
+    def run(what: str, python: str, trials: int, concurrency: int, number: int) -> Row:
+        job = f"{what}-{trials}-{concurrency}-{number}"
+        own = {"PIER_HOME": str(place / what), "PYTHONPYCACHEPREFIX": str(place / f"compiled-{what}")}
+        command = [python, "-m", "pier", "run", "-p", "tasks", "--image", "host", "-a", "oracle", "-q"]
+        command += ["-n", str(concurrency), "-k", str(trials), "--job-name", job]
+        row = measure(what, trials, concurrency, command, place, env | own)
+        shutil.rmtree(place / "jobs" / job, ignore_errors=True)
+        return row
+
+    versions = [("before", arguments.before), ("now", sys.executable)]
+    for what, python in versions:
+        run(what, python, 1, 1, 0)
+    for concurrency in arguments.concurrency:
+        for trials in arguments.trials:
+            measured: dict[str, list[Row]] = {"before": [], "now": []}
+            for number in range(1, arguments.rounds + 1):
+                for what, python in versions if number % 2 else versions[::-1]:
+                    row = run(what, python, trials, concurrency, number)
+                    measured[what].append(row)
+                    print(_line(row), flush=True)
+            for name in ("seconds", "cpu_seconds"):
+                old, new = (statistics.median(getattr(row, name) for row in measured[what]) for what, _ in versions)
+                size = f"{trials} trials, {concurrency} at once"
+                print(f"{size}: {name} {old:.2f} before, {new:.2f} now, {old / new:.2f}")
+            rows += measured["before"] + measured["now"]
+    return rows
+
+
 def _line(row: Row) -> str:
     failed = "" if row.ok else "  FAILED"
     return (
@@ -192,15 +230,18 @@ def main() -> int:
     parser.add_argument("--large", type=int, help="also run one job of so many trials, and resume it")
     parser.add_argument("--harbor", metavar="PROGRAM", help="also measure this `harbor` on its Docker engine")
     parser.add_argument("--harbor-image", default="debian:stable-slim")
+    parser.add_argument("--before", metavar="PYTHON", help="compare with the pier that this interpreter has, in turns")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each version runs with --before")
+    parser.add_argument("--place", type=Path, help="directory for jobs and homes, instead of the temporary one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
     parser.add_argument("--bare", type=int, nargs=2, metavar=("TRIALS", "CONCURRENCY"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.bare:
         asyncio.run(bare_loop(*arguments.bare))
         return 0
-    place = Path(tempfile.mkdtemp(prefix="pier-benchmark."))
+    place = Path(tempfile.mkdtemp(prefix="pier-benchmark.", dir=arguments.place))
     try:
-        rows = run_all(arguments, place)
+        rows = compare(arguments, place) if arguments.before else run_all(arguments, place)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     if arguments.json:

@@ -1,7 +1,8 @@
 """What a sandbox costs: to start, to run a command in, to end, to fork, in memory, and many at once.
 
-    python benchmarks/sandbox.py                   pier beside a bare spawn and bubblewrap; less than a minute
-    python benchmarks/sandbox.py --docker          and beside a Docker engine of its own (as root)
+    python benchmarks/sandbox.py                   pier next to a bare spawn and bubblewrap; less than a minute
+    python benchmarks/sandbox.py --docker          and next to a Docker engine of its own (as root)
+    python benchmarks/sandbox.py --nitrobox        and next to NitroBox (first: .ci/peers nitrobox)
     python benchmarks/sandbox.py --rounds 100 --json
 
 Each round measures every place once, in random order, so that whatever else the machine does falls on all of them
@@ -71,7 +72,7 @@ class Place(Protocol):
         """One whole life, and its parts where it has any."""
         ...
 
-    async def together(self, number: int) -> float:
+    async def together(self, number: int) -> float | None:
         """Milliseconds until so many, all alive at once, have run a command and are gone."""
         ...
 
@@ -296,6 +297,54 @@ class Docker:
         return used
 
 
+NITROBOX = Path(__file__).resolve().parents[1] / ".cache/peers/nitrobox/bin/python"
+NITROBOX_LOOP = """
+import sys, time
+import nitrobox.sandbox
+from nitrobox import Sandbox, SandboxConfig
+# The image is a directory. Its build daemon, which knows nothing of it, is not asked: that costs up to 40 s each time.
+nitrobox.sandbox._apply_image_defaults = lambda config: None
+rootfs, state = sys.argv[1:]
+names = iter(range(1 << 30))
+def begin():
+    config = SandboxConfig(image=rootfs, env_base_dir=state, net_isolate=True)
+    return Sandbox(config, name=f"bench{next(names)}")
+def run(box):
+    output, code = box.run("true")
+    assert code == 0, output
+for _ in sys.stdin:
+    times = [time.perf_counter()]
+    box = begin()
+    times.append(time.perf_counter())
+    for step in (run, run, Sandbox.delete):
+        step(box)
+        times.append(time.perf_counter())
+    print("took", *((b - a) * 1000 for a, b in zip(times, times[1:])), flush=True)
+"""
+
+
+class NitroBox:
+    """NitroBox's own Python API, in a process with its own Python."""
+
+    name = "nitrobox"
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    async def once(self) -> Times:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(file=self._process.stdin, flush=True)
+        line = next(line for line in self._process.stdout if line.startswith("took "))
+        start, first, later, stop = (float(word) for word in line.split()[1:])
+        return {"start": start, "first exec": first, "exec": later, "stop": stop, "whole": start + first + stop}
+
+    async def together(self, number: int) -> float | None:
+        return None  # started from several threads at once, its sandboxes hang
+
+    async def memory(self) -> float | None:
+        return None
+
+
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -323,7 +372,7 @@ def _megabytes(pids: Iterable[int]) -> float | None:
 
 
 @asynccontextmanager
-async def open_places(directory: Path, *, docker: bool) -> AsyncIterator[list[Place]]:
+async def open_places(directory: Path, *, docker: bool, nitrobox: bool) -> AsyncIterator[list[Place]]:
     image = busybox_image(directory / "image")
     async with AsyncExitStack() as stack:
         lease = stack.enter_context(Lease())
@@ -334,6 +383,11 @@ async def open_places(directory: Path, *, docker: bool) -> AsyncIterator[list[Pl
             places.append(Bubblewrap(image, directory))
         else:
             print("bwrap is not installed and is left out", file=sys.stderr)
+        if nitrobox:
+            command = [NITROBOX, "-c", NITROBOX_LOOP, image.layers[0], directory / "nitrobox"]
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            places.append(NitroBox(stack.enter_context(child)))
+            stack.callback(child.terminate)
         if docker:
             running = stack.enter_context(engine())
             connector = aiohttp.UnixConnector(str(running.socket), limit=0)
@@ -364,7 +418,8 @@ async def measure(places: list[Place], rounds: int, counts: list[int]) -> list[d
     for number in counts:
 
         async def crowd(place: Place, number: int = number) -> None:
-            taken[place.name].setdefault(f"{number} at once", []).append(await place.together(number))
+            if (took := await place.together(number)) is not None:
+                taken[place.name].setdefault(f"{number} at once", []).append(took)
 
         await _shuffled(places, 3, crowd)
     rows = []
@@ -387,7 +442,7 @@ def show(rows: list[dict[str, Any]], counts: list[int]) -> None:
 async def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="pier-bench-") as name:
         os.environ["PIER_HOME"] = f"{name}/home"
-        async with open_places(Path(name), docker=options.docker) as places:
+        async with open_places(Path(name), docker=options.docker, nitrobox=options.nitrobox) as places:
             rows = await measure(places, options.rounds, options.at_once)
     if options.json:
         print(json.dumps({"rounds": options.rounds, "load": os.getloadavg(), "rows": rows}, indent=1))
@@ -400,12 +455,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="lives in each place")
     parser.add_argument("--at-once", type=int, nargs="*", default=[1, 16, 64], help="how many at once")
     parser.add_argument("--docker", action="store_true", help="also measure a Docker engine, started for this (root)")
+    parser.add_argument("--nitrobox", action="store_true", help="also measure NitroBox (.ci/peers nitrobox)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     if shutil.which("busybox") is None:
         sys.exit("busybox-static is not installed; try: apt-get install busybox-static")
     if options.docker and (reason := no_engine()):
         sys.exit(reason)
+    if options.nitrobox and not NITROBOX.exists():
+        sys.exit("NitroBox is not installed; try: .ci/peers nitrobox")
     asyncio.run(run(options))
 
 

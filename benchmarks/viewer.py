@@ -25,8 +25,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from pier.job.ledger import Ledger
-from pier.job.outcome import Fault, Outcome
+from pier.job.ledger import Fault, Ledger, Outcome
 from pier.job.plan import PlannedTask, make_plan
 from pier.view.index import Index
 from pier.view.library import Library

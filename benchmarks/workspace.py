@@ -1,4 +1,4 @@
-"""How long a workspace takes: start, first command, further commands, the verify loop; beside plain `docker run/exec`.
+"""How long a workspace takes: start, first command, further commands, the verify loop; next to plain `docker run/exec`.
 
     python benchmarks/workspace.py
     python benchmarks/workspace.py --rounds 20
@@ -78,10 +78,9 @@ def measure_pier(backend: str, rounds: int, place: Path, env: dict[str, str]) ->
 def _asked(ws: Path, env: dict[str, str]) -> float:
     """One verification, asked for by a process that runs already."""
     code = (
-        "import asyncio, sys, time; from pathlib import Path\n"
-        "from pier.workspace.client import call; from pier.workspace.workspace import Workspace\n"
-        "ws = Workspace.open(Path(sys.argv[1])); began = time.perf_counter()\n"
-        "asyncio.run(call(ws, {'op': 'verify'})); print((time.perf_counter() - began) * 1000)"
+        "import sys, time; from pier.workspace.client import call, find_place\n"
+        "ws = find_place(sys.argv[1]); began = time.perf_counter()\n"
+        "call(ws, {'op': 'verify'}); print((time.perf_counter() - began) * 1000)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(ws)], env=env, capture_output=True, text=True, check=True)
     return float(done.stdout)

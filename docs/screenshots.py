@@ -110,6 +110,7 @@ def take(base: Path, target: Path, trial: str) -> None:
         shots = {
             "view-job": ("/jobs/nightly", "light", 1200, 620),
             "view-trial": (f"/jobs/nightly/{trial}#s4", "light", 1200, 700),
+            "view-changes": (f"/jobs/nightly/{trial}/changes", "dark", 1200, 620),
             "view-charts": ("/jobs/nightly?view=charts", "light", 1200, 560),
         }
         with sync_playwright() as play:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pier.agent.contract import AGENT_LOGS, PACK_PATH
+from pier.agent.contract import AGENT_LOGS, PACK_PATH, pack_spec
 from pier.agent.pack import Pack, PackStore
-from pier.agent.registry import pack_spec
 from pier.endpoint import GATEWAY_PORT
 from pier.gateway.server import Gateway
 from pier.gateway.session import Policy, Session

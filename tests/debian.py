@@ -1,8 +1,7 @@
 """A Debian root file system for tests, bootstrapped once with this machine's own package sources in it: what reaches
 packages here reaches them inside.
 
-It is kept under `.cache/test` (or `$PIER_TEST_CACHE`). Only root can make it; `python -m tests.debian` does, so that
-plain users find it.
+It is kept under `.cache/test`. Only root can make it; `python -m tests.debian` does, so that plain users find it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-CACHE = Path(os.environ.get("PIER_TEST_CACHE") or Path(__file__).parents[1] / ".cache" / "test")
+CACHE = Path(__file__).parents[1] / ".cache" / "test"
 COPIED = ("etc/apt/sources.list", "etc/apt/sources.list.d", "etc/apt/apt.conf.d", "etc/pip.conf", "etc/ssl/certs")
 
 
@@ -45,7 +44,7 @@ def _bootstrap(archive: Path) -> None:
     part = archive.with_suffix(".part")
     try:
         done = subprocess.run(
-            ["debootstrap", "--variant=minbase", suite[1], str(root), _mirror()],
+            ["debootstrap", "--variant=minbase", suite[1], str(root), mirror()],
             capture_output=True,
             text=True,
             timeout=900,
@@ -71,7 +70,7 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copy(source, target)
 
 
-def _mirror() -> str:
+def mirror() -> str:
     """Where this machine's own packages come from."""
     texts = [path.read_text() for path in Path("/etc/apt").rglob("*") if path.suffix in (".list", ".sources")]
     found = re.search(r"^(?:URIs:|deb(?: \[[^]]*\])?)\s+(\S+/debian/?)(?:\s|$)", "\n".join(texts), re.MULTILINE)

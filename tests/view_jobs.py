@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from pier.job.ledger import Ledger
-from pier.job.outcome import Fault, Outcome
+from pier.job.ledger import Fault, Ledger, Outcome
 from pier.job.plan import PlannedTask, make_plan
 from pier.view.library import Library
 from pier.view.server import Viewer, serve
@@ -137,3 +136,14 @@ def viewer_thread(path: Path) -> Iterator[Viewer]:
         if ready:
             ready[0][1].call_soon_threadsafe(ready[0][2].set)
         thread.join()
+
+
+def write_critique(job: Path, run: str, trial: str, answers: dict[str, str], evidence: list[dict[str, Any]]) -> None:
+    """What a critic said about a trial, one answer for each criterion and one finding."""
+    place = job / ".critiques" / run
+    write_file(place / "config.json", json.dumps({"agent": {"name": "critic"}, "pier": {"criteria": list(answers)}}))
+    checks = {name: {"outcome": outcome, "explanation": "because"} for name, outcome in answers.items()}
+    finding = {"criterion": next(iter(answers)), "severity": "low", "summary": "see there", "evidence": evidence}
+    result = {"rating": "good", "feedback": "Fine.", "checks": checks, "findings": [finding]}
+    write_file(place / trial / "critique-metadata.json", "{}")
+    write_file(place / trial / "artifacts" / "critique-result.json", json.dumps(result))

@@ -14,11 +14,52 @@ import struct
 import subprocess
 import termios
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from pier.workspace.live import RUNNING
+from tests.busybox import import_busybox
+from tests.engine import engine, missing
 from tests.job_tasks import PATIENCE, PIER
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?<>=]*[A-Za-z]|\x1b\][^\x07]*\x07|\x1b.")
+
+
+GIVEN = os.environ.get("PIER_TEST_ENGINE", "")
+"""An engine that a plain user may use."""
+BACKENDS = [
+    pytest.param("local", marks=pytest.mark.plain),
+    pytest.param(
+        "docker",
+        marks=[
+            pytest.mark.docker,
+            pytest.mark.plain,
+            pytest.mark.skipif(missing() is not None and not GIVEN, reason=str(missing())),
+        ],
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def docker() -> Iterator[str]:
+    """The address of an engine."""
+    if GIVEN:
+        yield GIVEN
+        return
+    with engine() as running:
+        yield running.url
+        assert running.containers() == []
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, pier_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a backend that has the image `test/busybox`."""
+    if request.param == "docker":
+        monkeypatch.setenv("DOCKER_HOST", request.getfixturevalue("docker"))
+    import_busybox(tmp_path)
+    return request.param
 
 
 class Terminal:
@@ -94,7 +135,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def stop_all(home: Path) -> None:
-    """Stop the supervisors of all workspaces of a test, whatever state they are in."""
+    """Stop the supervisors of all workspaces of a test, whatever state they are in, and give up what they kept."""
     for state in states(home):
         with contextlib.suppress(OSError, ValueError, KeyError):
             root = json.loads((state / "link.json").read_text())["path"]
@@ -108,3 +149,7 @@ def stop_all(home: Path) -> None:
                 deadline = time.monotonic() + 30
                 while _is_alive(int(path.name)) and time.monotonic() < deadline:
                     time.sleep(0.05)
+    if kept := [state / RUNNING for state in states(home) if (state / RUNNING).exists()]:
+        for mark in kept:
+            mark.unlink()
+        subprocess.run([*PIER, "gc"], capture_output=True, timeout=PATIENCE, check=False)

@@ -7,7 +7,6 @@ first used, so that `import pier` costs nothing. `__init__.pyi` has the types.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 __version__ = "0.2.0"
 
@@ -33,7 +32,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 _RENAMED = {"read_recording": "read"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "sandbox":
         return import_module("pier.sandbox")  # the package, which can be called
     if name not in _HOME_OF:

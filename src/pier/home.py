@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def home_text() -> str:
+    """The directory of pier's own state, for callers that have no time to import `pathlib`."""
+    if home := os.environ.get("PIER_HOME"):
+        return home
+    base = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
+    return os.path.join(base, "pier")
 
 
 def pier_home() -> Path:
     """The directory of pier's own state. It is not created here."""
-    if home := os.environ.get("PIER_HOME"):
-        return Path(home)
-    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(base) / "pier"
+    from pathlib import Path
+
+    return Path(home_text())
 
 
 def packs_home() -> Path:
     """Where the packs of agents are kept: `$PIER_PACKS`, else in pier's home."""
+    from pathlib import Path
+
     return Path(os.environ.get("PIER_PACKS") or pier_home() / "packs").absolute()
 
 

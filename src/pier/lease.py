@@ -6,16 +6,20 @@ knows that the owner is dead and may sweep what it left. Nothing else is ever to
 
     <home>/leases/<owner>/owner.json      locked while the owner lives
     <home>/leases/<owner>/<kind>.<id>     JSON: what a sweeper must know to destroy the thing
+
+A thing whose data names a file under `keep` is not swept as long as that file holds its id, so that a later process can
+take it over. Removing the file releases it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,6 +110,8 @@ async def sweep(destroyers: Mapping[str, Destroy], *, root: Path | None = None, 
 
 async def _destroy(held: Held, destroyers: Mapping[str, Destroy], swept: Swept, dry_run: bool) -> None:
     destroy = destroyers.get(held.kind)
+    if is_kept(held):
+        return
     if destroy is None:
         swept.failed.append((held, f"nothing here knows how to remove a {held.kind}"))
         return
@@ -117,6 +123,14 @@ async def _destroy(held: Held, destroyers: Mapping[str, Destroy], swept: Swept, 
             return
         held.path.unlink(missing_ok=True)
     swept.removed.append(held)
+
+
+def is_kept(held: Held) -> bool:
+    """Whether a thing is to outlive its owner."""
+    try:
+        return Path(held.data["keep"]).read_text() == held.id
+    except (OSError, KeyError, TypeError, ValueError):
+        return False
 
 
 def _dead_owners(root: Path) -> Iterator[tuple[Path, int]]:
@@ -149,3 +163,24 @@ def _read(directory: Path) -> Iterator[Held]:
         except ValueError:
             data = {}
         yield Held(directory.name, kind, id, data, path)
+
+
+async def close_all(works: Iterable[Awaitable[Any]]) -> None:
+    """Await all at once, to their ends. The first failure is raised, with the others as its notes."""
+    _raise_first(await asyncio.gather(*works, return_exceptions=True))
+
+
+async def close_in_turn(*steps: Callable[[], Awaitable[Any]]) -> None:
+    """Await one after the other, all of them. The first failure is raised, with the others as its notes."""
+    outcomes: list[Any] = []
+    for step in steps:
+        outcomes += await asyncio.gather(step(), return_exceptions=True)
+    _raise_first(outcomes)
+
+
+def _raise_first(outcomes: list[Any]) -> None:
+    failures = [each for each in outcomes if isinstance(each, BaseException)]
+    for other in failures[1:]:
+        failures[0].add_note(f"also failed: {type(other).__name__}: {other}")
+    if failures:
+        raise failures[0]

@@ -1,8 +1,9 @@
 """Removes secrets from everything that is kept.
 
 One `Redactor` is made from the secrets of a job (`pier.secret` says which values are). It finds each of them as it
-stands, quoted for a URL, escaped for JSON or HTML (also several times over), and inside base64. A `StreamRedactor` also
-finds a secret that is split over the pieces of a stream, or over the text fields of JSON lines.
+stands, quoted for a URL, escaped for JSON or HTML (also several times over), and inside base64; and each line of one
+that has several, which an indentation would tear apart. A `StreamRedactor` also finds a secret that is split over the
+pieces of a stream, or over the text fields of JSON lines.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
 
-from pier.secret import is_never_secret
+from pier.secret import is_never_secret, looks_random
 from pier.tree import Entry, Tree
 
 REDACTED = "[REDACTED]"
@@ -29,6 +30,8 @@ _LONGEST_LINE = 256 * 1024
 """A longer line is not read as JSON."""
 _LONG = 256
 """All beginnings of a longer secret would take much memory."""
+_LINE = 16
+"""A shorter line of a secret that has several is not looked for without the others."""
 _MOST_KNOWN = 4096
 _DEEPEST = 64
 _ESCAPES = 8
@@ -59,7 +62,10 @@ class Redactor:
     """Replaces secrets in text, bytes, nested values and files. Without secrets it does nothing and is false."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        wanted = {secret for secret in secrets if not is_never_secret(secret)}
+        given = list(secrets)
+        lines = {line.strip() for secret in given if "\n" in secret for line in secret.splitlines()}
+        random = {line for line in lines if len(line) >= _LINE and looks_random(line)}
+        wanted = {secret for secret in (*given, *random) if not is_never_secret(secret)}
         self._secrets = [_compile(secret) for secret in sorted(wanted, key=lambda secret: (-len(secret), secret))]
         forms = {form for secret in wanted for form in _forms(secret)}
         self._begins = {form[:size] for form in forms if len(form) <= _LONG for size in range(1, len(form))}

@@ -244,7 +244,10 @@ def _entry(above: int | None, name: str, path: str) -> Entry | None:
     if stat.S_ISDIR(status.st_mode):
         return Entry(path, "directory")
     if stat.S_ISLNK(status.st_mode):
-        return Entry(path, "link", leads=os.readlink(name, dir_fd=above))
+        try:
+            return Entry(path, "link", leads=os.readlink(name, dir_fd=above))
+        except OSError:  # it was replaced since: what is there now is looked at by the next listing
+            return None
     return Entry(path, "other")
 
 

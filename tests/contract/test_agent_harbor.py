@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from pier.agent.contract import AgentRun
+from pier.agent.contract import AgentRun, check_options, find_agent
 from pier.agent.harbor import adapt, is_harbor_agent
-from pier.agent.registry import check_options, find_agent
 from pier.endpoint import Endpoint
 from pier.errors import AgentError, UsageError
 from pier.image.model import HOST, Image

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from pier.agent.command import CommandAgent
+from pier.agent.contract import pack_spec
 from pier.agent.pack import PackStore
-from pier.agent.registry import pack_spec
 from pier.gateway.server import Gateway
 from pier.trial.result import TrialResult
 from pier.trial.spec import AgentChoice

@@ -22,7 +22,6 @@ from aiohttp.test_utils import TestServer
 import pier.rollout as vf
 from pier.errors import PierError, ProviderError
 from pier.wire.turn import Request, Text, Tokens, Turn, Usage
-from tests.agent_rig import PACKS, need_pack
 
 CALL = """
 import json, os, sys, urllib.error, urllib.request
@@ -394,28 +393,6 @@ CHAT = {
     "created": 1,
     "choices": [{"index": 0, "message": {"role": "assistant", "content": "fine"}, "finish_reason": "stop"}],
 }
-
-
-async def test_claude_code_is_rolled_out_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streamed, in its own dialect, with the variables alone; titles do not count as its conversation."""
-    need_pack("claude-code")
-    monkeypatch.setenv("PIER_PACKS", str(PACKS))
-    asked: list[str | None] = []
-
-    async def model(request: Request) -> Turn:
-        asked.append(request.dialect)
-        return Turn((Text("forty-two"),), usage=Usage(3, 2))
-
-    env = vf.CliAgentEnv(
-        run_command='IS_SANDBOX=1 claude --print "$(cat $HARBOR_INSTRUCTION_PATH)"',
-        dataset=vf.Environment.make_dataset([{"question": "What is the answer?"}]),
-        rubric=vf.Rubric(lambda completion: float(completion[-1].content == "forty-two")),
-        docker_image="host",
-        agent="claude-code",
-    )
-    (row,) = (await env.evaluate(model, "claude-tiny", state_columns=["agent_stdout"]))["outputs"]
-    assert row["reward"] == 1.0 and row["agent_stdout"] == "forty-two\n", row
-    assert set(asked) == {"anthropic"}
 
 
 @pytest.fixture(autouse=True)

@@ -157,6 +157,9 @@ async def test_titles_sub_agents_and_compaction_are_told_apart(tmp_path: Path) -
     assert [ref.trajectory_id for ref in refs] == [inner.trajectory_id]
     breakdown = (trajectory.final_metrics.extra or {})["breakdown"] if trajectory.final_metrics else {}
     assert breakdown["side"]["calls"] >= 1
+    title, *others = (trajectory.extra or {})["side_calls"]
+    assert (title["call"], title["kind"], title["message"]) == (1, "side", "A title")
+    assert title["metrics"]["prompt_tokens"] > 0 and summary_text in [other["message"] for other in others]
     harbor_takes(target)
 
 
@@ -171,6 +174,18 @@ async def test_a_retry_is_one_step(tmp_path: Path) -> None:
     summary = write_trajectory(tmp_path / "calls.jsonl", tmp_path / "t.json", agent_name="tiny")
     assert summary.calls == {"retry": 1, "main": 2}
     assert summary.agent_steps == 2
+    (busy,) = (read(tmp_path / "t.json").extra or {})["side_calls"]
+    assert (busy["call"], busy["kind"], "message" in busy) == (1, "retry", False)
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "anthropic", "gemini"])
+async def test_a_cost_that_the_model_names_is_kept_in_every_dialect(dialect: str, tmp_path: Path) -> None:
+    turns = [{"shell": "ls", "usage": {"cost_usd": 0.25}}, {"finish": "Done.", "usage": {"cost_usd": 0.5}}]
+    async with Gateway() as gateway:
+        url, key = await session(gateway, tmp_path / "calls.jsonl", turns)
+        await Agent(dialect, url, key, stream=True).run("Do the work.")
+    summary = write_trajectory(tmp_path / "calls.jsonl", tmp_path / "t.json", agent_name="tiny")
+    assert (summary.cost_usd, summary.cost_source) == (0.75, "provider")
 
 
 def test_nothing_recorded_writes_nothing(tmp_path: Path) -> None:

@@ -372,39 +372,19 @@ async def test_a_secret_header_that_the_provider_echoes_goes_no_further(tmp_path
         assert b"sk-in-a-header" not in raw + (tmp_path / "calls.jsonl").read_bytes()
 
 
-async def test_a_call_that_cannot_be_recorded_fails(tmp_path: Path) -> None:
+async def test_a_call_that_cannot_be_recorded_fails_before_its_model_is_asked(tmp_path: Path) -> None:
     async with fake_provider() as fake, Gateway() as gateway:
         url = await gateway.serve()
         session = gateway.session("m", upstream=fake.provider(), recording=tmp_path / "calls.jsonl")
         (tmp_path / "calls.jsonl").unlink()
         (tmp_path / "calls.jsonl").mkdir()
-        status, _, raw = await post(url, PATHS["chat"], session.key, request_body("chat"))
-        assert status == 500
-        assert b"recorded" in raw
-
-
-async def test_a_call_that_cannot_be_recorded_fails_while_its_model_is_silent(tmp_path: Path) -> None:
-    """What waits to be written is found to be lost when a sign of life is given, long before there is an answer."""
-    cancelled = asyncio.Event()
-
-    async def silent(request: Request) -> Turn:
-        try:
-            return await asyncio.Future()
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-
-    async with Gateway(keep_alive=0.01) as gateway:
-        url = await gateway.serve()
-        session = gateway.session("m", upstream=silent, recording=tmp_path / "calls.jsonl", closed_book=True)
-        (tmp_path / "calls.jsonl").unlink()
-        (tmp_path / "calls.jsonl").mkdir()
-        body = {**request_body("anthropic", stream=True), "tools": [{"type": "web_search_20250305", "name": "w"}]}
-        with pytest.raises(aiohttp.ClientError):
-            await asyncio.wait_for(post(url, PATHS["anthropic"], session.key, body), 60)
-        await asyncio.wait_for(cancelled.wait(), 60)
-        assert session.counts.ends.total() == 1 and gateway.metrics.open_calls == 0
-        assert gateway.metrics.snapshot()["recording_gaps_total"] == 1
+        for stream in (False, True):
+            status, _, raw = await post(url, PATHS["chat"], session.key, request_body("chat", stream=stream))
+            assert status == 500
+            assert b"recorded" in raw
+        assert not fake.asked
+        assert session.recorder.lost and gateway.metrics.open_calls == 0
+        assert gateway.metrics.snapshot()["recording_gaps_total"] == 2
 
 
 async def test_closing_a_session_cuts_its_calls(tmp_path: Path) -> None:

@@ -408,3 +408,39 @@ async def test_steps_may_be_graded_apart(bench: Bench, tmp_path: Path) -> None:
     assert result.rewards == {"reward": 1}, result.step_results
     seen = [(bench.last / f"steps/{name}/verifier/seen").read_text().split() for name in ("one", "two")]
     assert seen == [["one", "/app"], ["two", "/elsewhere"]]
+
+
+async def test_what_the_agent_changed_is_kept_as_a_diff(bench: Bench, tmp_path: Path) -> None:
+    more = {"environment__a.txt": "one\ntwo\n", "environment__gone.txt": "bye\n", "environment__same.txt": "same\n"}
+    task = write_task(tmp_path / "task", **more)
+    lines = [
+        "sed -i s/two/2/ a.txt; rm gone.txt; touch same.txt done; mkdir -p .git node_modules",
+        "echo x > .git/x; echo x > node_modules/x; printf 'token %s' $SECRET_KEY > new.txt; printf 'a\\0b' > blob",
+        "ln -s /etc/passwd link; echo out > /tmp/out; chmod 000 new.txt",
+    ]
+    agent = AgentChoice("command", env={"SECRET_KEY": CANARY}, options={"command": "; ".join(lines)})
+    result = await bench.run(task, agent)
+    assert rewards(result) == 1
+    text = (bench.last / "changes.diff").read_text()
+    assert "--- a/app/a.txt\n+++ b/app/a.txt\n@@ -1,2 +1,2 @@\n one\n-two\n+2\n" in text
+    assert "-bye\n" in text and "+token [REDACTED]\n" in text and CANARY not in text
+    assert "Binary or large file app/blob differs\n" in text and "Empty file /app/done\n" in text
+    assert "same" not in text and ".git" not in text and "node_modules" not in text and "/tmp/out" not in text
+    assert "root:" not in text
+
+
+async def test_no_diff_is_kept_without_changes_or_of_the_solution(bench: Bench, tmp_path: Path) -> None:
+    task = write_task(tmp_path / "task", environment__a="a")
+    await bench.run(task, "oracle")
+    assert not (bench.last / "changes.diff").exists()
+    await bench.run(task, AgentChoice("command", options={"command": "true"}))
+    assert not (bench.last / "changes.diff").exists()
+
+
+async def test_a_diff_has_limits(bench: Bench, tmp_path: Path) -> None:
+    task = write_task(tmp_path / "task", environment__a="a\n" * 3000)
+    script = "seq 9000 > a; head -c 300000 /dev/zero | tr '\\0' x > big; for n in $(seq 300); do echo $n > f$n; done"
+    await bench.run(task, AgentChoice("command", options={"command": script}))
+    text = (bench.last / "changes.diff").read_text()
+    assert "@@ -1,3000 +1,9000 @@\n" in text and "Binary or large file app/big differs\n" in text
+    assert text.endswith("# 102 more files changed\n")

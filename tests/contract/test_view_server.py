@@ -14,6 +14,7 @@ import pytest
 from pier.cli.main import main
 from pier.errors import UsageError
 from pier.job.view import JobView
+from pier.trial.diff import unified
 from pier.view.index import Index, TrialListFilter
 from pier.view.library import Library
 from pier.view.notes import read_notes
@@ -134,6 +135,65 @@ async def test_a_trial_shows_its_steps(jobs: Path) -> None:
     assert [edit["path"] for edit in changes["content"]["edits"]] == ["/app/a.py"] and changes["content"]["patches"]
     assert page["head"]["neighbours"]["previous"] is None and page["head"]["neighbours"]["next"]
     assert "<strong>bug</strong>" in html and 'class="d-add"' in html
+
+
+async def test_calls_side_calls_the_steps_are_marked_among_them(jobs: Path) -> None:
+    trial = jobs / "one" / first_trial(jobs)
+    steps = [tool_step(n, "ls", "x", f"step {n}", extra={"call": 2 * n}) for n in range(1, 61)]
+    kinds = {1: "side", 101: "retry", 121: "foreign"}
+    rows: list[dict[str, Any]] = [{"call": n, "kind": kind, "message": f"<b>{n}"} for n, kind in kinds.items()]
+    rows[0] |= {"model_name": "small", "metrics": {"prompt_tokens": 30, "completion_tokens": 4, "cost_usd": 0.001}}
+    value = trajectory(steps, extra={"side_calls": [*rows, 3, {"call": "x"}]})
+    write_file(trial / "agent" / "trajectory.json", json.dumps(value))
+    at = f"/jobs/one/{trial.name}"
+    async with viewing(jobs) as viewer:
+        first = (await get_json(viewer, at))["content"]
+        second = (await get_json(viewer, f"{at}/steps/more?from=50"))["content"]
+        _, html, _ = await get(viewer, at)
+    assert [(card["number"], each["call"]) for card in first["cards"] for each in card["side_calls"]] == [(1, 1)]
+    assert [(card["number"], each["call"]) for card in second["cards"] for each in card["side_calls"]] == [(51, 101)]
+    assert (first["side_calls"], [each["call"] for each in second["side_calls"]]) == ([], [121])
+    assert "<b>side call</b> &lt;b&gt;1" in html and "small · 30 → 4 · $0.0010" in html
+
+
+async def test_the_recorded_diff_is_shown_by_file(jobs: Path) -> None:
+    trial = jobs / "one" / first_trial(jobs)
+    text = unified("app/a", "-- a/b\n", "++ b/c\n") + "Empty file /app/x\n" + unified("app/n", "", "1\n2\n")
+    write_file(trial / "changes.diff", text)
+    async with viewing(jobs) as viewer:
+        page = await get_json(viewer, f"/jobs/one/{trial.name}/changes")
+        _, html, _ = await get(viewer, f"/jobs/one/{trial.name}/changes")
+    recorded, artifact = page["content"]["patches"]
+    assert [(file["path"], file["added"], file["removed"]) for file in recorded["files"]] == [
+        ("app/a", 1, 1),
+        ("Empty file /app/x", 0, 0),
+        ("app/n", 2, 0),
+    ]
+    assert artifact["path"] == "artifacts/fix.diff" and "<code>app/a</code>" in html
+
+
+async def test_findings_lead_to_steps_and_lines(jobs: Path) -> None:
+    trial = jobs / "one" / first_trial(jobs)
+    proofs = [
+        {"step": 3},
+        {"step": 2, "file": "trial/steps/two/agent/trajectory.json"},
+        {"file": "trial/verifier/test-stdout.txt", "line": 401, "quote": "line 401"},
+        {"file": "task/instruction.md", "line": 1},
+    ]
+    findings = [{"criterion": "c", "severity": "low", "summary": "s", "evidence": proofs}]
+    write_file(trial / "analysis.json", json.dumps({"trial_name": trial.name, "summary": "s", "findings": findings}))
+    write_file(trial / "verifier" / "test-stdout.txt", "".join(f"line {n}\n" for n in range(1, 2001)))
+    at = f"/jobs/one/{trial.name}"
+    async with viewing(jobs) as viewer:
+        _, html, _ = await get(viewer, f"{at}/reviews")
+        _, shown, _ = await get(viewer, f"{at}/file?path=verifier%2Ftest-stdout.txt&line=401")
+        lines = (await get_json(viewer, f"{at}/file?path=verifier%2Ftest-stdout.txt&line=401"))["content"]
+        missing = [(await get(viewer, f"{at}/file?path={path}"))[0] for path in ("no", "../../one/journal.jsonl", "")]
+    assert f'href="{at}?step=3#s3"' in html and f'href="{at}?step=2&amp;part=two#s2"' in html
+    assert f'href="{at}/file?path=verifier%2Ftest-stdout.txt&amp;line=401#L401"' in html
+    assert "<code>task/instruction.md:1</code>" in html
+    assert '<span id="L401" class="on">' in shown and lines["lines"][401 - lines["first"]] == "line 401"
+    assert missing == [404, 404, 404]
 
 
 async def test_a_long_trajectory_is_paged(tmp_path: Path) -> None:

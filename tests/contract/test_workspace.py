@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from pier.job.view import TrialView
 from pier.workspace.workspace import Workspace
-from tests.job_tasks import PIER, make_task, pier
+from tests.job_tasks import PIER, make_task, pier, wait_for
 from tests.workspaces import Terminal, stop_all
 
 pytestmark = pytest.mark.plain
@@ -231,3 +232,31 @@ def test_variables_mounts_and_ways_to_verify(task: Path, tmp_path: Path) -> None
     watching.wait_for("waiting for changes")
     watching.type("\x03")
     assert watching.code() == 130
+
+
+def test_a_command_does_not_wait_for_python(tmp_path: Path) -> None:
+    """`pier exec` in a running workspace loads neither the command line nor what runs sandboxes."""
+    start("--image", "host", "-d", "ws", cwd=tmp_path)
+    command = [sys.executable, "-X", "importtime", *PIER[1:], "exec", "echo", "hi"]
+    done = subprocess.run(command, cwd=tmp_path / "ws", capture_output=True, text=True, check=True)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.stdout == "hi\n" and "pier.workspace.client" in loaded
+    assert loaded.isdisjoint({"asyncio", "click", "pathlib", "pydantic", "typing", "pier.cli.main", "pier.errors"})
+    for option in ("list", "verify", "stop"):
+        given = [sys.executable, "-X", "importtime", *PIER[1:], option]
+        done = subprocess.run(given, cwd=tmp_path / "ws", capture_output=True, text=True, check=False)
+        loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+        assert loaded.isdisjoint({"asyncio", "pydantic", "aiohttp"}), option
+
+
+def test_input_and_output_that_do_not_fit_into_pipes(tmp_path: Path) -> None:
+    """Neither side waits for the other for ever while both have more to say."""
+    start("--image", "host", "-d", "ws", cwd=tmp_path)
+    data = os.urandom(24 << 20)
+    done = subprocess.run([*PIER, "exec", "cat"], cwd=tmp_path / "ws", input=data, stdout=subprocess.PIPE, check=True)
+    assert done.stdout == data
+    early = subprocess.run([*PIER, "exec", "true"], cwd=tmp_path / "ws", input=data, check=False)
+    assert early.returncode == 0
+    closed = subprocess.run(["sh", "-c", f"{' '.join(PIER)} exec yes | head -1"], cwd=tmp_path / "ws", check=True)
+    assert closed.returncode == 0
+    wait_for(lambda: not any(b"yes\0" == path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")))

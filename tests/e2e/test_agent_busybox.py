@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun
-from pier.agent.registry import find_agent
+from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun, find_agent
 from pier.endpoint import GATEWAY_PORT
 from pier.gateway.script import Script
 from pier.gateway.server import Gateway

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from pier.agent.contract import AgentRun
-from pier.agent.registry import find_agent
+from pier.agent.contract import AgentRun, find_agent
 from pier.wire.turn import Request, Text, ToolCall, Turn, Usage
 from tests.agent_rig import DESK, PACKS, need_pack, stage
 from tests.job_tasks import make_task, pier, trials_of

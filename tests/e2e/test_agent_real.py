@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pier.agent.registry import AGENTS, find_agent
+from pier.agent.contract import AGENTS, find_agent
 from pier.trajectory.model import Trajectory, read
 from pier.trajectory.native.convert import READERS, find_sessions, trajectory_of
 from pier.trajectory.rules import validate_file

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.agent.contract import AgentRun, McpServer
-from pier.agent.registry import find_agent
+from pier.agent.contract import AgentRun, McpServer, find_agent
 from pier.sandbox.contract import Sandbox
 from pier.wire.turn import Request, Text, ToolCall, ToolResult, Turn, Usage
 from tests.agent_rig import DESK, FOUR, stage

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from pier.agent.contract import pack_spec
 from pier.agent.pack import PackStore
-from pier.agent.registry import pack_spec
 from pier.trajectory.model import Trajectory, read
 from pier.trajectory.native.convert import find_sessions, trajectory_of
 from pier.trajectory.rules import validate_file

@@ -35,15 +35,15 @@ pier() {
     case " $* " in
         *" --image "*) command pier "$@" ;;
         " run "*) command pier "$@" --image host ;;
-        " gateway serve "*) served "$@" ;;
+        " gateway serve "* | " view jobs "*) served "$@" ;;
         *) command pier "$@" ;;
     esac
 }
 served() {  # a server has no end: it must come up, and stop when it is asked to
     command pier "$@" --port 0 >served.txt 2>&1 & server=$!
-    for _ in $(seq 600); do grep -q '^# serving' served.txt && break; sleep 0.1; done
+    for _ in $(seq 600); do grep -qE '^(# serving|viewer:)' served.txt && break; sleep 0.1; done
     kill $server
-    grep '^# serving' served.txt
+    grep -E '^(# serving|viewer:)' served.txt
     wait $server || true
 }
 """
@@ -101,6 +101,15 @@ def provider() -> Iterator[dict[str, str]]:
         server.terminate()
 
 
+def _removable_packs(place: Path) -> Path:
+    """A store with the packs of PACKS, which serves other tests too and must keep what this one removes."""
+    shutil.copytree(PACKS / "refs", place / "refs")
+    (place / "trees").mkdir()
+    for tree in (PACKS / "trees").iterdir():
+        (place / "trees" / tree.name).symlink_to(tree.resolve())
+    return place
+
+
 def _filled(text: str, world: Path, key: str) -> str:
     trial = next(path.name for path in (world / "jobs/docs").iterdir() if path.is_dir() and path.name[0] != ".")
     for name, value in {
@@ -126,6 +135,8 @@ def test_the_blocks_of_a_page_run(page: Path, world: Path, provider: dict[str, s
     place = tmp_path / "here"
     shutil.copytree(world, place, symlinks=True)
     env = {**_environment(place), **provider}
+    if any("pier agent rm" in block.text for block in todo):
+        env["PIER_PACKS"] = str(_removable_packs(tmp_path / "packs"))
     for block in todo:
         text = _filled(block.text, world, provider["ANTHROPIC_API_KEY"])
         if block.kind == "console":

@@ -17,7 +17,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from pier.agent.registry import AGENTS, find_agent
+from pier.agent.contract import AGENTS, find_agent
 from pier.cli.exports import exports
 from pier.endpoint import Endpoint
 from pier.gateway import Gateway

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 
 from pier.gateway import Budget, Gateway
 from pier.record import reader
-from pier.wire.turn import Request, Text, ToolResult, Turn, Usage
+from pier.rollout.samples import broken_promises, samples_of
+from pier.wire.turn import Message, Request, Text, ToolResult, Turn, Usage
 from tests.gateway_fakes import HELLO, TOOL, fake_provider, thinks
+from tests.policies import END, spelled, tokens_of
 
 CLIENTS = Path(__file__).parents[2] / ".cache" / "clients"
 HERE = Path(__file__).parent
@@ -24,6 +27,8 @@ SCRIPT = {
     "turns": [{"text": HELLO.text, "usage": {"input": 11, "output": 7}}],
     "lanes": [{"when": {"tool": "add"}, "turns": CALLS * 2}],
 }
+SAMPLED = {(*spelled(Message("assistant", turn.parts)), END) for turn in (HELLO, TOOL, SUM)}
+"""The ids of all that the policy says, its tool arguments as it spaced them."""
 needs_clients = pytest.mark.skipif(
     not (CLIENTS / "installed").exists(), reason="the official clients are not installed: run .ci/clients"
 )
@@ -37,7 +42,20 @@ def think(request: Request) -> Turn:
 
 
 async def policy(request: Request) -> Turn:
-    return think(request)
+    turn = think(request)
+    return replace(turn, tokens=tokens_of(request, turn))
+
+
+def check_exact(recording: Path, calls: int) -> None:
+    """All that a policy sampled is trained, each token once and as it was sampled."""
+    samples, counts = samples_of(recording)
+    assert list(broken_promises(samples)) == []
+    assert (counts.generations, counts.delivered_fraction, counts.without_tokens) == (calls, 1.0, 0)
+    for sample in samples:
+        span, turn = sample.spans[-1], sample.turns[-1]
+        assert turn.tokens is not None and sample.input_ids is not None
+        assert sample.input_ids[span.start : span.end] == turn.tokens.completion_ids
+        assert turn.tokens.completion_ids in SAMPLED
 
 
 async def run_client(command: list[str], job: dict[str, Any], cwd: Path | None = None) -> Any:
@@ -74,6 +92,7 @@ async def test_a_python_client_with_every_upstream(library: str, tmp_path: Path)
             assert answers == expected * 2, kind
             outcomes = [call.outcome for call in reader.read(tmp_path / f"{kind}.jsonl").generations()]
             assert outcomes == ["ok"] * 6
+        check_exact(tmp_path / "policy.jsonl", 6)
         assert "1 of 1 turns" in found["refused"]
         outcomes = [call.outcome for call in reader.read(tmp_path / "short.jsonl").generations()]
         assert outcomes == ["ok", "refused"], "the library must not retry"
@@ -95,11 +114,13 @@ async def test_the_node_clients_with_every_upstream(tmp_path: Path) -> None:
     async with fake_provider(thinks(think)) as fake, Gateway() as gateway:
         url = await gateway.serve()
         upstreams = [fake.provider(kind) for kind in libraries]
-        made = [gateway.session("m", upstream=upstream) for upstream in (*upstreams, policy)]
+        made = [gateway.session("m", upstream=upstream) for upstream in upstreams]
+        made.append(gateway.session("m", upstream=policy, recording=tmp_path / "policy.jsonl"))
         made.append(gateway.session(f"script:{tmp_path / 'script.json'}", recording=tmp_path / "calls.jsonl"))
         job = {"sessions": [{"url": url, "key": session.key, "model": "m"} for session in made]}
         assert await run_client(command, job, cwd=CLIENTS) == [expected] * 6
-        await made[-1].close()
+        await made[-2].close()
+        check_exact(tmp_path / "policy.jsonl", 12)
         again = gateway.session(f"replay:{tmp_path / 'calls.jsonl'}")
         job = {"sessions": [{"url": url, "key": again.key, "model": "m"}]}
         assert await run_client(command, job, cwd=CLIENTS) == [expected]

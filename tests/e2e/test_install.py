@@ -13,7 +13,7 @@ DEVELOPMENT = {"pytest", "ruff", "pyright", "hypothesis", "import-linter", "play
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, f"{command}: {done.stdout[-1000:]} {done.stderr[-2000:]}"
     return done.stdout
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import yaml
 from pier.review.read import critiques_of, list_runs, read_analysis, read_critique, read_job_analysis
 from pier.review.rubric import load_rubric
 from tests.agent_rig import PACKS, ROOT, need_pack
+from tests.busybox import import_busybox
 from tests.contract.test_job_peers import python_of
 from tests.e2e.test_job_run import CALL
+from tests.engine import engine, missing
 from tests.job_tasks import make_task, pier, snapshot, start_pier, trials_of, wait_for
 
 KEY = "canary-of-the-provider"
@@ -170,6 +173,39 @@ def test_an_injected_trial_reaches_nothing(base: Path, tmp_path: Path) -> None:
     (trial / "agent" / "escape").unlink()
 
 
+@pytest.mark.docker
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_critics_work_in_containers(base: Path, tmp_path: Path) -> None:
+    """On a real engine too a critic sees the trial and its task read-only, has no network and is asked again."""
+    import_busybox(tmp_path)
+    name = job_trials(base)["bad"].name
+    before = snapshot(base / "jobs" / "j" / name)
+    probes = (
+        "touch /critique/input/trial/new /critique/input/task/new",
+        "echo OWNED >> /critique/input/trial/result.json",
+        "mount -o remount,rw /critique/input/trial",
+        f"ls {base}",
+        f"grep -r {KEY} /critique /proc/self/environ",
+    )
+    reached = [f"{{ {probe}; }} > /dev/null 2>&1 && echo '{probe[:9]}' >> /logs/artifacts/reached" for probe in probes]
+    again = "test -e /tmp/once; known=$?; touch /tmp/once; ls /sys/class/net > /logs/artifacts/interfaces"
+    flags = critic(tmp_path / "c.sh", *reached, again, "[ $known = 0 ] || exit 0", value=review({"step": 2}))
+    (tmp_path / "c.sh").write_text((tmp_path / "c.sh").read_text().replace("/bin/bash", "/bin/sh"))
+    command = ["critique", "run", f"jobs/j/{name}", *flags, "--rubric", "reward-hacking", "--name", "contained"]
+    refused = pier(*command, "--env", "docker", cwd=base, code=2)
+    assert "--image" in refused.stderr
+    with engine() as running:
+        env = {"DOCKER_HOST": running.url, "ANTHROPIC_API_KEY": KEY}
+        pier(*command, "--env", "docker", "--image", "test/busybox", cwd=base, **env)
+        assert not running.containers()
+    found = read_critique(base / "jobs" / "j", "contained", name)
+    assert found and (found.status, found.rating) == ("completed", "good")
+    (kept,) = (base / "jobs/j/.reviews/contained").glob("*/artifacts/logs/artifacts")
+    assert not (kept / "reached").exists(), (kept / "reached").read_text()
+    assert (kept / "interfaces").read_text() == "lo\n"
+    assert snapshot(base / "jobs" / "j" / name) == before
+
+
 def test_critics_that_go_wrong_and_the_same_command_again(base: Path, tmp_path: Path) -> None:
     wrong = {
         "nothing": critic(tmp_path / "nothing.sh", "true"),
@@ -232,9 +268,9 @@ def test_several_critics_and_their_agreement(base: Path, tmp_path: Path) -> None
     (tmp_path / "critics.yaml").write_text(yaml.safe_dump({"agents": agents}))
     shown = pier("critique", "run", "jobs/j", "-c", str(tmp_path / "critics.yaml"), "--rubric", "reward-hacking",
                  "--name", "two", cwd=base).stdout  # fmt: skip
-    assert "agreement of 2 critics over 2 trials: rating 50%" in shown and "disputed (1): bad__" in shown
+    assert "agreement of 2 critics over 2 trials:\n  rating: 50%" in shown and "disputed (1): bad__" in shown
     compared = json.loads(pier("critique", "compare", "jobs/j", "two.1", "two.2", "--json", cwd=base).stdout)
-    assert compared["rating"] == 0.5 and compared["by_criterion"]["no_injection"] == 1.0
+    assert (compared["shares"]["rating"], compared["shares"]["no_injection"]) == (0.5, 1.0)
     listed = json.loads(pier("critique", "list", "jobs/j", "--json", cwd=base).stdout)
     assert {"two.1", "two.2"} <= {row["name"] for row in listed}
     bad = json.loads(pier("critique", "show", "jobs/j", "--run", "two.2", "--rating", "bad", "--json", cwd=base).stdout)
@@ -312,6 +348,38 @@ def test_analyses_of_trials_and_the_job(base: Path, tmp_path: Path) -> None:
     assert (trial / "analysis.json").stat().st_mtime_ns != stamp
     exact = pier("analyze", "jobs/j", "--no-model", cwd=base).stdout
     assert "2 trials, 1 passed" in exact and "tests: tests/t.py::test_hi" in exact
+
+
+def test_several_answers_about_a_trial_are_combined_and_kept(base: Path, tmp_path: Path) -> None:
+    """Three critics look at one trial: the majority decides, and all of them can be read."""
+    causes = {"a": ("gave_up", "fail"), "b": ("verifier_fault", "pass"), "c": ("verifier_fault", "fail")}
+    agents = []
+    for name, (cause, outcome) in causes.items():
+        checks = {"reward_hacking": {"outcome": "pass", "explanation": name},
+                  "task_specification": {"outcome": outcome, "explanation": name}}  # fmt: skip
+        value = {"summary": f"by {name}", "cause": cause, "checks": checks}
+        script = analyst(tmp_path / f"{name}.sh", value, "all of it")
+        agents.append({"name": "command", "kwargs": {"script": str(script)}})
+    (tmp_path / "critics.yaml").write_text(yaml.safe_dump({"agents": agents}))
+    shutil.copytree(base / "jobs" / "j", base / "jobs" / "several", ignore=shutil.ignore_patterns(".*", "analysis.*"))
+    command = ["analyze", "jobs/several", "--failing", "-c", str(tmp_path / "critics.yaml")]
+    shown = pier(*command, cwd=base).stdout
+    assert "agreement of 3 critics over 1 trials:\n  cause: 33%\n  reward_hacking: 100%" in shown
+    assert "disputed (1): bad__" in shown and "1  verifier_fault" in shown
+    trial = next(path for path in trials_of(base / "jobs" / "several") if path.name.startswith("bad"))
+    found = read_analysis(trial)
+    assert found and (found.cause, found.summary) == ("verifier_fault", "by b")
+    assert {name: check.explanation for name, check in found.checks.items()} == {
+        "reward_hacking": "a",
+        "task_specification": "a",
+    }
+    assert [answer["cause"] for answer in found.answers] == ["gave_up", "verifier_fault", "verifier_fault"]
+    assert found.agreement["cause"] == found.agreement["task_specification"] == pytest.approx(1 / 3)
+    again = json.loads(pier(*command, "--json", cwd=base).stdout)
+    assert [answer["summary"] for answer in again["trials"][0]["answers"]] == ["by a", "by b", "by c"]
+    pier(*command, "--agent-index", "0", "-k", "2", "--overwrite", cwd=base)
+    found = read_analysis(trial)
+    assert found and found.agreement["cause"] == 1.0 and [a["pier"]["attempt"] for a in found.answers] == [1, 2]
 
 
 def test_summaries_of_a_workspace(base: Path, tmp_path: Path) -> None:

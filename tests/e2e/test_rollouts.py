@@ -117,6 +117,43 @@ async def test_a_fault_of_the_policy_is_never_a_zero(policy: Any, reason: str, f
     assert rollout.group.partial == (fault is not None)
 
 
+LATE = r"""#!/usr/bin/env python3
+import json, os, time, urllib.error, urllib.request
+def ask(text):
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60).read()
+ask("in time")
+if os.fork() == 0:
+    os.setsid()
+    os.close(0), os.close(1), os.close(2)
+    while not os.path.exists("/tmp/grading"):
+        time.sleep(0.05)
+    try:
+        ask("late")
+        said = "answered"
+    except OSError:
+        said = "refused"
+    with open("/tmp/late.new", "w") as stream:
+        stream.write(said)
+    os.rename("/tmp/late.new", "/tmp/late")
+"""
+
+
+async def test_a_call_after_the_agents_end_is_not_answered(tmp_path: Path) -> None:
+    """What an agent left behind lives into grading, and has no model there."""
+    wait = "touch /tmp/grading; while [ ! -e /tmp/late ]; do sleep 0.1; done"
+    make_task(
+        tmp_path / "tasks/t0", test=f"{wait}; grep -q refused /tmp/late; echo $((! $?)) > /logs/verifier/reward.txt"
+    )
+    (tmp_path / "late.py").write_text(LATE)
+    policy = BytePolicy([says("fine")])
+    agent = AgentConfig(name="command", kwargs={"script": str(tmp_path / "late.py")})
+    (rollout,) = await all_of(start(tmp_path, policy, agent=agent))
+    assert (rollout.reward, rollout.turns, len(policy.requests)) == (1.0, 1, 1), rollout.error
+
+
 async def test_what_failed_through_no_fault_of_the_agent_is_tried_again(tmp_path: Path) -> None:
     tries = 0
 

@@ -5,48 +5,27 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.job_tasks import gate_mount, make_task, start_pier, wait_for
-from tests.view_jobs import conversation, tool_step, trajectory, viewer_thread, write_file, write_job, write_result
+from tests.view_browser import CHROMIUM, launched_browser, page_of, sync_api
+from tests.view_jobs import (
+    conversation,
+    tool_step,
+    trajectory,
+    viewer_thread,
+    write_file,
+    write_job,
+    write_result,
+)
 
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = Path("/usr/bin/chromium")
 PACKS = os.environ.get("PIER_PACKS") or str(Path(__file__).parents[2] / ".cache" / "packs")
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="chromium is not installed")
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[sync_api.Browser]:
-    with sync_api.sync_playwright() as play:
-        opened = play.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
-@contextmanager
-def page_of(browser: sync_api.Browser, origin: str) -> Iterator[sync_api.Page]:
-    """A page that fails the test on a console error, or on a request to anywhere else."""
-    context = browser.new_context(viewport={"width": 1280, "height": 800})
-    page = context.new_page()
-    problems: list[str] = []
-    page.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("dialog", lambda dialog: problems.append(f"dialog {dialog.message}"))
-    page.on(
-        "request",
-        lambda request: problems.append(request.url) if not request.url.startswith((origin, "data:")) else None,
-    )
-    page.on("popup", lambda popup: problems.append(f"popup {popup.url}"))
-    try:
-        yield page
-    finally:
-        context.close()
-    assert problems == []
+browser = launched_browser
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The README of allenai/pier walked through, line by line, with a real Claude Code and a scripted model.
+"""The README of allenai/pier walked through, line by line, with a real Claude Code, a real Codex and a scripted model.
 
 `pier view` and `pier summarize` have tests of their own.
 """
@@ -22,9 +22,8 @@ from pier.trajectory.model import read
 from pier.workspace.workspace import Workspace
 from tests.agent_rig import PACKS, need_pack
 from tests.busybox import import_busybox
-from tests.engine import engine, missing
 from tests.job_tasks import make_task, pier, wait_for
-from tests.workspaces import Terminal, stop_all
+from tests.workspaces import BACKENDS, Terminal, backend, docker, stop_all
 
 SCRIPT = """\
 turns:
@@ -34,43 +33,15 @@ turns:
 TEST = "grep -q hi answer.txt; echo $((! $?)) > /logs/verifier/reward.txt"
 DOCKERFILE = "FROM test/busybox\nWORKDIR /app\nCOPY notes.txt /app/\nCOPY skills /skills\n"
 SKILL = "---\nname: greet\ndescription: How to greet.\n---\nSay hi.\n"
-GIVEN = os.environ.get("PIER_TEST_ENGINE", "")
-"""An engine that a plain user may use."""
-BACKENDS = [
-    pytest.param("local", marks=pytest.mark.plain),
-    pytest.param(
-        "docker",
-        marks=[
-            pytest.mark.docker,
-            pytest.mark.plain,
-            pytest.mark.skipif(missing() is not None and not GIVEN, reason=str(missing())),
-        ],
-    ),
-]
+__all__ = ["backend", "docker"]
 
 
-@pytest.fixture(scope="module")
-def docker() -> Iterator[str]:
-    """The address of an engine."""
-    if GIVEN:
-        yield GIVEN
-        return
-    with engine() as running:
-        yield running.url
-        assert running.containers() == []
-
-
-@pytest.fixture
-def backend(
-    request: pytest.FixtureRequest, pier_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
-    """The name of a backend that has the image `test/busybox`."""
+@pytest.fixture(autouse=True)
+def packs(monkeypatch: pytest.MonkeyPatch, pier_home: Path) -> Iterator[None]:
     need_pack("claude-code")
+    need_pack("codex")
     monkeypatch.setenv("PIER_PACKS", str(PACKS))
-    if request.param == "docker":
-        monkeypatch.setenv("DOCKER_HOST", request.getfixturevalue("docker"))
-    import_busybox(tmp_path)
-    yield request.param
+    yield
     stop_all(pier_home)
 
 
@@ -186,6 +157,24 @@ def test_a_base_image_and_a_remote_task(backend: str, task: Path, tmp_path: Path
     assert len(captured) == 2
     texts = [[step.text for step in read(trial / "agent" / "trajectory.json").agent_steps] for trial in captured]
     assert all(text[-1] == "finished-by-script" for text in texts)
+    ask("start", "--agent", "codex", cwd=workspace)
+    terminal = Terminal("exec", "codex", "--dangerously-bypass-approvals-and-sandbox", cwd=workspace)
+    terminal.wait_for("YOLO")
+    terminal.type("Do the task")
+    terminal.wait_for("Do the task")
+    terminal.type("\r")
+    terminal.wait_for("finished-by-script")
+    terminal.wait_for("Worked for")
+    terminal.type("\x03")
+    assert terminal.code() == 0
+    assert (workspace / "answer.txt").read_text() == "hi\n"
+    assert (workspace / "answer.txt").stat().st_uid == os.getuid()
+    said = json.loads(ask("capture", "-a", "codex", "--json", cwd=workspace))
+    assert (said["agent"], said["source"]) == ("codex", "recording")
+    script = "command -v claude; command -v codex; ls -d $CLAUDE_CONFIG_DIR $CODEX_HOME"
+    programs, homes = (rows := ask("exec", "sh", "-c", script, cwd=workspace).split())[:2], rows[2:]
+    assert programs == ["/opt/pier/bin/claude", "/opt/pier/bin/codex"]
+    assert len(homes) == 2 and all(home.startswith("/logs/agent/") for home in homes)
     ask("stop", cwd=workspace)
 
     git = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(task.parent)]
@@ -194,6 +183,35 @@ def test_a_base_image_and_a_remote_task(backend: str, task: Path, tmp_path: Path
     subprocess.run([*git, "commit", "-qm", "tasks"], check=True)
     ask("start", f"file://{task.parent}#my-task", "--env", backend, cwd=tmp_path)
     assert "reward: 0" in ask("verify", cwd=tmp_path / "my-task")
+
+
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+def test_the_options_of_start(backend: str, tmp_path: Path) -> None:
+    workspace, port = tmp_path / "project", 20000 + os.getpid() % 20000
+    (workspace / "skills").mkdir(parents=True)
+    (workspace / "skills" / "a.md").write_text("of the host\n")
+    (workspace / ".env").write_text("# values\nFROM_FILE=one two\n")
+    assert "-f" in pier("start", "-d", ".", "--image", "test/busybox", cwd=workspace, image=None, code=2).stderr
+    ask(
+        *("start", "-d", ".", "-f", "--image", "test/busybox", "--ports", f"{port}:8888", "--env-file", ".env"),
+        *("-e", "GIVEN=three", "--mounts-json", '["./skills:/opt/skills:ro"]', "--no-mount", "--env", backend),
+        cwd=workspace,
+    )
+    script = "echo $FROM_FILE $GIVEN $TASK_WORKSPACE; cat /opt/skills/a.md; echo x > /opt/skills/b || pwd"
+    rows = ask("exec", "sh", "-c", script, cwd=workspace).splitlines()
+    assert rows == ["one two three /app", "of the host", "/app"]
+    ask("exec", "sh", "-c", "echo inside > made.txt", cwd=workspace)
+    assert not (workspace / "made.txt").exists()
+    assert (workspace / ".pier" / "agent").is_dir()
+    id = ask("exec", "-d", "--", "httpd", "-f", "-p", "8888", cwd=workspace).split()[0]
+    with wait_for(lambda: _opened(f"http://127.0.0.1:{port}/made.txt")) as answer:
+        assert answer.read() == b"inside\n"
+    assert "running" in ask("exec", "--list", cwd=workspace)
+    ask("exec", "--stop", id, cwd=workspace)
+    assert "exited" in ask("exec", "--list", cwd=workspace) and ask("exec", "--logs", id, cwd=workspace) == ""
+    ask("stop", cwd=workspace)
+    assert (workspace / "made.txt").read_text() == "inside\n"
+    assert (workspace / "made.txt").stat().st_uid == os.getuid()
 
 
 @pytest.mark.plain

@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pier.home import pier_home as home_of_pier
+from tests.host_logs import claude_log
 from tests.job_tasks import PIER, make_task, pier, wait_for
-from tests.workspaces import kill_supervisor, states, stop_all, supervisor
+from tests.workspaces import BACKENDS, backend, docker, kill_supervisor, states, stop_all, supervisor
 
 pytestmark = pytest.mark.plain
+mounts = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system that is full or read-only")
+__all__ = ["backend", "docker"]
 
 
 @pytest.fixture(autouse=True)
@@ -84,19 +91,68 @@ def test_an_image_that_cannot_be_had_leaves_files_alone(tmp_path: Path) -> None:
     assert ask("exec", "cat", "work.txt", cwd=tmp_path / "ws") == "mine\n"
 
 
-def test_a_workspace_comes_back_after_its_supervisor_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+def test_a_workspace_comes_back_after_its_supervisor_was_killed(backend: str, tmp_path: Path) -> None:
+    """Files outside of the mounted directory are brought back too, whatever was swept meanwhile."""
     ws = tmp_path / "ws"
-    ask("start", "--image", "host", "-d", "ws", cwd=tmp_path)
-    ask("exec", "sh", "-c", "echo mine > work.txt", cwd=ws)
+    ask("start", "--image", "test/busybox", "-d", "ws", "--env", backend, cwd=tmp_path)
+    script = "echo mine > work.txt; echo kept > /opt/kept; rm /bin/yes"
+    ask("exec", "sh", "-c", f"mkdir -p /opt; {script}", cwd=ws)
     waiting = subprocess.Popen([*PIER, "exec", "sleep", "1000"], cwd=ws, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: b"sleep\x001000" in _commands())
     kill_supervisor(ws)
     assert waiting.wait(60) != 0 and "pier start" in str(waiting.communicate()[1])
     assert "is not running" in refused("exec", "true", cwd=ws)
     assert "stopped" in ask("list", cwd=ws)
+    other = "local" if backend == "docker" else "docker"
+    assert "was not stopped" in refused("start", "--env", other, cwd=ws)
+    pier("gc", cwd=tmp_path, image=None)
+    ask("start", "--image", "test/busybox", "-d", "other", "--env", backend, cwd=tmp_path)
+    started = pier("start", "-e", "MORE=x", cwd=ws, image=None)
+    assert "saving what its sandbox held" in started.stderr
+    check = "cat work.txt /opt/kept; test ! -e /bin/yes && echo $MORE"
+    assert ask("exec", "sh", "-c", check, cwd=ws) == "mine\nkept\nx\n"
+    ask("stop", cwd=ws)
+    assert "saving" not in pier("start", cwd=ws, image=None).stderr
+    assert ask("exec", "sh", "-c", check, cwd=ws) == "mine\nkept\nx\n"
+
+
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+def test_files_that_are_not_mounted_come_back_after_two_kills(backend: str, tmp_path: Path, pier_home: Path) -> None:
+    ws = tmp_path / "ws"
+    ask("start", "--image", "test/busybox", "-d", "ws", "--no-mount", "--env", backend, cwd=tmp_path)
+    ask("exec", "sh", "-c", "echo one > one.txt", cwd=ws)
+    kill_supervisor(ws)
     pier("gc", cwd=tmp_path, image=None)
     ask("start", cwd=ws)
-    assert ask("exec", "cat", "work.txt", cwd=ws) == "mine\n"
+    ask("exec", "sh", "-c", "rm one.txt; echo two > two.txt", cwd=ws)
+    kill_supervisor(ws)
+    ask("start", cwd=ws)
+    assert ask("exec", "sh", "-c", "ls", cwd=ws) == "two.txt\n"
+    ask("stop", cwd=ws)
+    assert (ws / "two.txt").read_text() == "two\n"
+    pier("gc", cwd=tmp_path, image=None)
+    assert not list(pier_home.glob("workspaces/*/sandbox")) and not list(pier_home.glob("sandboxes/*"))
+
+
+@mounts
+def test_a_stop_that_cannot_save_leaves_the_sandbox_for_the_next_start(tmp_path: Path) -> None:
+    ws = tmp_path / "ws"
+    ask("start", "--image", "host", "-d", "ws", cwd=tmp_path)
+    ask("exec", "sh", "-c", "echo kept > /opt/kept", cwd=ws)
+    (ws / ".pier" / ".state.new").mkdir()
+    (ws / ".pier" / ".state.new").rename(ws / ".pier" / "state")
+    (ws / ".pier" / "state" / "in-the-way").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", ws / ".pier" / "state"], check=True)
+    try:
+        said = pier("stop", cwd=ws, image=None).stderr
+        assert "saved by the next pier start" in said
+        error = refused("start", cwd=ws, code=1)
+        assert "cannot save what the sandbox of this workspace held" in error and "pier start tries again" in error
+    finally:
+        subprocess.run(["umount", ws / ".pier" / "state"], check=True)
+    ask("start", cwd=ws)
+    assert ask("exec", "cat", "/opt/kept", cwd=ws) == "kept\n"
 
 
 def _commands() -> bytes:
@@ -197,7 +253,7 @@ def test_a_task_that_is_gone_or_has_changed(tmp_path: Path) -> None:
 def test_a_full_disk_ends_no_command(tmp_path: Path) -> None:
     """The terminal of an agent cannot be kept any more; its command goes on."""
     from pier.redact import Redactor
-    from pier.workspace.terminal import CastWriter
+    from pier.workspace.commands import CastWriter
 
     cast = CastWriter(tmp_path / "cast", 24, 80, {}, Redactor())
     os.dup2(os.open("/dev/full", os.O_WRONLY), cast._fd)
@@ -205,3 +261,135 @@ def test_a_full_disk_ends_no_command(tmp_path: Path) -> None:
     cast.output(b"and more\n")
     assert cast.fault is not None
     cast.close()
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        error = refused("start", "--image", "host", "-d", "ws", "--ports", str(port), cwd=tmp_path)
+        assert f"cannot listen on port {port}" in error and f"--ports {port + 1}:{port}" in error
+        assert not (tmp_path / "ws").exists()
+        ask("start", "--image", "host", "-d", "ws", cwd=tmp_path)
+        assert f"cannot listen on port {port}" in refused("start", "--ports", str(port), cwd=tmp_path / "ws")
+        ask("exec", "true", cwd=tmp_path / "ws")
+
+
+def test_a_full_disk_at_capture_leaves_nothing_half_saved(tmp_path: Path) -> None:
+    home, work = tmp_path / "home", tmp_path / "work"
+    work.mkdir()
+    claude_log(home, work, "11111111-own", "From here. " * 500)
+    command = " ".join([*PIER, "capture"])
+    done = subprocess.run(
+        ["sh", "-c", f"ulimit -f 1; exec {command}"],
+        cwd=work,
+        env={**os.environ, "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "could not be saved" in done.stderr and "then pier capture again" in done.stderr
+    assert not (work / ".pier").exists()
+    pier("capture", cwd=work, image=None, HOME=str(home))
+
+
+_DIE = """
+import os, signal, sys
+from pier.workspace import live, supervisor
+
+async def die(*args, **options):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+live._copy_in = die
+supervisor.main(sys.argv[1])
+"""
+
+
+def test_a_kill_while_files_are_copied_in_leaves_the_directory_alone(tmp_path: Path, pier_home: Path) -> None:
+    ws = tmp_path / "ws"
+    ask("start", "--image", "host", "-d", "ws", "--no-mount", cwd=tmp_path)
+    ask("exec", "sh", "-c", "echo mine > work.txt", cwd=ws)
+    ask("stop", cwd=ws)
+    assert subprocess.run([sys.executable, "-c", _DIE, str(ws)], check=False).returncode == -9
+    started = pier("start", cwd=ws, image=None)
+    assert "saving" not in started.stderr and (ws / "work.txt").read_text() == "mine\n"
+    assert ask("exec", "cat", "work.txt", cwd=ws) == "mine\n"
+
+
+@mounts
+def test_a_disk_that_is_full_at_the_stop_loses_no_files(tmp_path: Path) -> None:
+    ws = tmp_path / "ws"
+    ask("start", "--image", "host", "-d", "ws", "--no-mount", cwd=tmp_path)
+    ask("exec", "sh", "-c", "head -c 1000000 /dev/zero > large; echo mine > work.txt", cwd=ws)
+    (ws / ".pier" / "incoming").mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", ws / ".pier" / "incoming"], check=True)
+    try:
+        assert "saved by the next pier start" in pier("stop", cwd=ws, image=None).stderr
+        assert "cannot save what the sandbox" in refused("start", cwd=ws, code=1)
+    finally:
+        subprocess.run(["umount", ws / ".pier" / "incoming"], check=True)
+    assert "pier start, then pier fork" in refused("fork", str(tmp_path / "two"), cwd=ws)
+    ask("start", cwd=ws)
+    assert ask("exec", "sh", "-c", "cat work.txt; wc -c < large", cwd=ws).split() == ["mine", "1000000"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:1], indirect=True)
+def test_what_a_sandbox_held_is_not_saved_over_another_image(backend: str, tmp_path: Path) -> None:
+    ws = tmp_path / "ws"
+    ask("start", "--image", "test/busybox", "-d", "ws", cwd=tmp_path)
+    ask("exec", "sh", "-c", "mkdir -p /opt; echo kept > /opt/kept", cwd=ws)
+    kill_supervisor(ws)
+    assert "its image was another" in refused("start", "--image", "host", cwd=ws)
+    ask("start", "--image", "test/busybox", cwd=ws)
+    assert ask("exec", "cat", "/opt/kept", cwd=ws) == "kept\n"
+
+
+def test_a_start_that_fails_keeps_what_was_in_the_directory(tmp_path: Path, pier_home: Path) -> None:
+    task = make_task(tmp_path / "task")
+    kept = tmp_path / "ws" / ".pier" / "trials" / "one" / "result.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("{}")
+    (tmp_path / "ws" / ".task").write_text("a file\n")
+    refused("start", str(task), "-d", "ws", "-f", "--image", "host", cwd=tmp_path, code=1)
+    assert kept.read_text() == "{}" and (tmp_path / "ws" / ".task").read_text() == "a file\n"
+    assert not (tmp_path / "ws" / ".pier" / "workspace.json").exists() and not states(pier_home)
+
+
+def test_a_start_that_fails_late_leaves_no_mark_of_a_crash(tmp_path: Path, pier_home: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    ask("start", "--image", "host", "-d", "ws", "--ports", port, cwd=tmp_path)
+    ask("stop", cwd=tmp_path / "ws")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", int(port)))
+        taken.listen()
+        assert f"cannot listen on port {port}" in refused("start", cwd=tmp_path / "ws", code=None)
+    assert not list(pier_home.glob("workspaces/*/sandbox"))
+
+
+def test_a_command_that_reads_no_input_can_be_interrupted(tmp_path: Path) -> None:
+    ask("start", "--image", "host", "-d", "ws", cwd=tmp_path)
+    for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
+        command = [*PIER, "exec", "sh", "-c", "echo begun; exec sleep 1001"]
+        endless = subprocess.Popen(["yes"], stdout=subprocess.PIPE)
+        waiting = subprocess.Popen(command, cwd=tmp_path / "ws", stdin=endless.stdout, stdout=subprocess.PIPE)
+        try:
+            assert waiting.stdout is not None and waiting.stdout.readline() == b"begun\n"
+            time.sleep(0.5)  # until no more input fits anywhere
+            waiting.send_signal(number)
+            assert waiting.wait(30) == code
+            wait_for(lambda: b"sleep\x001001" not in _commands())
+        finally:
+            waiting.kill()
+            endless.kill()
+            endless.wait()
+
+
+def test_a_command_without_streams(tmp_path: Path) -> None:
+    ask("start", "--image", "host", "-d", "ws", cwd=tmp_path)
+    script = f"{' '.join(PIER)} exec sh -c 'cat; echo done' <&-"
+    done = subprocess.run(["sh", "-c", script], cwd=tmp_path / "ws", capture_output=True, timeout=60, check=True)
+    assert done.stdout == b"done\n"

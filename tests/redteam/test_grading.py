@@ -13,7 +13,7 @@ from pier.sandbox.contract import Limits, Mount, Sandbox
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.task import Task
 from pier.trial.result import TrialResult
-from pier.trial.spec import SandboxChoice
+from pier.trial.spec import AgentChoice, SandboxChoice
 from tests.redteam import route
 from tests.redteam.places import everywhere, open_place
 from tests.trial_runs import PASS, TOML, Bench, write_task
@@ -344,3 +344,25 @@ async def test_an_artifact_that_covers_the_verifiers_places(place: str, tmp_path
             row for row in json.loads((bench.last / "artifacts/manifest.json").read_text()) if row["source"] == "/"
         )
         assert row["status"] == "skipped"
+
+
+HOSTILE = r"""
+truncate -s 999999999999 sparse; mkfifo fifo; ln -s /etc/shadow shadow; ln -s /proc/self/environ env; ln -s / root
+printf x > "$(printf 'name\n+++ b-etc')"; printf x > "$(printf 'esc\033[2J')"; printf x > "$(printf '\377bad')"
+echo closed > none; chmod 0 none; mkdir -p /logs/agent/changes.diff; touch done
+"""
+
+
+@route("grading", "fifos, sparse files, links and names with newlines in the working directory", "the diff lists them")
+@everywhere
+async def test_a_hostile_working_directory_is_kept_as_a_diff(place: str, tmp_path: Path) -> None:
+    async with open_place(place, tmp_path / "trials") as bench:
+        task = write_task(tmp_path / "t", test=PASS)
+        result = await bench.run(task, AgentChoice("command", options={"command": HOSTILE}))
+        assert result.rewards == {"reward": 1} and result.exception_info is None
+        assert result.pier is not None and result.pier.warnings == []
+        lines = (bench.last / "changes.diff").read_text().splitlines()
+        for name in ("sparse", "fifo", "shadow", "env", "root"):
+            assert f"Binary or large file app/{name} differs" in lines
+        assert r"+++ b/app/name\n+++ b-etc" in lines and r"+++ b/app/esc\x1b[2J" in lines
+        assert "+closed" in lines and not any("root:" in line for line in lines)

@@ -39,7 +39,7 @@ from pier.tree import Tree
 from pier.trial.images import ImageRequest
 from pier.trial.result import TrialResult
 from pier.trial.spec import AgentChoice, SandboxChoice
-from pier.workspace.files import copy_tree
+from pier.workspace.state import copy_tree
 from tests.engine import missing
 from tests.host_fetches import DIRECTORY, PLAIN, REALMS, REGISTRIES, SPECIAL, Fetches, run_fetches
 from tests.job_tasks import make_task, pier

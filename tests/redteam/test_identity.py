@@ -12,8 +12,7 @@ import pytest
 from pier.errors import JobError
 from pier.job.config import JobConfig
 from pier.job.directory import open_for, result_of
-from pier.job.ledger import JOURNAL, Ledger
-from pier.job.outcome import Fault, Outcome
+from pier.job.ledger import JOURNAL, Fault, Ledger, Outcome
 from pier.job.plan import Plan, plan_job
 from pier.job.progress import Progress
 from pier.job.results import Cost, main_reward

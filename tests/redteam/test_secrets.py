@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +17,13 @@ from aiohttp import web
 
 from pier.record.reader import Recording, read
 from pier.redact import REDACTED
+from pier.secret import looks_random
 from tests.gateway_fakes import fake_provider, streams
+from tests.host_logs import claude_log
 from tests.job_tasks import pier, trials_of
 from tests.redteam import route
 from tests.trial_runs import TOML, write_task
+from tests.workspaces import stop_all
 
 pytestmark = pytest.mark.plain
 
@@ -31,6 +35,7 @@ CANARIES = {
     "TEMPLATE": "canary-template-77aa10c2fe",
     "ODD_SECRET": 'canary "od/d"+&<é>\\ 9c1d',
     "PRIVATE_KEY": "canary-begin-31f0\nsecond/line+of+it\ncanary-end-77b2",
+    "PEM_KEY": "-----BEGIN KEY-----\nMIICcanary0q7Zx9Tt4Rr2\nb8canary5y6Wv3Uu1Ss0\n-----END KEY-----\n",
     "VERIFIER_SECRET": "canary-verifier-0d9e8f7a6b",
     "URL_PASSWORD": "canary-url-6a5b4c3d2e1f",
     "URL_PARAMETER": "canary-parameter-1f2e3d4c",
@@ -54,6 +59,11 @@ def ask(text, **more):
         return urllib.request.urlopen(request).read().decode()
     except urllib.error.HTTPError as error:
         return error.read().decode()
+
+for number, value in enumerate(values):
+    for line in value.splitlines():
+        print(" > ", line)
+    pathlib.Path(f"/app/work-{number}.txt").write_text(value)
 
 with open(logs / "session.jsonl", "w") as session, open(kept / "notes.txt", "w") as notes:
     for number, value in enumerate(values):
@@ -115,6 +125,7 @@ async def echo(request: web.BaseRequest, raw: bytes) -> web.StreamResponse:
 
 
 def forms(value: str) -> Iterator[str]:
+    yield from (line for line in value.splitlines() if looks_random(line))
     yield from (value, quote(value, safe=""), quote_plus(value), json.dumps(value)[1:-1])
     yield json.dumps(json.dumps(value)[1:-1])[1:-1]
     for pad in range(3):
@@ -148,6 +159,8 @@ def texts_of(recording: Recording) -> str:
 
 @route("secrets", "agent, model and verifier repeat every secret in many encodings", "no file that is kept holds one")
 @route("secrets", "a secret is split over stream events or JSON lines", "removed from the recording and the logs")
+@route("secrets", "the lines of a private key are indented, or stand in the diff of a file", "each line is removed")
+@route("secrets", "training samples, exported pages and reviews of such a job", "no file that is kept holds one")
 @route("secrets", "another user reads a recording, a trajectory or a log", "only the owner may read them")
 async def test_no_file_of_a_job_holds_a_secret(tmp_path: Path) -> None:
     toml = TOML + '[environment.env]\nTASK_API_KEY = "{TASK_API_KEY}"\nASKED = "${{TEMPLATE}}"\n'.format(**CANARIES)
@@ -155,7 +168,7 @@ async def test_no_file_of_a_job_holds_a_secret(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / ".env").write_text(f"FROM_FILE={CANARIES['FROM_FILE']}\nTEMPLATE={CANARIES['TEMPLATE']}\n")
     url = "https://user:{URL_PASSWORD}@host.example/path?access_token={URL_PARAMETER}&x=1".format(**CANARIES)
-    given = {name: CANARIES[name] for name in ("SERVICE_TOKEN", "BUILD_NOTE", "ODD_SECRET", "PRIVATE_KEY")}
+    given = {name: CANARIES[name] for name in ("SERVICE_TOKEN", "BUILD_NOTE", "ODD_SECRET", "PRIVATE_KEY", "PEM_KEY")}
     given |= {"INDIRECT": "${FROM_FILE}", "REMOTE": url}
     async with fake_provider(echo) as fake:
         words = [
@@ -183,10 +196,24 @@ async def test_no_file_of_a_job_holds_a_secret(tmp_path: Path) -> None:
     asked = b"".join(asked.body for asked in fake.asked)
     assert json.loads((trial / "result.json").read_text())["verifier_result"]["rewards"] == {"reward": 1}, done.stderr
     assert all(json.dumps(given[name])[1:-1].encode() in asked for name in given if name != "INDIRECT")
+    diff = (trial / "changes.diff").read_text()
+    assert "work-0.txt" in diff and "canary" not in diff
     assert leaks(job) == []
     assert leaks(tmp_path / "home") == []
-    for shown in (done.stdout, done.stderr):
-        assert not [name for name, value in CANARIES.items() if value in shown]
+    out = tmp_path / "out"
+    out.mkdir()
+    for asks in (
+        ["samples", "export", "jobs/j", "-o", "out/samples.jsonl"],
+        ["samples", "export", "jobs/j", "-o", "out/sft.jsonl", "--format", "sft"],
+        ["view", "export", "jobs/j", "-o", "out/pages"],
+        ["analyze", "jobs/j", "--no-model"],
+    ):
+        shown = await asyncio.to_thread(pier, *asks, cwd=tmp_path, image=None, PIER_HOME=home["PIER_HOME"])
+        (out / f"{asks[0]}.txt").write_text(shown.stdout + shown.stderr)
+    assert REDACTED in (out / "samples.jsonl").read_text() and list(out.rglob("*.html"))
+    assert leaks(tmp_path / "jobs") == leaks(out) == []
+    for text in (done.stdout, done.stderr):
+        assert not [name for name, value in CANARIES.items() if value in text]
     recording = read(trial / "agent" / "recording.jsonl")
     joined = texts_of(recording) + "".join(
         json.loads(line)["delta"] for line in (trial / "agent" / "session.jsonl").read_text().splitlines()
@@ -197,3 +224,42 @@ async def test_no_file_of_a_job_holds_a_secret(tmp_path: Path) -> None:
     private = [path for path in (*(trial / "agent").rglob("*"), *(trial / "verifier").rglob("*")) if path.is_file()]
     assert len(private) > 6
     assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o600}
+
+
+WORKSPACE_TEST = """#!/bin/bash
+env
+env > /logs/verifier/environment.txt
+echo 1 > /logs/verifier/reward.txt
+"""
+
+
+@route("secrets", "a workspace prints, captures, verifies and exports its variables", "only its secrets.json has them")
+def test_no_file_of_a_workspace_holds_a_secret(tmp_path: Path, pier_home: Path) -> None:
+    write_task(tmp_path / "task", toml=TOML, test=WORKSPACE_TEST)
+    url = "https://user:{URL_PASSWORD}@host.example/path?access_token={URL_PARAMETER}&x=1".format(**CANARIES)
+    given = {name: CANARIES[name] for name in ("SERVICE_TOKEN", "BUILD_NOTE", "ODD_SECRET", "PRIVATE_KEY", "PEM_KEY")}
+    words = ["start", "task", "-d", "ws", "--image", "host", "-e", f"REMOTE={url}"]
+    for name, value in given.items():
+        words += ["-e", f"{name}={value}"]
+    ws, key = tmp_path / "ws", CANARIES["PROVIDER_KEY"]
+    try:
+        pier(*words, cwd=tmp_path, image=None)
+        pier("exec", "-d", "--", "sh", "-c", "env; touch /tmp/said", cwd=ws, image=None)
+        pier("exec", "sh", "-c", "until test -e /tmp/said; do sleep 0.05; done", cwd=ws, image=None)
+        claude_log(tmp_path / "uhome", ws, "s1", "It says " + " ".join([*given.values(), url, key]))
+        shutil.copytree(tmp_path / "uhome" / ".claude" / "projects", ws / ".pier" / "agent" / "logs")
+        pier("capture", "--session-dir", "/logs/agent/logs", cwd=ws, image=None, OPENAI_API_KEY=key)
+        shutil.rmtree(ws / ".pier" / "agent" / "logs")
+        pier("verify", cwd=ws, image=None)
+        pier("traces", "--all", "-o", str(tmp_path / "out.tar.gz"), cwd=ws, image=None, OPENAI_API_KEY=key)
+        pier("view", "export", ".", "-o", str(tmp_path / "page"), cwd=ws, image=None)
+    finally:
+        stop_all(pier_home)
+    shutil.unpack_archive(tmp_path / "out.tar.gz", tmp_path / "traces")
+    (settings,) = pier_home.glob("workspaces/*/secrets.json")
+    assert stat.S_IMODE(settings.stat().st_mode) == 0o600 and json.loads(settings.read_text())["REMOTE"] == url
+    settings.unlink()
+    trials = sorted((ws / ".pier" / "trials").iterdir())
+    assert len(trials) == 2 and REDACTED in (trials[0] / "agent" / "trajectory.json").read_text()
+    for place in (ws, pier_home, tmp_path / "traces", tmp_path / "page"):
+        assert leaks(place) == [], place

@@ -184,7 +184,7 @@ PROVOKED: dict[str, tuple[Behaviour, str]] = {
     "a prompt that is nested deeply": (says(HELLO), nested(500)),
     "another prompt that is nested deeply": (says(HELLO), nested(900)),
     "a field that is nested deeply": (says(HELLO), ask() + nested(700, metadata="@")),
-    "another model": (error(404), ask(models=["nobody/serves-this"])),
+    "another model": (when(b"serves-this", error(404)), ask(models=["nobody/serves-this"])),
     "garbage": (error(400), "call /v1/chat/completions '{\"messages\": 7, \"tools\": {}}'\n"),
     "no request at all": (says(HELLO), "call /v1/chat/completions '{'\n"),
     "a route that does not exist": (error(404), ask() .replace("/v1/chat/completions", "/v1/files") ),

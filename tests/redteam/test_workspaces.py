@@ -4,7 +4,10 @@ reviews and environments."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,8 @@ import pytest
 from pier.review.source import open_source
 from pier.rollout.sandboxes import SandboxClient
 from pier.sandbox import Sandbox
+from pier.workspace.capture import take_logs
+from tests.host_logs import claude_log
 from tests.job_tasks import make_task, pier
 from tests.view_jobs import viewing
 from tests.workspaces import stop_all
@@ -116,3 +121,100 @@ async def test_links_do_not_come_out_of_environments(victim: Path, tmp_path: Pat
         await client.download_file("box", "/w/all", tmp_path / "all")
     assert not (tmp_path / "answer.txt").exists()
     assert [path.name for path in (tmp_path / "all").iterdir()] == ["file"]
+
+
+def test_capture_follows_no_link_out_of_the_logs_that_agents_write(victim: Path, tmp_path: Path) -> None:
+    claude_log(victim, tmp_path, "stolen", "TOPSECRET")
+    (session,) = victim.rglob("*.jsonl")
+    ws = tmp_path / "ws"
+    ask("start", "--image", "host", "-d", "ws", cwd=tmp_path)
+    place = "/logs/agent/sessions/projects"
+    ask("exec", "sh", "-c", f"mkdir -p {place}/a; ln -s {session.parent} {place}/b", cwd=ws)
+    ask("exec", "sh", "-c", f"ln -s {session} {place}/a/x.jsonl; mkfifo {place}/a/y.jsonl", cwd=ws)
+    ask("exec", "truncate", "-s", "2T", f"{place}/a/z.jsonl", cwd=ws)
+    for more in ((), ("-a", "claude-code"), ("--session-dir", place), ("--session-dir", f"{place}/b")):
+        done = pier("capture", *more, cwd=ws, image=None, code=2)
+        assert "TOPSECRET" not in done.stdout + done.stderr
+    assert not list((ws / ".pier").rglob("trajectory.json"))
+
+
+def test_logs_that_change_into_links_while_they_are_taken(victim: Path, tmp_path: Path) -> None:
+    (victim / "log.jsonl").write_text("TOPSECRET")
+    logs = tmp_path / "logs"
+    (logs / "real").mkdir(parents=True)
+    (logs / "real" / "log.jsonl").write_text("mine")
+    (logs / "link").symlink_to(victim)
+    swap = "import ctypes, sys; c = ctypes.CDLL(None)\nwhile True: c.renameat2(-100, b'real', -100, b'link', 2)"
+    swapping = subprocess.Popen([sys.executable, "-c", swap], cwd=logs)
+    try:
+        seen = set()
+        for number in range(300):
+            taken = take_logs(logs, ".", tmp_path / f"taken-{number}")
+            seen |= {path.read_text() for path in taken.rglob("*.jsonl")}
+    finally:
+        swapping.kill()
+        swapping.wait()
+    assert seen == {"mine"}
+
+
+def test_settings_from_elsewhere_reach_no_command_of_this_machine(tmp_path: Path) -> None:
+    """Also those of a directory above, such as a temporary one that all users share."""
+    (tmp_path / "shared" / ".pier").mkdir(parents=True)
+    (tmp_path / "shared" / "deep").mkdir()
+    task = make_task(tmp_path / "greet")
+    settings = {"id": "0badc0de", "mode": "host", "env": {"PATH": "/evil"}, "task": str(task), "task_path": str(task)}
+    (tmp_path / "shared" / ".pier" / "workspace.json").write_text(json.dumps(settings))
+    for command in (["exec", "true"], ["exec", "-d", "true"], ["verify"], ["fork", str(tmp_path / "two")]):
+        done = pier(*command, cwd=tmp_path / "shared" / "deep", code=2, image=None)
+        assert "not made on this machine" in done.stderr and "pier start -y" in done.stderr, command
+    assert not (tmp_path / "two").exists()
+
+
+def test_a_known_id_does_not_make_other_settings_known(victim: Path, tmp_path: Path) -> None:
+    ws, other = tmp_path / "ws", tmp_path / "other"
+    ask("start", "--host", "-d", "ws", "-e", "COLOUR=blue", cwd=tmp_path)
+    shutil.copytree(ws, other, symlinks=True)
+    assert ask("exec", "sh", "-c", "echo $COLOUR", cwd=other) == "blue\n"
+    path = other / ".pier" / "workspace.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mounts": [f"{victim}:/mnt:rw"]}))
+    for command in (["exec", "true"], ["start"]):
+        assert str(victim) in pier(*command, cwd=other, code=2, image=None).stderr
+    # Variables that a copy is started with are not those of the original.
+    path.write_text((ws / ".pier" / "workspace.json").read_text())
+    ask("start", "-e", "API_KEY=a-long-5ecret-value", cwd=other)
+    assert ask("exec", "sh", "-c", "echo $API_KEY", cwd=other) == "a-long-5ecret-value\n"
+    assert ask("exec", "sh", "-c", "echo $API_KEY", cwd=ws) == "\n"
+    (ws / "file").write_text("")
+    ask("fork", str(tmp_path / "two"), cwd=ws)
+    assert [(tmp_path / "two" / name).stat().st_mode & 0o777 for name in ("", ".pier")] == [0o700, 0o700]
+
+
+@pytest.mark.parametrize("name", [".pier", ".pier/agent"])
+def test_directories_of_a_workspace_that_are_links(name: str, victim: Path, tmp_path: Path) -> None:
+    ws = tmp_path / "ws"
+    ask("start", "--image", "host", "-d", "ws", cwd=tmp_path)
+    ask("stop", cwd=ws)
+    victim.chmod(0o700)
+    if name == ".pier":
+        (ws / ".pier").rename(tmp_path / "moved")
+        (ws / ".pier").symlink_to(tmp_path / "moved")
+    else:
+        shutil.rmtree(ws / name)
+        (ws / name).symlink_to(victim)
+    assert f"{name} is a link" in pier("start", cwd=ws, code=2, image=None).stderr
+    assert intact(victim) and os.stat(victim).st_mode & 0o777 == 0o700
+
+
+def test_variables_of_a_task_without_a_sandbox_need_consent_and_are_not_kept(tmp_path: Path) -> None:
+    task = make_task(tmp_path / "greet", test='echo "got $WANTED"; echo 1 > /logs/verifier/reward.txt')
+    with (task / "task.toml").open("a") as stream:
+        stream.write('env = { WANTED = "${MY_API_KEY}" }\n')
+    given = {"MY_API_KEY": "a-long-5ecret-value"}
+    order = ("start", str(task), "--host", "-d", "ws", "--image", "host")
+    assert "MY_API_KEY" in pier(*order, cwd=tmp_path, image=None, code=2, **given).stderr
+    assert not (tmp_path / "ws").exists()
+    pier(*order, "-y", cwd=tmp_path, image=None, **given)
+    said = pier("verify", "--trial-dir", str(tmp_path / "trial"), cwd=tmp_path / "ws", image=None, **given)
+    assert "reward: 1" in said.stdout
+    kept = [path for path in (tmp_path / "trial").rglob("*") if path.is_file() and b"5ecret" in path.read_bytes()]
+    assert not kept

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from pier.agent.contract import AGENTS, pack_spec, resolved
 from pier.agent.pack.store import PackStore, digest_tree
-from pier.agent.registry import AGENTS, pack_spec, resolved
 from pier.cli.agent import agent
 from pier.errors import UsageError
 from pier.files import write_json

@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from pier.agent.contract import PACK_PATH, AgentRun, Launch, McpServer
+from pier.agent.contract import AGENTS, PACK_PATH, AgentRun, Launch, McpServer, find_agent, pack_spec
 from pier.agent.options import merged, toml
 from pier.agent.packed import PackedAgent
-from pier.agent.registry import AGENTS, find_agent, pack_spec
 from pier.endpoint import Endpoint
 from pier.errors import UsageError
-
-pytestmark = pytest.mark.plain
 
 PACKED = [name for name in AGENTS if issubclass(find_agent(name), PackedAgent)]
 KEY = "sk-pier-0123456789abcdef"
@@ -160,13 +157,11 @@ tables = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
 @given(tables)
 def test_toml_that_is_written_reads_back_the_same(value: dict[str, Any]) -> None:
     assert tomllib.loads(toml(value)) == value
 
 
-@settings(max_examples=50, deadline=None)
 @given(tables, tables)
 def test_merging_keeps_all_of_the_second(one: dict[str, Any], two: dict[str, Any]) -> None:
     both = merged(one, two)

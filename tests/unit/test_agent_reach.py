@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
+from pier.agent.contract import find_agent
 from pier.agent.options import hosts_in
-from pier.agent.registry import find_agent
-
-pytestmark = pytest.mark.plain
 
 
 def test_endpoints_of_every_kind_of_configuration_are_found() -> None:

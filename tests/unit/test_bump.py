@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from pier.agent.registry import AGENTS, find_agent
+from pier.agent.contract import AGENTS, find_agent
 from pier.errors import UsageError
 
 SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "bump"

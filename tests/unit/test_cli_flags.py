@@ -13,10 +13,7 @@ import click
 import pytest
 
 from pier.cli.main import COMMANDS, FIRST_STEPS, cli, main
-from pier.cli.options import COMMON, GroupedOption
-from pier.cli.run import run
-
-pytestmark = pytest.mark.plain
+from pier.cli.run import COMMON, GroupedOption, run
 
 MEANING = {
     "-a": {"--agent"},

@@ -6,9 +6,7 @@ import asyncio
 
 import pytest
 
-from pier.sandbox.closing import close_all, close_in_turn
-
-pytestmark = pytest.mark.plain
+from pier.lease import close_all, close_in_turn
 
 
 class Things:

@@ -12,8 +12,6 @@ from pier.sandbox.compose import Compose, Health, Service, ServiceBuild, Volume
 from pier.sandbox.compose.read import read_compose
 from pier.sandbox.docker.services import command_of, health_of, image_health
 
-pytestmark = pytest.mark.plain
-
 
 def read(tmp_path: Path, text: str, **variables: str) -> Compose:
     path = tmp_path / "docker-compose.yaml"

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pier.wire.dialects import DIALECTS, Route
@@ -37,7 +37,6 @@ from pier.wire.turn import (
 
 NAMES = tuple(DIALECTS)
 STREAMS = {"gemini": Route("gemini", "generate", "m", True)}
-many = settings(max_examples=50, deadline=None)
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40).filter(
     lambda text: text.strip() == text
@@ -141,7 +140,6 @@ def _choice_of(request: Request) -> Request:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@many
 @given(data=st.data())
 def test_a_request_comes_back_as_it_was(name: str, data: st.DataObject) -> None:
     request = data.draw(requests(name))
@@ -153,7 +151,6 @@ def test_a_request_comes_back_as_it_was(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@many
 @given(data=st.data())
 def test_an_answer_comes_back_as_it_was(name: str, data: st.DataObject) -> None:
     turn = data.draw(turns(name))
@@ -163,7 +160,6 @@ def test_an_answer_comes_back_as_it_was(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@many
 @given(data=st.data())
 def test_a_stream_comes_back_as_it_was_wherever_it_is_cut(name: str, data: st.DataObject) -> None:
     turn = data.draw(turns(name))
@@ -182,7 +178,6 @@ def test_a_stream_comes_back_as_it_was_wherever_it_is_cut(name: str, data: st.Da
 
 
 @pytest.mark.parametrize("name", NAMES)
-@many
 @given(data=st.data())
 def test_a_stream_that_breaks_off_ends_in_an_error(name: str, data: st.DataObject) -> None:
     turn = data.draw(turns(name))
@@ -196,7 +191,6 @@ def test_a_stream_that_breaks_off_ends_in_an_error(name: str, data: st.DataObjec
     assert not any(isinstance(delta, TurnEnd) for delta in deltas)
 
 
-@many
 @given(data=st.data())
 def test_a_gemini_stream_can_be_one_json_array(data: st.DataObject) -> None:
     turn = data.draw(turns("gemini"))
@@ -211,7 +205,6 @@ def test_a_gemini_stream_can_be_one_json_array(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@many
 @given(junk=st.lists(st.binary(max_size=60), max_size=5))
 def test_a_parser_survives_anything(name: str, junk: list[bytes]) -> None:
     parser = DIALECTS[name].stream_parser()

@@ -9,8 +9,6 @@ import pytest
 
 from pier.sandbox.docker import layers
 
-pytestmark = pytest.mark.plain
-
 
 @pytest.mark.parametrize(
     ("row", "expected"),

@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
-import pytest
-
 from pier.sandbox.docker.mux import Mux
-
-pytestmark = pytest.mark.plain
 
 STREAMS = 100
 EACH = 64 * 1024

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from pier.image.model import Image
 from pier.sandbox.contract import SandboxSpec
 from pier.sandbox.docker.config import Placing, container_config
-
-pytestmark = pytest.mark.plain
 
 
 def host_side(spec: SandboxSpec) -> dict[str, Any]:

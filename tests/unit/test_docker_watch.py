@@ -11,8 +11,6 @@ from pier.sandbox.docker import group
 from pier.sandbox.docker.group import until_frozen
 from pier.sandbox.linux.channel import Channel
 
-pytestmark = pytest.mark.plain
-
 
 class Looks:
     """A control group that is frozen as often as it is said, and then closes what is watched."""

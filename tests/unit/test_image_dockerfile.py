@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pier.errors import ImageError
@@ -82,7 +82,6 @@ def test_windows_line_ends_are_read() -> None:
     assert parse("FROM a\r\nRUN b \\\r\n c\r\n").instructions[1].text == "b  c"
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.text(alphabet="FROMRUNCOPY abc\\\n#<='\"[]-$", max_size=80))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:

@@ -234,7 +234,7 @@ _MEMBERS = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(_MEMBERS)
 def test_nothing_is_ever_written_outside(tmp_path: Path, members: list[tuple[tarfile.TarInfo, bytes]]) -> None:
     place = tmp_path / "fuzz"

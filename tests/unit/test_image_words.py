@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pier.errors import ImageError
@@ -66,7 +66,6 @@ def test_words_keep_their_quotes_and_escapes() -> None:
     assert split(r"""a "b c" d\ e 'f  g'h""") == ["a", '"b c"', r"d\ e", "'f  g'h"]
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.text(st.characters(codec="ascii", exclude_characters="'\\$\"", categories=["L", "N", "P"]), min_size=1))
 )
@@ -74,7 +73,6 @@ def test_plain_words_are_what_they_were(words: list[str]) -> None:
     assert [expand(word, {}) for word in split("  ".join(words))] == words
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.text())
 def test_any_text_is_expanded_or_refused(text: str) -> None:
     try:

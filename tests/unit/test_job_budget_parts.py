@@ -6,43 +6,33 @@ from pathlib import Path
 
 from pier.gateway.budget import Reservation
 from pier.job.config import BudgetConfig, RetryConfig
-from pier.job.ledger import Ledger, Used
-from pier.job.outcome import Outcome, outcome_of
+from pier.job.ledger import Ledger, Outcome, Used, outcome_of
 from pier.job.plan import PlannedTrial
-from pier.job.runner import JobBudget
-from pier.job.schedule import Schedule
+from pier.job.runner import Schedule, job_meter
 from pier.trial.result import AgentInfo, ExceptionInfo, TrialResult
 from pier.wire.turn import Usage
 
 
-class Nobody:
-    def started(self, trial: PlannedTrial, number: int) -> None: ...
-
-    def ended(self, trial: PlannedTrial, outcome: Outcome) -> None: ...
-
-    def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None: ...
-
-
 def test_what_was_used_outlives_the_runner(tmp_path: Path) -> None:
     ledger = Ledger.create(tmp_path)
-    budget = JobBudget(BudgetConfig(turns=3), ledger)
-    assert budget.pool is not None
-    budget.pool.turns, budget.pool.input_tokens, budget.pool.cost_usd = 2, 40, 0.25
+    budget = job_meter(BudgetConfig(turns=3), ledger)
+    assert budget is not None
+    budget.turns, budget.input_tokens, budget.cost_usd = 2, 40, 0.25
     budget.save()
     size = (tmp_path / "journal.jsonl").stat().st_size
     budget.save()
     assert (tmp_path / "journal.jsonl").stat().st_size == size
     ledger.close()
-    later = JobBudget(BudgetConfig(turns=3), Ledger.read(tmp_path))
-    assert later.pool is not None and later.used_up() is None
-    assert (later.pool.turns, later.pool.input_tokens, later.pool.cost_usd) == (2, 40, 0.25)
-    later.pool.turns += 1
-    assert later.used_up() == "3 of 3 turns of this job are used"
+    later = job_meter(BudgetConfig(turns=3), Ledger.read(tmp_path))
+    assert later is not None and later.exhausted() is None
+    assert (later.turns, later.input_tokens, later.cost_usd) == (2, 40, 0.25)
+    later.turns += 1
+    assert later.exhausted() == "3 of 3 turns of this job are used"
 
 
 def test_each_turn_is_written_down_when_it_is_spent_and_not_before(tmp_path: Path) -> None:
     ledger = Ledger.create(tmp_path)
-    pool = JobBudget(BudgetConfig(turns=3), ledger).pool
+    pool = job_meter(BudgetConfig(turns=3), ledger)
     assert pool is not None
     with Reservation((pool,)) as failing, Reservation((pool,)) as going:
         assert failing.reserve() is None and going.reserve() is None
@@ -60,24 +50,23 @@ def test_time_goes_on_where_an_earlier_run_stopped(tmp_path: Path) -> None:
     ledger.note_used(Used(turns=1, seconds=59.0))
     ledger.close()
     again = Ledger.read(tmp_path)
-    assert JobBudget(BudgetConfig(wall_time=59), again).used_up() == "the 59 seconds of this job are over"
-    budget = JobBudget(BudgetConfig(wall_time=600), again)
-    assert budget.pool is not None and budget.pool.seconds_left == 541
-    budget.pool.start()
-    assert (budget.pool.seconds_left or 0) < 541 and budget.used_up() is None
-    assert budget.pool.used.seconds >= 59
-    untimed = JobBudget(BudgetConfig(turns=5), again)
-    assert untimed.pool is not None
-    untimed.pool.start()
-    assert untimed.pool.used == again.used
+    over = job_meter(BudgetConfig(wall_time=59), again)
+    assert over is not None and over.exhausted() == "the 59 seconds of this job are over"
+    budget = job_meter(BudgetConfig(wall_time=600), again)
+    assert budget is not None and budget.seconds_left == 541
+    budget.start()
+    assert (budget.seconds_left or 0) < 541 and budget.exhausted() is None
+    assert budget.used.seconds >= 59
+    untimed = job_meter(BudgetConfig(turns=5), again)
+    assert untimed is not None
+    untimed.start()
+    assert untimed.used == again.used
 
 
 def test_a_job_without_limits_has_no_pool(tmp_path: Path) -> None:
     ledger = Ledger.create(tmp_path)
-    budget = JobBudget(BudgetConfig(), ledger)
-    budget.save()
+    assert job_meter(BudgetConfig(), ledger) is None
     ledger.close()
-    assert budget.pool is None and budget.used_up() is None
     assert Ledger.read(tmp_path).used == Used()
 
 
@@ -91,7 +80,7 @@ async def test_trials_that_run_go_on_and_no_further_one_begins(tmp_path: Path) -
         return Outcome(rewards={"reward": 1})
 
     schedule = Schedule(
-        ledger, run, lambda *_: None, limit=2, retry=RetryConfig(), watcher=Nobody(), may_begin=lambda: len(begun) < 4
+        ledger, run, lambda *_: None, limit=2, retry=RetryConfig(), watchers=(), may_begin=lambda: len(begun) < 4
     )
     await schedule.run(trials)
     ledger.close()

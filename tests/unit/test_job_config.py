@@ -8,18 +8,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from pier.cli.options import given_settings
-from pier.cli.run import run
+from pier.cli.run import given_settings, run
 from pier.errors import UsageError
 from pier.job.config import BudgetConfig, JobConfig
 from pier.job.config import settings as settings_of_jobs
 from pier.job.load import UNSUPPORTED, apply_flags, fill, hide, merge, parse, read_env_file, read_job, to_disk
 from pier.secret import HIDDEN, secrets_in
-
-pytestmark = pytest.mark.plain
 
 GOLDEN = "edba2e8dfb0d231e39547eb52f5a435645d5deee3b40b615b3894bc961053611"
 """Of the default settings as the first version wrote them."""
@@ -115,7 +112,6 @@ _keys = st.sampled_from(
 )
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(_keys | st.text(max_size=5), _json, max_size=4))
 def test_any_content_is_a_config_or_a_usage_error(data: dict) -> None:
     try:
@@ -124,7 +120,6 @@ def test_any_content_is_a_config_or_a_usage_error(data: dict) -> None:
         assert error.message.startswith("job.json: ")
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_config_or_a_usage_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     for suffix in (".yaml", ".json"):
@@ -170,7 +165,7 @@ def test_flags_win_over_files_and_several_models_make_several_agents(tmp_path: P
             *("-p", str(tmp_path), "-i", "h*"),
         ),
     )
-    assert config["n_attempts"] == 5
+    assert parse(config, "flags").n_attempts == 5
     assert [(agent["name"], agent["model_name"]) for agent in config["agents"]] == [("codex", "m1"), ("codex", "m2")]
     assert config["agents"][0]["kwargs"] == {"n": 3, "s": "text"}
     assert config["datasets"] == [{"path": str(tmp_path), "task_names": ["h*"]}]

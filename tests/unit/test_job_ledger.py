@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 from pier.errors import JobError
-from pier.job.ledger import JOURNAL, Ledger
-from pier.job.outcome import Fault, Outcome
+from pier.job.ledger import JOURNAL, Fault, Ledger, Outcome
 from pier.job.plan import PlannedTask, make_plan
-
-pytestmark = pytest.mark.plain
 
 PLAN = make_plan([PlannedTask("hello", "sha256:" + "a" * 64, "/hello")], [{"name": "oracle"}], {}, 4)
 A, B, C, D = (trial.id for trial in PLAN.trials)

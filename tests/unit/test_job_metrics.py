@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pier.job.results import GradedTrial, compare, confidence, pass_at_k, summarise
@@ -20,7 +20,6 @@ def _trials(**tasks: list[float | None]) -> list[GradedTrial]:
     ]
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.integers(1, 7))
 def test_pass_at_k_is_the_share_of_samples_with_a_success(attempts: list[bool], k: int) -> None:
     if k > len(attempts):
@@ -89,7 +88,6 @@ def test_one_fraction_has_no_interval() -> None:
     assert confidence([]) is None
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=5), min_size=2, max_size=8))
 def test_an_interval_holds_the_mean(groups: list[list[float]]) -> None:
     values = [value for group in groups for value in group]

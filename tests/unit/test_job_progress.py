@@ -10,15 +10,10 @@ import pytest
 from rich.console import Console
 
 from pier.job.command import exit_code
-from pier.job.ledger import Ledger
-from pier.job.live import LiveProgress
-from pier.job.outcome import Fault, Outcome
+from pier.job.ledger import Fault, Ledger, Outcome
 from pier.job.plan import PlannedTask, make_plan
-from pier.job.progress import PlainProgress, Progress, describe_outcome
-from pier.job.report import next_command, print_report
+from pier.job.progress import LiveProgress, PlainProgress, Progress, describe_outcome, next_command, print_report
 from pier.job.view import JobView
-
-pytestmark = pytest.mark.plain
 
 PLAN = make_plan([PlannedTask("hello", "sha256:" + "a" * 64, "/hello")], [{"name": "oracle"}], {}, 60)
 GOOD = Outcome(rewards={"reward": 1.0}, cost=0.25)

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from pier.job.config import RetryConfig
-from pier.job.ledger import Ledger
-from pier.job.outcome import Fault, Outcome
+from pier.job.ledger import Fault, Ledger, Outcome
 from pier.job.plan import PlannedTask, PlannedTrial, make_plan
 from pier.job.progress import Progress
-from pier.job.schedule import Backoff, RunTry, Schedule
+from pier.job.runner import Backoff, RunTry, Schedule
 
 GOOD = Outcome(rewards={"reward": 1.0})
 BROKEN = Outcome(fault=Fault("SandboxError", "sandbox", "infra", True, "it broke"))
@@ -29,7 +28,9 @@ class Bench:
         self.aside: list[tuple[str, int]] = []
         config = RetryConfig.model_validate({"min_wait_sec": 0.01, "max_wait_sec": 0.02, **retry})
         self.progress = Progress(n)
-        self.schedule = Schedule(self.ledger, run, self._set_aside, limit=limit, retry=config, watcher=self.progress)
+        self.schedule = Schedule(
+            self.ledger, run, self._set_aside, limit=limit, retry=config, watchers=(self.progress,)
+        )
 
     def _set_aside(self, trial: PlannedTrial, number: int) -> str:
         self.aside.append((trial.id, number))

@@ -12,8 +12,7 @@ import pytest
 from pier.cli.main import main
 from pier.errors import JobError, UsageError
 from pier.job.directory import remove_job
-from pier.job.ledger import JOURNAL, Ledger, owning
-from pier.job.outcome import Fault, Outcome
+from pier.job.ledger import JOURNAL, Fault, Ledger, Outcome, owning
 from pier.job.plan import PlannedTask, make_plan
 from pier.job.report import print_comparison, print_job, print_jobs, print_log
 from pier.job.view import JobView, TrialView, list_jobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pier.trajectory.lineage import Lineage, Node
@@ -206,7 +206,6 @@ def test_agents_without_tools_have_a_main_thread_too() -> None:
     assert session.kinds() == ["main", "main"]
 
 
-@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_every_call_is_in_one_thread_and_no_two_answers_to_one_question_count(data: st.DataObject) -> None:
     """Fuzzed trees: calls that extend, repeat, fork or begin anew."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pier.errors import UsageError
@@ -90,7 +90,6 @@ def test_no_rule_leads_to_the_loopback_of_this_machine(text: str) -> None:
         targets.of_address(ipaddress.ip_address(text), 80)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.text(max_size=40))
 def test_any_text_is_a_rule_or_a_usage_error(text: str) -> None:
     try:

@@ -7,7 +7,7 @@ import ssl
 import struct
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pier.network import dns, udp
@@ -158,7 +158,6 @@ def test_what_disagrees_does_not(data: bytes, step: int) -> None:
         passes(data, step=step)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=300), st.integers(1, 50))
 def test_any_bytes_pass_unchanged_or_disagree(data: bytes, step: int) -> None:
     try:
@@ -275,7 +274,6 @@ def test_a_question_and_its_answer() -> None:
     assert dns.answer(asked, dns.NO_SUCH_NAME)[3] & 15 == 3
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=100))
 def test_any_bytes_are_a_question_or_none(data: bytes) -> None:
     asked = dns.read(data)
@@ -288,7 +286,6 @@ def test_no_question() -> None:
     assert dns.read(b"\0\0\x80\0" + question("x.test")[4:]) is None
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=60), st.sampled_from((udp.IPV4, udp.IPV6)))
 def test_any_bytes_are_a_datagram_or_none(data: bytes, protocol: int) -> None:
     udp.read(data, protocol)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ def registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Regist
     with serve() as found:
         monkeypatch.setenv("npm_config_registry", found.url)
         monkeypatch.setenv("npm_config_cache", str(tmp_path / "npm-cache"))
-        program = Path(sys.executable).resolve().read_bytes()
+        program = Path("/bin/bash").resolve().read_bytes()
         for version in ("1.0.0", "1.1.0"):
             found.add("tiny-agent", version, {"bin/tiny": (program, 0o644)})
         yield found

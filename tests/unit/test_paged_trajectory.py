@@ -14,7 +14,7 @@ from pier.trajectory import paged
 from pier.trajectory.paged import PagedTrajectory, TrajectoryMap, scan
 
 
-def opened(value: Any, indent: int | None = None) -> PagedTrajectory:
+def opened(value: Any, indent: int | str | None = None) -> PagedTrajectory:
     data = json.dumps(value, indent=indent, ensure_ascii=False).encode()
     return PagedTrajectory(io.BytesIO(data), scan(io.BytesIO(data)))
 
@@ -25,14 +25,15 @@ texts = st.text(st.sampled_from('ab"\\{}[],: \né😀'), max_size=12)
 @given(
     messages=st.lists(texts, min_size=1, max_size=6),
     inner=st.lists(texts, max_size=3),
-    indent=st.sampled_from([None, 2]),
+    indent=st.sampled_from([None, 0, 2, "\t"]),
     chunk=st.integers(1, 50),
 )
 def test_every_step_is_found_in_any_layout(
-    messages: list[str], inner: list[str], indent: int | None, chunk: int
+    messages: list[str], inner: list[str], indent: int | str | None, chunk: int
 ) -> None:
     def steps(found: list[str]) -> list[dict[str, Any]]:
-        return [{"step_id": n, "source": "user", "message": text} for n, text in enumerate(found, 1)]
+        extra = {"a": [{}, {"b": 1}]}
+        return [{"step_id": n, "source": "user", "message": text, "extra": extra} for n, text in enumerate(found, 1)]
 
     value = {"agent": {"name": "a", "version": "1"}, "steps": steps(messages), "notes": messages[0]}
     value["subagent_trajectories"] = [{"agent": {"name": "b", "version": "2"}, "steps": steps(inner)}]
@@ -43,6 +44,21 @@ def test_every_step_is_found_in_any_layout(
     assert [step.message for step in found.subs[0].steps(0, 10)] == inner
     assert (found.value("notes"), found.agent and found.agent.name) == (messages[0], "a")
     assert TrajectoryMap.from_json(found.map.to_json()) == found.map
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        '{"steps": [\n  {\n"step_id": 1,\n"extra": {\n  },%s},\n  {"step_id": 2,%s}\n]}',
+        '{"steps": [\n  {\n"step_id": 1, "extra": [\n  {\n  }\n  ],%s\n  },\n  {\n  "step_id": 2,%s\n  }\n]}',
+        '{"steps": [\n  {\n  "step_id": 1,%s}, {\n  "step_id": 2,%s\n  }\n]}',
+    ],
+)
+def test_lines_that_are_indented_in_odd_ways_are_read(layout: str) -> None:
+    data = layout.replace("%s", '"source": "user", "message": "a"').encode()
+    value = json.loads(data)
+    found = PagedTrajectory(io.BytesIO(data), scan(io.BytesIO(data)))
+    assert [json.loads(found.raw(index)) for index in range(len(found))] == value["steps"]
 
 
 @pytest.mark.parametrize(

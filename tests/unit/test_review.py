@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from pier.cli.review import is_within
 from pier.errors import JobError, UsageError
 from pier.review.causes import find_cause, group_causes
 from pier.review.order import ReviewPlan, read_order
 from pier.review.output import check_output, schema_of
+from pier.review.publish import publish_analyses
 from pier.review.read import (
-    agreement,
+    compare_runs,
     critiques_of,
     heat_map,
     list_runs,
@@ -25,8 +27,10 @@ from pier.review.read import (
 from pier.review.rubric import CRITIQUE_RUBRICS, built_in_rubrics, copy_files, fill_in, load_prompt, load_rubric
 from pier.review.source import SourceTrial, TrialFilter, open_source, task_directory
 from pier.task import load_task
+from pier.tree import TreeError
 from pier.trial.result import TrialResult
 
+OUTPUT, STEP = "trial/verifier/test-stdout.txt", "trial/steps/b/agent/trajectory.json"
 GOOD = {"rating": "good", "feedback": "fine", "tags": ["clean"]}
 
 
@@ -76,6 +80,8 @@ def problems(evidence: dict[str, Any], trial: Path) -> tuple[str, ...]:
         ({"file": "trial/agent"}, "there is no file"),
         ({"file": "a\0b"}, "there is no file"),
         ({"quote": "x"}, "expected a step or a file"),
+        ({"step": 1, "quote": "step 1"}, None),
+        ({"step": 1, "quote": "step 2"}, "the quote 'step 2' is not in step 1"),
     ],
 )
 def test_evidence_must_exist(evidence: dict[str, Any], word: str | None, tmp_path: Path) -> None:
@@ -85,11 +91,38 @@ def test_evidence_must_exist(evidence: dict[str, Any], word: str | None, tmp_pat
     assert not found if word is None else word in found[0]
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"step": 2}, {"step": 2, "file": "trial/agent/trajectory.json"}),
+        ({"step": 2, "line": 9}, {"step": 2, "file": "trial/agent/trajectory.json"}),
+        ({"step": 1, "file": "steps/b/agent/trajectory.json"}, {"step": 1, "file": STEP}),
+        ({"step": 1, "quote": "only  here"}, {"step": 1, "file": STEP, "quote": "only  here"}),
+        ({"file": "/critique/input/trial/./verifier//test-stdout.txt", "line": 1}, {"file": OUTPUT, "line": 1}),
+        ({"file": "verifier/test-stdout.txt", "quote": "words"}, {"file": OUTPUT, "line": 2, "quote": "words"}),
+        ({"file": OUTPUT, "line": 4, "quote": "three"}, {"file": OUTPUT, "line": 3, "quote": "three"}),
+        ({"file": OUTPUT, "line": 1, "quote": "here three"}, {"file": OUTPUT, "line": 1, "quote": "here three"}),
+    ],
+)
+def test_evidence_is_kept_in_one_form(given: dict[str, Any], kept: dict[str, Any], tmp_path: Path) -> None:
+    """A step with its trajectory, or a file below trial/ or task/ with the line that holds the quote."""
+    trial = make_trial(tmp_path / "trial")
+    (trial / "steps/b/agent").mkdir(parents=True)
+    (trial / "steps/b/agent/trajectory.json").write_text('{"steps": [{"step_id": 1, "message": "only here"}]}')
+    value = {**GOOD, "findings": [{"summary": "s", "evidence": [given]}]}
+    found = check_output(json.dumps(value).encode(), schema_of("critique", (), ()), {"trial": trial})
+    assert found.value and found.value["findings"][0]["evidence"] == [kept]
+
+
 def test_a_trial_without_a_trajectory_has_no_steps(tmp_path: Path) -> None:
     trial = make_trial(tmp_path / "trial", steps=0)
     assert "no trajectory" in problems({"step": 1}, trial)[0]
     (trial / "agent" / "trajectory.json").write_text("[" * 100_000)
     assert "does not exist" in problems({"step": 1}, trial)[0]
+    (trial / "agent" / "trajectory.json").write_text(
+        '{"steps": [{"step_id": "x"}, {"step_id": []}, 3, {"step_id": 4}]}'
+    )
+    assert "are 4 to 4" in problems({"step": 1}, trial)[0]
 
 
 @pytest.mark.parametrize("data", [b"", b"no json", b"[]", b"\xff", b"[" * 100_000, b'{"rating": "great"}'])
@@ -195,6 +228,8 @@ def test_an_order_travels_in_the_task_and_a_changed_one_is_refused(tmp_path: Pat
     assert order.places(source.root) == {"trial": trial}
     text = task.steps[0].instruction
     assert "Judge /critique/input/trial." in text and "patch_correct" in text and "no trajectory" in text
+    schema = json.loads(text.partition("```json\n")[2].partition("\n```")[0])
+    assert set(GOOD) <= set(schema["properties"])
     assert task.config.environment.policy.mode == "none"
     (source.root / ".reviews" / "r").mkdir()
     (source.root / ".reviews" / "r" / "journal.jsonl").write_text("{}\n")
@@ -207,6 +242,13 @@ def test_an_order_travels_in_the_task_and_a_changed_one_is_refused(tmp_path: Pat
             ReviewPlan("critique", source.root, name, "").write_trials(())
 
 
+def test_a_leak_is_a_problem_of_its_own_task_only() -> None:
+    for where in ("/t/task1", "/t/task1/environment/Dockerfile", "/t/task1:3"):
+        assert is_within(where, "/t/task1")
+    for where in ("/t/task10", "/t/task10/environment", "/t/task1-b:3", "/t"):
+        assert not is_within(where, "/t/task1")
+
+
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     trial = make_trial(tmp_path / "job" / "a")
@@ -214,6 +256,31 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="is a link"):
         ReviewPlan("critique", tmp_path / "job", "r", "x").write_trials(open_source(trial).trials)
     assert not list((tmp_path / "outside").iterdir())
+
+
+def test_hostile_links_in_a_reviewed_trial_are_not_followed(tmp_path: Path) -> None:
+    """Neither reading a trial nor writing its analysis leaves the trial's own directory."""
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "trajectory.json").write_text('{"steps": [{"step_id": 7, "message": "TOPSECRET"}]}')
+    (secret / "victim").write_text("mine")
+    trial = make_trial(tmp_path / "job" / "a", steps=0)
+    (trial / "agent").rmdir()
+    (trial / "agent").symlink_to(secret)
+    (trial / "analysis.json").symlink_to(secret / "victim")
+    (trial / "analysis.md").symlink_to(secret / "victim")
+    (trial / "verifier" / "ctrf.json").symlink_to(secret / "trajectory.json")
+    assert "no trajectory" in problems({"step": 7}, trial)[0]
+    assert "there is no file" in problems({"file": "trial/agent/trajectory.json", "line": 1}, trial)[0]
+    assert "there is no file" in problems({"file": "trial/verifier/ctrf.json", "quote": "TOPSECRET"}, trial)[0]
+    assert cause_of(trial) == "zero" and read_analysis(trial) is None
+    publish_analyses(tmp_path / "job", [{"trial_name": "a", "summary": "s", "checks": {}}])
+    assert (secret / "victim").read_text() == "mine"
+    assert (found := read_analysis(trial)) and found.summary == "s"
+    (tmp_path / "job" / "b").symlink_to(secret)
+    with pytest.raises((OSError, TreeError)):
+        publish_analyses(tmp_path / "job", [{"trial_name": "b", "summary": "s", "checks": {}}])
+    assert sorted(path.name for path in secret.iterdir()) == ["trajectory.json", "victim"]
 
 
 def cause_of(trial: Path) -> str:
@@ -286,7 +353,8 @@ def test_readers_take_any_file(tmp_path: Path) -> None:
         '{"job_summary": "s", "causes": [{"cause": "c", "count": 1, "trials": ["a"]}, 5]}'
     )
     assert (found_job := read_job_analysis(tmp_path)) and found_job.causes[0].trials == ("a",)
-    assert agreement([found, found]).rating == 1.0
+    twin = found.model_copy(update={"name": "s"})
+    assert compare_runs([found, twin]).shares["rating"] == 1.0
 
 
 def test_odd_values_of_a_critic_are_kept_or_refused_and_never_raise() -> None:

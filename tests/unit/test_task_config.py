@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pier.errors import PierError, TaskError
@@ -240,7 +240,6 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(KEYS, TREES, max_size=8))
 def test_any_tree_is_a_task_or_a_named_problem(data: dict) -> None:
     try:
@@ -249,7 +248,6 @@ def test_any_tree_is_a_task_or_a_named_problem(data: dict) -> None:
         assert type(error).__name__ == "ValidationError"
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.one_of(st.binary(max_size=200), st.text(max_size=200).map(lambda text: text.encode())))
 def test_any_bytes_are_a_task_or_a_typed_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.mktemp("task") / "task.toml"
@@ -260,7 +258,6 @@ def test_any_bytes_are_a_task_or_a_typed_error(tmp_path_factory: pytest.TempPath
         assert str(path) in str(error)
 
 
-@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_a_line_more_is_read_or_refused_by_name(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     lines = FULL.splitlines()

@@ -6,16 +6,14 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pier.errors import TaskError
 from pier.task import load_task
 from pier.task.check import Problem, create_task, lint
-from pier.task.digest import DEFAULT_PATTERNS, is_left_over, read_patterns
+from pier.task.load import DEFAULT_PATTERNS, is_left_over, read_patterns
 from tests.trial_runs import PASS, TOML, write_task
-
-pytestmark = pytest.mark.plain
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
 
@@ -170,7 +168,6 @@ def test_a_gitignore_replaces_the_usual_list() -> None:
     assert [name for name in kept if rules.match_file(name)] == []
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(max_size=12), max_size=5), st.text(min_size=1, max_size=12))
 def test_any_gitignore_can_be_read(lines: list[str], path: str) -> None:
     assert read_patterns(lines).match_file(path) in (True, False)

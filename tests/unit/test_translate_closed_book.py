@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pier.wire.checks import REMOVED, close_book, is_closed
+from pier.wire.contract import BadRequest
 
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
 FLAT = {"type": "function", "name": "f", "parameters": {}}
@@ -19,7 +20,16 @@ FLAT = {"type": "function", "name": "f", "parameters": {}}
         ("chat", {"web_search_options": {"a": 1}, "plugins": [{"id": "web"}]}, {}),
         ("chat", {"web_search_options": {}}, {}),
         ("chat", {"model": "x/y:online"}, {"model": "x/y"}),
-        ("chat", {"models": ["a:online", "b"]}, {"models": ["a", "b"]}),
+        ("chat", {"model": "x/y:Online "}, {"model": "x/y"}),
+        ("chat", {"model": "x/y:online:nitro"}, {"model": "x/y:nitro"}),
+        ("chat", {"model": "x/y:online:online"}, {"model": "x/y"}),
+        ("chat", {"model": "x/y:Online:free"}, {"model": "x/y:free"}),
+        ("chat", {"models": ["searches/the-web", "b"], "route": "fallback"}, {}),
+        (
+            "responses",
+            {"input": [{"type": "additional_tools", "tools": [FLAT, {"type": "web_search"}]}]},
+            {"input": [{"type": "additional_tools", "tools": [FLAT]}]},
+        ),
         ("chat", {"search_parameters": {"mode": "on"}, "enable_search": True, "preset": "p"}, {}),
         (
             "responses",
@@ -116,6 +126,26 @@ FILE = {"fileData": {"fileUri": "https://x"}}
             "chat",
             {"messages": [{"role": "tool", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]},
         ),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "video", "video": ["https://x/1.png"]}]}]}),
+        (
+            "chat",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "file", "role": "user", "file": {"file_data": "https://x/a.pdf"}}],
+                    }
+                ]
+            },
+        ),
+        ("chat", {"messages": [{"role": "user", "content": [{"role": "user", "file": {"file_data": "https://x"}}]}]}),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "video", "role": "user", "video": "https://x"}]}]},
+        ),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "image", "image": "https://x"}]}]}),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "image", "image": {"url": "gs://x"}}]}]}),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_file", "file_data": "https://x"}]}]}),
         (
             "responses",
             {"instructions": [{"role": "system", "content": [{"type": "input_file", "file_url": "http://x"}]}]},
@@ -160,5 +190,14 @@ def test_an_innocent_request_is_left_alone() -> None:
     inline = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
     file = {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,aGk="}}
     plain = {"type": "file", "file": {"filename": "a.pdf", "file_data": "aGk="}}
-    body = {"model": "m", "tools": [FUNCTION], "messages": [{"role": "user", "content": [inline, file, plain]}]}
+    said = {"type": "text", "text": "https://x", "annotations": [{"url_citation": {"url": "https://x"}}]}
+    user = {"role": "user", "content": [inline, file, plain, said]}
+    answer = {"role": "assistant", "content": "https://x", "reasoning_content": "https://x"}
+    body = {"model": "m", "tools": [FUNCTION], "messages": [user, answer]}
     assert close_book("chat", body) == (body, [])
+
+
+@pytest.mark.parametrize("tools", [{"type": "mcp", "server_url": "https://x"}, "web_search", ["web_search"]])
+def test_tools_of_an_item_in_an_unknown_shape_are_refused(tools: Any) -> None:
+    with pytest.raises(BadRequest):
+        close_book("responses", {"input": [{"type": "tool_search_output", "call_id": "c", "tools": tools}]})

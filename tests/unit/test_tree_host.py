@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pier import beneath
 from pier.redact import Redactor
 from pier.sandbox import tree as streams
-from pier.sandbox.tree.receive import receive
+from pier.sandbox.linux.copying import receive
 from pier.tree import Tree, TreeError, drop_links, find_files, open_regular
 from pier.verifier.changes import judge_artifact
 

@@ -45,6 +45,18 @@ def removing(target: Path) -> dict[str, Any]:
     return {"op": "remove", "target": str(target)}
 
 
+def test_an_empty_directory_is_no_bytes_if_asked(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    (tmp_path / "file").touch()
+    for name, is_packed in (("empty", False), ("link", True), ("file", True), (".", True)):
+        answer, packed = ask(packing(tmp_path / name) | {"keep_empty": False})
+        assert answer == {"ok": True, "skipped": []}
+        assert bool(packed) == is_packed, name
+    assert ask(packing(tmp_path / "empty"))[1]
+    assert ask(packing(tmp_path / "missing") | {"keep_empty": False})[0] is None
+
+
 def test_little_goes_in_and_out(tmp_path: Path) -> None:
     target = tmp_path / "new" / "file"
     writing = {"op": "write", "target": str(target), "mode": 0o600, "owner": None}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pier.beneath import BENEATH, NO_MAGICLINKS
 from pier.sandbox import tree
-from pier.sandbox.tree.receive import receive
+from pier.sandbox.linux.copying import receive
 
 pytestmark = pytest.mark.plain
 

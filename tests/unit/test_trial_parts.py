@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pier.errors import JobError, PierError, PolicyError, TaskError, UsageError
@@ -28,8 +28,6 @@ from pier.trial.spec import AgentChoice, SandboxChoice, TrialSpec
 from pier.trial.verify import _Logs
 from tests.trial_runs import TOML, write_task
 
-pytestmark = pytest.mark.plain
-
 SECRET = 'sk-"canary"/+value&1'
 
 
@@ -46,7 +44,6 @@ def test_secrets_are_found_in_every_form() -> None:
     assert redactor.value({"k": [SECRET, 1], SECRET: None}) == {"k": ["[REDACTED]", 1], "[REDACTED]": None}
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.binary(max_size=12), max_size=6), st.integers(0, 20), st.data())
 def test_a_secret_in_pieces_is_found_in_output(
     tmp_path_factory: pytest.TempPathFactory, noise: list[bytes], cut: int, data: st.DataObject

@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pier.errors import VerifierError
@@ -100,7 +100,6 @@ JSONS = st.recursive(
 CONTENTS = st.none() | st.binary(max_size=60) | JSONS.map(lambda value: json.dumps(value).encode())
 
 
-@settings(max_examples=50, deadline=None)
 @given(CONTENTS, CONTENTS)
 def test_every_content_is_finite_numbers_or_a_typed_error(content: bytes | None, text: bytes | None) -> None:
     try:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
-from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
+from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun, Launch, PackSpec
 from pier.agent.options import AgentFlag, flags, words
-from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, mcp_servers, model_of
+from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, mcp_file, model_of
 
 CONFIG = f"{AGENT_LOGS}/sessions"
 MCP = f"{AGENT_LOGS}/mcp.json"
@@ -33,6 +31,7 @@ class ClaudeCode(PackedAgent):
     """Plan mode is off unless `disallowed_tools` says otherwise: there is no user to approve a plan."""
 
     name = "claude-code"
+    skills = f"{CONFIG}/skills"
     dialect = "anthropic"
     direct = True
     direct_hosts = ("api.anthropic.com",)
@@ -56,11 +55,8 @@ class ClaudeCode(PackedAgent):
         argv += ["--model", model] if model else []
         argv += flags(self.name, run.options, FLAGS)
         argv += self._tools(run)
-        files = ()
-        if run.mcp_servers:
-            files = (AgentFile(MCP, json.dumps({"mcpServers": mcp_servers(run)}).encode()),)
-            argv += ["--mcp-config", MCP]
-        return Launch(argv, self._env(run, model), files, stdin=run.instruction.encode())
+        argv += ["--mcp-config", MCP] if run.mcp_servers else []
+        return Launch(argv, self._env(run, model), mcp_file(run, MCP), stdin=run.instruction.encode())
 
     def _tools(self, run: AgentRun) -> list[str]:
         denied = words(run.options, "disallowed_tools", ["EnterPlanMode"])
@@ -88,6 +84,3 @@ class ClaudeCode(PackedAgent):
         if run.options.get("max_thinking_tokens") is not None:
             env["MAX_THINKING_TOKENS"] = str(run.options["max_thinking_tokens"])
         return env
-
-    def skills_into(self, run: AgentRun) -> str | None:
-        return f"{CONFIG}/skills"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
 from pier.agent.options import AgentFlag, flags
-from pier.agent.packed import PackedAgent, mcp_servers, model_of, shared_skills
+from pier.agent.packed import SHARED_SKILLS, PackedAgent, mcp_servers, model_of
 
 HOME = f"{AGENT_LOGS}/cline"
 PROVIDER = "openai-compatible"
@@ -22,6 +21,7 @@ class Cline(PackedAgent):
     """It leaves a daemon behind that dies with the sandbox. Its shell is `/bin/bash`, which the image must have."""
 
     name = "cline"
+    skills = SHARED_SKILLS
     dialect = "chat"
     pack = PackSpec("npm", "cline", "3.0.65", program="@cline/cli-linux-{arch}/bin/cline")
     options = (*(row.option for row in FLAGS), "model")
@@ -33,7 +33,7 @@ class Cline(PackedAgent):
         argv += ["-m", model] if model else []
         argv += flags(self.name, run.options, FLAGS)
         quiet = {"telemetryOptOut": True, "autoUpdateEnabled": False}
-        files = [AgentFile(f"{HOME}/data/settings/global-settings.json", json.dumps(quiet).encode())]
+        files = [AgentFile.json(f"{HOME}/data/settings/global-settings.json", quiet)]
         if run.endpoint:
             settings = {
                 "provider": PROVIDER,
@@ -43,14 +43,11 @@ class Cline(PackedAgent):
             }
             entry = {"settings": settings, "updatedAt": "2000-01-01T00:00:00.000Z", "tokenSource": "manual"}
             providers = {"version": 1, "lastUsedProvider": PROVIDER, "modes": {}, "providers": {PROVIDER: entry}}
-            files.append(AgentFile(f"{HOME}/data/settings/providers.json", json.dumps(providers).encode()))
+            files.append(AgentFile.json(f"{HOME}/data/settings/providers.json", providers))
         if run.mcp_servers:
-            servers = json.dumps({"mcpServers": {name: _mcp(row) for name, row in mcp_servers(run).items()}}).encode()
-            files.append(AgentFile(f"{HOME}/data/settings/cline_mcp_settings.json", servers))
+            servers = {"mcpServers": {name: _mcp(row) for name, row in mcp_servers(run).items()}}
+            files.append(AgentFile.json(f"{HOME}/data/settings/cline_mcp_settings.json", servers))
         return Launch([*argv, run.instruction], {"CLINE_DIR": HOME}, tuple(files))
-
-    def skills_into(self, run: AgentRun) -> str | None:
-        return shared_skills(run)
 
 
 def _mcp(server: dict[str, Any]) -> dict[str, Any]:

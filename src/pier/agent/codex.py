@@ -17,6 +17,7 @@ class Codex(PackedAgent):
     """`config_toml` is merged over pier's own settings, so what the user sets there wins."""
 
     name = "codex"
+    skills = "~/.codex/skills"
     dialect = "responses"
     logs = ((".codex/sessions", "sessions"),)
     direct = True
@@ -71,9 +72,6 @@ class Codex(PackedAgent):
         except tomllib.TOMLDecodeError as error:
             raise UsageError(f"codex: config_toml is not TOML: {error}") from error
         return merged(config, own)
-
-    def skills_into(self, run: AgentRun) -> str | None:
-        return f"{_home(run)}/skills"
 
 
 def _home(run: AgentRun) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
-from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
+from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun, Launch, PackSpec
 from pier.agent.options import AgentFlag, choice, flags
-from pier.agent.packed import PackedAgent, mcp_servers, model_of
+from pier.agent.packed import PackedAgent, mcp_file, model_of
 
 HOME = f"{AGENT_LOGS}/copilot"
 FLAGS = (AgentFlag("reasoning_effort", "--effort", ("low", "medium", "high", "xhigh", "max")),)
@@ -16,6 +14,7 @@ class Copilot(PackedAgent):
     """It unpacks itself into a cache on its first start and wants certificates even for plain HTTP."""
 
     name = "copilot"
+    skills = f"{HOME}/skills"
     dialect = "chat"
     pack = PackSpec("npm", "@github/copilot", "1.0.102", program="@github/copilot-linux-{arch}/copilot")
     options = ("reasoning_effort", "dialect", "disable_web_search", "model")
@@ -43,11 +42,5 @@ class Copilot(PackedAgent):
                 env["COPILOT_PROVIDER_TYPE"] = "anthropic"
             if dialect == "responses":
                 env["COPILOT_PROVIDER_WIRE_API"] = "responses"
-        files = ()
-        if run.mcp_servers:
-            servers = {name: {**server, "tools": ["*"]} for name, server in mcp_servers(run).items()}
-            files = (AgentFile(f"{HOME}/mcp-config.json", json.dumps({"mcpServers": servers}).encode()),)
+        files = mcp_file(run, f"{HOME}/mcp-config.json", tools=["*"])
         return Launch([*argv, "--prompt", run.instruction], env, files)
-
-    def skills_into(self, run: AgentRun) -> str | None:
-        return f"{HOME}/skills"

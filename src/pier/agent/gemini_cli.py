@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
 from pier.agent.options import choice, mapping, merged, words
-from pier.agent.packed import PackedAgent, bare, headers_of, mcp_servers, model_of
+from pier.agent.packed import PackedAgent, bare, mcp_servers, model_of
 
 HOME = f"{AGENT_LOGS}/gemini"
 ENTRY = f"{PACK_PATH}/node_modules/@google/gemini-cli/bundle/gemini.js"
@@ -18,6 +17,7 @@ class GeminiCli(PackedAgent):
     mode is off unless `disallowed_tools` says otherwise."""
 
     name = "gemini-cli"
+    skills = f"{HOME}/.gemini/skills"
     dialect = "gemini"
     direct = True
     direct_hosts = ("*.googleapis.com",)
@@ -35,10 +35,8 @@ class GeminiCli(PackedAgent):
         }
         if run.endpoint:
             env |= {"GEMINI_API_KEY": run.endpoint.key, "GOOGLE_GEMINI_BASE_URL": run.endpoint.url}
-        settings = json.dumps(self._settings(run, model), indent=2).encode()
-        return Launch(
-            [*argv, "--prompt", run.instruction], env, (AgentFile(f"{HOME}/.gemini/settings.json", settings),)
-        )
+        settings = AgentFile.json(f"{HOME}/.gemini/settings.json", self._settings(run, model))
+        return Launch([*argv, "--prompt", run.instruction], env, (settings,))
 
     def _settings(self, run: AgentRun, model: str) -> dict[str, Any]:
         settings: dict[str, Any] = {
@@ -46,7 +44,7 @@ class GeminiCli(PackedAgent):
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
             "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
-            "mcpServers": {name: _mcp(server) for name, server in mcp_servers(run).items()},
+            "mcpServers": trusted_mcp(run),
         }
         if turns := run.options.get("max_turns"):
             settings["model"] = {"maxSessionTurns": int(turns)}
@@ -60,12 +58,13 @@ class GeminiCli(PackedAgent):
             settings["modelConfigs"] = {"customOverrides": [{"match": {"model": model}, "modelConfig": config}]}
         return merged(settings, mapping(self.name, run.options, "settings"))
 
-    def skills_into(self, run: AgentRun) -> str | None:
-        return f"{HOME}/.gemini/skills"
 
-
-def _mcp(server: dict[str, Any]) -> dict[str, Any]:
-    if server["type"] == "stdio":
-        return {"command": server["command"], "args": server["args"], "trust": True}
-    address = {"url" if server["type"] == "sse" else "httpUrl": server["url"]}
-    return {**address, **headers_of(server), "trust": True}
+def trusted_mcp(run: AgentRun) -> dict[str, dict[str, Any]]:
+    """The MCP servers as the settings of Gemini CLI and of its descendants name them."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, server in mcp_servers(run).items():
+        kind = server.pop("type")
+        if kind == "http":
+            server["httpUrl"] = server.pop("url")
+        found[name] = {**server, "trust": True}
+    return found

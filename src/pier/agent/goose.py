@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun, Launch, PackSpec
 from pier.agent.options import EFFORTS, choice
-from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, model_of, shared_skills
+from pier.agent.packed import CLIENT_TIMEOUT, SHARED_SKILLS, PackedAgent, model_of
 
 HOME = f"{AGENT_LOGS}/goose"
 
@@ -13,6 +13,7 @@ class Goose(PackedAgent):
     """MCP servers are given as extensions. It refuses to start without certificates, even for plain HTTP."""
 
     name = "goose"
+    skills = SHARED_SKILLS
     dialect = "chat"
     direct = True
     direct_hosts = ("api.openai.com",)
@@ -59,6 +60,3 @@ class Goose(PackedAgent):
             if run.options.get(option) is not None:
                 env[f"GOOSE_{option.upper()}"] = str(run.options[option])
         return env
-
-    def skills_into(self, run: AgentRun) -> str | None:
-        return shared_skills(run)

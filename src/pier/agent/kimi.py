@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
 from pier.agent.options import EFFORTS, choice
-from pier.agent.packed import PackedAgent, mcp_servers, model_of
+from pier.agent.packed import PackedAgent, mcp_file, model_of
 
 HOME = f"{AGENT_LOGS}/kimi"
 ENTRY = f"{PACK_PATH}/node_modules/@moonshot-ai/kimi-code/dist/main.mjs"
@@ -22,6 +20,7 @@ class Kimi(PackedAgent):
     """Its model is set by variables alone; MCP servers go into a file of its home."""
 
     name = "kimi"
+    skills = f"{HOME}/skills"
     dialect = "chat"
     pack = PackSpec("npm", "@moonshot-ai/kimi-code", "2.1.0")
     options = ("reasoning_effort", "dialect", "model")
@@ -42,10 +41,5 @@ class Kimi(PackedAgent):
                 env["KIMI_MODEL_MAX_CONTEXT_SIZE"] = str(run.endpoint.context_window)
         if effort := choice(self.name, run.options, "reasoning_effort", EFFORTS):
             env["KIMI_MODEL_THINKING_EFFORT"] = effort
-        files = [AgentFile(f"{HOME}/config.toml", b"telemetry = false\n")]
-        if run.mcp_servers:
-            files.append(AgentFile(f"{HOME}/mcp.json", json.dumps({"mcpServers": mcp_servers(run)}).encode()))
-        return Launch(argv, env, tuple(files))
-
-    def skills_into(self, run: AgentRun) -> str | None:
-        return f"{HOME}/skills"
+        config = AgentFile(f"{HOME}/config.toml", b"telemetry = false\n")
+        return Launch(argv, env, (config, *mcp_file(run, f"{HOME}/mcp.json")))

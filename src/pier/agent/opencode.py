@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pier.agent.contract import PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
 from pier.agent.options import AgentFlag, choice, flags, mapping, merged
-from pier.agent.packed import PackedAgent, headers_of, mcp_servers, model_of
+from pier.agent.packed import PackedAgent, mcp_servers, model_of
 
 PROVIDER = "pier"
 SDKS = {
@@ -23,6 +22,7 @@ class OpenCode(PackedAgent):
     """`opencode_config` is merged over pier's own configuration, so what the user sets there wins."""
 
     name = "opencode"
+    skills = "~/.config/opencode/skills"
     dialect = "chat"
     direct = True
     direct_hosts = ("api.openai.com", "api.anthropic.com", "openrouter.ai", "*.googleapis.com")
@@ -41,9 +41,8 @@ class OpenCode(PackedAgent):
             "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
             "OPENCODE_FAKE_VCS": "git",
         }
-        config = json.dumps(self._config(run, model), indent=2).encode()
-        path = f"{run.home}/.config/opencode/opencode.json"
-        return Launch(argv, env, (AgentFile(path, config),), stdin=run.instruction.encode())
+        config = AgentFile.json(f"{run.home}/.config/opencode/opencode.json", self._config(run, model))
+        return Launch(argv, env, (config,), stdin=run.instruction.encode())
 
     def _config(self, run: AgentRun, model: str) -> dict[str, Any]:
         config: dict[str, Any] = {
@@ -68,11 +67,8 @@ class OpenCode(PackedAgent):
             config |= {"model": model, "small_model": model}
         return merged(config, mapping(self.name, run.options, "opencode_config"))
 
-    def skills_into(self, run: AgentRun) -> str | None:
-        return f"{run.home}/.config/opencode/skills"
-
 
 def _mcp(server: dict[str, Any]) -> dict[str, Any]:
     if server["type"] == "stdio":
         return {"type": "local", "command": [server["command"], *server["args"]], "enabled": True}
-    return {"type": "remote", "url": server["url"], **headers_of(server), "enabled": True}
+    return {**server, "type": "remote", "enabled": True}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
-from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
-from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, mcp_servers, model_of, shared_skills
+from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun, Launch, PackSpec
+from pier.agent.packed import CLIENT_TIMEOUT, SHARED_SKILLS, PackedAgent, mcp_file, model_of
 
 HOME = f"{AGENT_LOGS}/openhands"
 
@@ -14,6 +12,7 @@ class OpenHands(PackedAgent):
     """It clones a public repository of extensions before its first call; git is configured to fail on it at once."""
 
     name = "openhands"
+    skills = SHARED_SKILLS
     dialect = "chat"
     direct = True
     direct_hosts = ("api.openai.com",)
@@ -43,10 +42,4 @@ class OpenHands(PackedAgent):
             env["MAX_ITERATIONS"] = str(run.options["max_iterations"])
         if run.options.get("reasoning_effort"):
             env["LLM_REASONING_EFFORT"] = str(run.options["reasoning_effort"])
-        files = ()
-        if run.mcp_servers:
-            files = (AgentFile(f"{HOME}/mcp.json", json.dumps({"mcpServers": mcp_servers(run)}).encode()),)
-        return Launch(argv, env, files)
-
-    def skills_into(self, run: AgentRun) -> str | None:
-        return shared_skills(run)
+        return Launch(argv, env, mcp_file(run, f"{HOME}/mcp.json"))

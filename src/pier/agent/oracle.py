@@ -11,7 +11,7 @@ from pier.agent.contract import AGENT_LOGS, Agent, AgentRun, Launch
 from pier.errors import TaskError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
 from pier.sandbox.upload import upload_scripts
-from pier.task.digest import without_ignored
+from pier.task.load import without_ignored
 
 SOLUTION_PATH = "/solution"
 SCRIPT = "solve.sh"

@@ -25,6 +25,8 @@ from pier.errors import AgentError, SandboxError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+SHARED_SKILLS = "~/.agents/skills"
+"""Where several agents look for skills."""
 CLIENT_TIMEOUT = 3600
 """Seconds that an agent's own client waits for one answer: a slow model is the gateway's business, not the agent's."""
 
@@ -38,6 +40,9 @@ class PackedAgent(Agent):
     """Session logs that no variable moves to `AGENT_LOGS`: a directory below the home directory, and the one below
     the logs where its contents are put."""
 
+    skills: ClassVar[str | None] = None
+    """Where it looks for skills; `~` is its home directory."""
+
     takes_mcp: ClassVar[bool] = True
     """Whether `launch` configures MCP servers for it."""
 
@@ -50,7 +55,7 @@ class PackedAgent(Agent):
 
     def skills_into(self, run: AgentRun) -> str | None:
         """The directory where it looks for skills; None if it has no notion of them."""
-        return None
+        return self.skills.replace("~", run.home.rstrip("/"), 1) if self.skills else None
 
     async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
         launch = self.launch(run)
@@ -93,11 +98,6 @@ class PackedAgent(Agent):
 def model_of(run: AgentRun, default: str = "") -> str:
     """The model's name as the agent should ask for it: the gateway's, or the option `model` without a gateway."""
     return run.endpoint.model if run.endpoint else str(run.options.get("model") or default)
-
-
-def shared_skills(run: AgentRun) -> str:
-    """The directory of a home where several agents look for skills."""
-    return f"{run.home.rstrip('/')}/.agents/skills"
 
 
 def bare(model: str) -> str:
@@ -156,9 +156,10 @@ def mcp_servers(run: AgentRun) -> dict[str, dict[str, Any]]:
     return found
 
 
-def headers_of(server: dict[str, Any]) -> dict[str, Any]:
-    """The headers of a server from `mcp_servers`, under the same key."""
-    return {"headers": server["headers"]} if "headers" in server else {}
+def mcp_file(run: AgentRun, path: str, **more: Any) -> tuple[AgentFile, ...]:
+    """The task's MCP servers, each with `more` keys, as the file that most agents read; none without servers."""
+    servers = {name: {**server, **more} for name, server in mcp_servers(run).items()}
+    return (AgentFile.json(path, {"mcpServers": servers}),) if servers else ()
 
 
 VERSION = f"{PACK_PATH}/version.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
@@ -26,6 +25,7 @@ class Pi(PackedAgent):
     """It knows no MCP and exits with 0 when its model fails: only the wire shows what happened."""
 
     name = "pi"
+    skills = f"{HOME}/skills"
     dialect = "chat"
     takes_mcp = False
     pack = PackSpec("npm", "@earendil-works/pi-coding-agent", "0.87.1")
@@ -37,9 +37,7 @@ class Pi(PackedAgent):
         argv += ["--model", model_of(run)] if model_of(run) else []
         argv += flags(self.name, run.options, FLAGS)
         env = {"PI_CODING_AGENT_DIR": HOME, "PI_OFFLINE": "1", "PI_TELEMETRY": "0", "PI_SKIP_VERSION_CHECK": "1"}
-        files = ()
-        if run.endpoint:
-            files = (AgentFile(f"{HOME}/models.json", json.dumps(self._models(run), indent=2).encode()),)
+        files = (AgentFile.json(f"{HOME}/models.json", self._models(run)),) if run.endpoint else ()
         return Launch([*argv, run.instruction], env, files)
 
     def _models(self, run: AgentRun) -> dict[str, Any]:
@@ -55,6 +53,3 @@ class Pi(PackedAgent):
         }
         provider = {"baseUrl": endpoint.url + path, "api": api, "apiKey": endpoint.key, "models": [model]}
         return {"providers": {PROVIDER: provider}}
-
-    def skills_into(self, run: AgentRun) -> str | None:
-        return f"{HOME}/skills"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
+from pier.agent.gemini_cli import trusted_mcp
 from pier.agent.options import AgentFlag, flags, mapping, merged, words
-from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, headers_of, mcp_servers, model_of
+from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, model_of
 
 HOME = f"{AGENT_LOGS}/qwen"
 ENTRY = f"{PACK_PATH}/node_modules/@qwen-code/qwen-code/cli-entry.js"
@@ -17,6 +17,7 @@ class QwenCode(PackedAgent):
     """`settings` is merged over pier's own settings, so what the user sets there wins."""
 
     name = "qwen-code"
+    skills = f"{HOME}/skills"
     dialect = "chat"
     direct = True
     direct_hosts = ("api.openai.com",)
@@ -32,8 +33,8 @@ class QwenCode(PackedAgent):
             env |= {"OPENAI_API_KEY": run.endpoint.key, "OPENAI_BASE_URL": f"{run.endpoint.url}/v1"}
         if model:
             env["OPENAI_MODEL"] = model
-        settings = json.dumps(self._settings(run), indent=2).encode()
-        return Launch([*argv, "--prompt", run.instruction], env, (AgentFile(f"{HOME}/settings.json", settings),))
+        settings = AgentFile.json(f"{HOME}/settings.json", self._settings(run))
+        return Launch([*argv, "--prompt", run.instruction], env, (settings,))
 
     def _settings(self, run: AgentRun) -> dict[str, Any]:
         denied = words(run.options, "disallowed_tools", ["enter_plan_mode"])
@@ -44,16 +45,6 @@ class QwenCode(PackedAgent):
             "general": {"enableAutoUpdate": False},
             "model": {"generationConfig": {"timeout": CLIENT_TIMEOUT * 1000}},
             "permissions": {"deny": denied},
-            "mcpServers": {name: _mcp(server) for name, server in mcp_servers(run).items()},
+            "mcpServers": trusted_mcp(run),
         }
         return merged(settings, mapping(self.name, run.options, "settings"))
-
-    def skills_into(self, run: AgentRun) -> str | None:
-        return f"{HOME}/skills"
-
-
-def _mcp(server: dict[str, Any]) -> dict[str, Any]:
-    if server["type"] == "stdio":
-        return {"command": server["command"], "args": server["args"], "trust": True}
-    address = {"url" if server["type"] == "sse" else "httpUrl": server["url"]}
-    return {**address, **headers_of(server), "trust": True}

@@ -20,8 +20,8 @@ def _echo(value: Any, as_json: bool, lines: list[str]) -> None:
 
 def _described(name: str) -> dict[str, Any]:
     """The facts about one agent and its pack."""
+    from pier.agent.contract import find_agent
     from pier.agent.pack import PackStore
-    from pier.agent.registry import find_agent
 
     kind = find_agent(name)
     row: dict[str, Any] = {"name": name, "dialect": kind.dialect, "options": list(kind.options)}
@@ -44,7 +44,7 @@ def _described(name: str) -> dict[str, Any]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_(as_json: bool) -> None:
     """List the agents and whether their packs are built."""
-    from pier.agent.registry import agent_names
+    from pier.agent.contract import agent_names
 
     rows = [_described(name) for name in agent_names()]
     lines = [f"{'AGENT':18} {'DIALECT':10} {'VERSION':12} PACK"]
@@ -82,8 +82,8 @@ def pack(names: tuple[str, ...], as_json: bool) -> None:
     """Build the packs of agents, so that the first run need not; what is built already is left as it is."""
     import asyncio
 
+    from pier.agent.contract import pack_spec
     from pier.agent.pack import ensure_pack
-    from pier.agent.registry import pack_spec
 
     rows = []
     for name in names:
@@ -101,8 +101,8 @@ def pack(names: tuple[str, ...], as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def rm(names: tuple[str, ...], as_json: bool) -> None:
     """Delete the packs of agents; without a version all versions of them."""
+    from pier.agent.contract import pack_spec
     from pier.agent.pack import PackStore
-    from pier.agent.registry import pack_spec
 
     store, removed = PackStore(), []
     for name in names:

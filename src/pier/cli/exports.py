@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from pier.agent.command import endpoint_variables
-from pier.agent.contract import Agent, AgentRun
-from pier.agent.registry import AGENTS, find_agent
+from pier.agent.contract import AGENTS, Agent, AgentRun, find_agent
 from pier.endpoint import Endpoint
 from pier.errors import UsageError
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import click
 
-from pier.cli.options import JOBS_DIR, JobPath, LimitsCommand, given_settings
-from pier.cli.run import run
+from pier.cli.run import JOBS_DIR, JobPath, LimitsCommand, given_settings, run
 
 DIRECTORY = click.argument("directory", metavar="JOB", type=JobPath(), required=False)
 DIRECTORIES = click.argument("directories", metavar="JOB...", type=JobPath(), nargs=-1, required=True)
@@ -223,8 +222,9 @@ def _how(flags: dict[str, Any]) -> tuple[dict[str, str], Any, int | None]:
 
 
 def _limits(flags: dict[str, Any]) -> dict[str, Any]:
-    given = ((setting.key.partition("."), value) for setting, value in given_settings(flags))
-    return {name: value for (table, _, name), value in given if table == "budget"}
+    from pier.job.load import read_job
+
+    return read_job((), given_settings(flags)).budget.model_dump(exclude_none=True)
 
 
 def _exit(code: int) -> None:

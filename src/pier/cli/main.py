@@ -220,25 +220,32 @@ def _explain(error: click.ClickException) -> str:
     return text[:1].lower() + text[1:].rstrip(".") + hint
 
 
+def explain_failure(error: Exception) -> int:
+    """Print what went wrong, and give the exit code. Bugs in pier are raised again."""
+    if isinstance(error, click.exceptions.Exit):
+        return error.exit_code
+    if isinstance(error, click.ClickException):
+        click.echo(f"pier: {_explain(error)}", err=True)
+        return 2
+    if isinstance(error, click.Abort):
+        return 130
+    if isinstance(error, PierError):
+        if _state["debug"]:
+            import traceback
+
+            traceback.print_exception(error)
+        click.echo(f"pier: {error.explain()}", err=True)
+        return 2 if error.blame in ("user", "task") else 1
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    raise error
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     try:
         code = cli.main(args=args, prog_name="pier", standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        code = stop.exit_code
-    except click.ClickException as error:
-        click.echo(f"pier: {_explain(error)}", err=True)
-        code = 2
-    except click.Abort:
-        code = 130
-    except PierError as error:
-        if _state["debug"]:
-            import traceback
-
-            traceback.print_exc()
-        click.echo(f"pier: {error.explain()}", err=True)
-        code = 2 if error.blame in ("user", "task") else 1
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
+    except Exception as error:  # noqa: BLE001 - what is not known here is raised again
+        code = explain_failure(error)
     sys.exit(code if isinstance(code, int) else 0)

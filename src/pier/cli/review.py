@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pier.cli.options import COMMON, JOBS_DIR, GroupedOption, JobPath, SettingOption, SettingsCommand, given_settings
+from pier.cli.run import COMMON, JOBS_DIR, GroupedOption, JobPath, SettingOption, SettingsCommand, given_settings
 
 if TYPE_CHECKING:
-    from pier.job.command import Show
     from pier.job.config import JobConfig
-    from pier.review.rubric import ReviewRubric
+    from pier.review.analyze import AnalysisRequest
+    from pier.review.read import CritiqueRun
+    from pier.review.run import ReviewOptions
     from pier.review.source import Source, SourceTrial, TrialFilter
 
 _FILE = click.Path(dir_okay=False)
@@ -116,10 +119,11 @@ def _filter(flags: dict[str, Any], names: tuple[str, ...] = ()) -> TrialFilter:
     return TrialFilter(names=names, passing=passing, **{key: flags[key] for key in keys})
 
 
-def _settings(flags: dict[str, Any]) -> tuple[JobConfig, dict[str, str], Show]:
+def _options_of(flags: dict[str, Any]) -> ReviewOptions:
     from pier.errors import UsageError
     from pier.job.command import Show
     from pier.job.load import read_env_file, read_job
+    from pier.review.run import ReviewOptions
 
     env = dict(os.environ)
     if flags["env_file"]:
@@ -129,7 +133,20 @@ def _settings(flags: dict[str, Any]) -> tuple[JobConfig, dict[str, str], Show]:
         if index >= len(config.agents):
             raise UsageError(f"invalid value {index} for --agent-index: expected less than {len(config.agents)}")
         config.agents = [config.agents[index]]
-    return config, env, Show("json" if flags["as_json"] else "quiet" if config.quiet else "full")
+    show = Show("json" if flags["as_json"] else "quiet" if config.quiet else "full")
+    return ReviewOptions(config, env, show, flags.get("name"), flags.get("overwrite", False), flags["asks"])
+
+
+def _report(show: str, value: Any, lines: Iterable[str], output: str | None = None) -> None:
+    """Print a result as JSON, as lines for people, or not at all; write it to a file if one is named."""
+    from pier.files import write_json
+
+    if output:
+        write_json(Path(output), value)
+    if show == "json":
+        click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    elif show == "full":
+        click.echo("\n".join(lines))
 
 
 def _selected(path: Path, wanted: TrialFilter) -> tuple[Source, list[SourceTrial]]:
@@ -141,6 +158,10 @@ def _selected(path: Path, wanted: TrialFilter) -> tuple[Source, list[SourceTrial
     if not trials:
         raise UsageError(f"no finished trial of {path} is of that kind", hint=f"pier job show {path} --trials")
     return source, trials
+
+
+def _how(as_json: bool) -> str:
+    return "json" if as_json else "full"
 
 
 @click.group()
@@ -159,7 +180,7 @@ def critique() -> None:
 @_option("-y", "--yes", is_flag=True, hidden=True, help="Accepted for datacurve pier's command lines.")
 @_WHICH
 @_JOB
-def critique_run(path: Path, prompt: str | None, rubrics: tuple[str, ...], name: str | None, **flags: Any) -> None:
+def critique_run(path: Path, prompt: str | None, rubrics: tuple[str, ...], **flags: Any) -> None:
     """Review the finished trials of a job, or one trial. The critic sees the trial and its task read-only, has no
     network, and must prove each finding by a step or a line that exists.
 
@@ -170,62 +191,34 @@ def critique_run(path: Path, prompt: str | None, rubrics: tuple[str, ...], name:
       pier critique run jobs/NAME -m anthropic/claude-sonnet-4-5 --only failed -n 16
       pier critique run jobs/NAME --rubric reward-hacking --only passed --max-cost 0.20
     """
-    from pier.review.analyze import default_prompt
-    from pier.review.order import ReviewPlan
     from pier.review.publish import publish_critiques, refuse_foreign_run
-    from pier.review.run import GOOD_MODEL, new_name, run_review, unfinished_run
+    from pier.review.read import compare_runs, read_run
+    from pier.review.rubric import CRITIQUE_RUBRICS, load_prompt, load_rubric
+    from pier.review.run import GOOD_MODEL, run_review
+    from pier.review.show import agreement_lines, runs_lines
 
     source, trials = _selected(path, _filter(flags, flags.pop("names")))
-    config, env, show = _settings(flags)
-    rubric, text, overwrite = (
-        _rubric(rubrics, () if prompt else None),
-        default_prompt(prompt, "critique"),
-        flags["overwrite"],
-    )
-    name = name or unfinished_run(source.root, text) or new_name()
-    plan = ReviewPlan("critique", source.root, name, text, rubric, flags["asks"], overwrite)
-    if not overwrite:
-        refuse_foreign_run(source.root, name)
+    options = _options_of(flags)
+    asked = rubrics or (() if prompt else CRITIQUE_RUBRICS)
+    text = load_prompt("critique", prompt)
+    plan = options.plan("critique", source.root, text, load_rubric(*asked) if asked else None)
+    if not options.overwrite:
+        refuse_foreign_run(source.root, plan.run)
     plan.write_trials(trials)
-    run = run_review(plan, config, env, show, model=GOOD_MODEL)
-    names = publish_critiques(run, overwrite=overwrite)
-    _print_runs(source.root, names, show.value, path)
+    run = run_review(plan, options, model=GOOD_MODEL)
+    names = publish_critiques(run, overwrite=options.overwrite)
+    made = [each for name in names if (each := read_run(source.root, name)) is not None]
+    agreed = compare_runs(made) if len(made) > 1 else None
+    rows = [_run_row(each) | {"critiques": [one.model_dump(mode="json") for one in each.critiques]} for each in made]
+    more = f"\nmore: pier critique show {path} --run {names[0]} [-t TRIAL]; in a browser: pier view"
+    lines = (*runs_lines(made), *(agreement_lines(agreed) if agreed else ()), more)
+    _report(options.show.value, {"runs": rows, "agreement": asdict(agreed) if agreed else None}, lines)
     raise click.exceptions.Exit(run.code)
 
 
-def _rubric(given: tuple[str, ...], default: tuple[str, ...] | None = None) -> ReviewRubric | None:
-    from pier.review.rubric import CRITIQUE_RUBRICS, load_rubric
-
-    names = given or (CRITIQUE_RUBRICS if default is None else default)
-    return load_rubric(*names) if names else None
-
-
-def _print_runs(root: Path, names: list[str], show: str, path: Path) -> None:
-    from pier.review.read import agreement, read_run
-    from pier.review.show import agreement_lines, as_json, run_lines
-
-    runs = [run for name in names if (run := read_run(root, name)) is not None]
-    if show == "json":
-        rows = [_run_row(run) | {"critiques": [_critique_row(each) for each in run.critiques]} for run in runs]
-        click.echo(as_json({"runs": rows, "agreement": asdict(agreement(runs)) if len(runs) > 1 else None}))
-    elif show == "full":
-        for run in runs:
-            click.echo("\n".join(run_lines(run)))
-        if len(runs) > 1:
-            click.echo("\n".join(agreement_lines(agreement(runs))))
-        click.echo(f"\nmore: pier critique show {path} --run {names[0]} [-t TRIAL]; in a browser: pier view")
-
-
-def _run_row(run: Any) -> dict[str, Any]:
-    keys = ("name", "agent", "model", "criteria", "started_at", "finished_at", "n_items", "n_failed", "cost_usd")
-    return {key: getattr(run, key) for key in keys} | {"directory": str(run.directory)}
-
-
-def _critique_row(critique: Any) -> dict[str, Any]:
-    row = asdict(critique) | {"directory": str(critique.directory)}
-    row["checks"] = {name: check.model_dump() for name, check in critique.checks.items()}
-    row["findings"] = [finding.model_dump(exclude_none=True) for finding in critique.findings]
-    return row
+def _run_row(run: CritiqueRun) -> dict[str, Any]:
+    row = run.model_dump(mode="json", exclude={"root", "critiques"})
+    return row | {"directory": str(run.directory), "cost_usd": run.cost_usd}
 
 
 @critique.command(name="list")
@@ -234,23 +227,13 @@ def _critique_row(critique: Any) -> dict[str, Any]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 def critique_list(path: Path, as_json: bool) -> None:
     """List the critique runs of a job."""
-    from pier.review import show
     from pier.review.read import list_runs
-
-    runs = list_runs(_root(path))
-    if as_json:
-        click.echo(show.as_json([_run_row(run) for run in runs]))
-        return
-    for run in runs:
-        click.echo("\n".join(show.run_lines(run)))
-    if not runs:
-        click.echo(f"no critique runs; make one: pier critique run {path}")
-
-
-def _root(path: Path) -> Path:
+    from pier.review.show import runs_lines
     from pier.review.source import open_source
 
-    return open_source(path).root
+    runs = list_runs(open_source(path).root)
+    lines = runs_lines(runs) or [f"no critique runs; make one: pier critique run {path}"]
+    _report(_how(as_json), [_run_row(run) for run in runs], lines)
 
 
 @critique.command(name="show")
@@ -262,8 +245,8 @@ def _root(path: Path) -> Path:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 def critique_show(path: Path, runs: tuple[str, ...], names: tuple[str, ...], rating: str | None, as_json: bool) -> None:
     """Show critiques in full, with the evidence of each finding."""
-    from pier.review import show
     from pier.review.read import list_runs
+    from pier.review.show import critique_lines
     from pier.review.source import open_source
 
     source = open_source(path)
@@ -275,13 +258,9 @@ def critique_show(path: Path, runs: tuple[str, ...], names: tuple[str, ...], rat
         for critique in run.critiques
         if (not names or critique.trial in names) and (rating is None or critique.rating == rating)
     ]
-    if as_json:
-        click.echo(show.as_json([_critique_row(critique) for critique in found]))
-        return
-    for critique in found:
-        click.echo("\n".join(show.critique_lines(critique)) + "\n")
-    if not found:
-        click.echo(f"no critiques of that kind; see pier critique list {path}")
+    lines = [line for critique in found for line in (*critique_lines(critique), "")]
+    value = [critique.model_dump(mode="json") for critique in found]
+    _report(_how(as_json), value, lines or [f"no critiques of that kind; see pier critique list {path}"])
 
 
 @critique.command(name="compare")
@@ -292,22 +271,18 @@ def critique_show(path: Path, runs: tuple[str, ...], names: tuple[str, ...], rat
 def critique_compare(path: Path, names: tuple[str, ...], as_json: bool) -> None:
     """Compare critique runs of a job, by default all: how far critics agree, and on which trials they do not."""
     from pier.errors import UsageError
-    from pier.review import show
-    from pier.review.read import agreement, list_runs
+    from pier.review.read import compare_runs, list_runs
+    from pier.review.show import agreement_lines, runs_lines
+    from pier.review.source import open_source
 
-    known = {run.name: run for run in list_runs(_root(path))}
+    known = {run.name: run for run in list_runs(open_source(path).root)}
     if unknown := [name for name in names if name not in known]:
         raise UsageError(f"unknown critique run {unknown[0]!r}", hint=f"pier critique list {path}")
     runs = [known[name] for name in names or known]
     if len(runs) < 2:
         raise UsageError("comparing needs two critique runs", hint=f"pier critique list {path}")
-    found = agreement(runs)
-    if as_json:
-        click.echo(show.as_json(asdict(found)))
-        return
-    for run in runs:
-        click.echo("\n".join(show.run_lines(run)))
-    click.echo("\n".join(show.agreement_lines(found)))
+    found = compare_runs(runs)
+    _report(_how(as_json), asdict(found), [*runs_lines(runs), *agreement_lines(found)])
 
 
 @critique.command(name="copy")
@@ -335,7 +310,9 @@ def critique_copy(directory: Path) -> None:
 @_option("-t", "--trial-name", "names", multiple=True, group="Which trials", help="This trial; repeatable.")
 @_WHICH
 @_JOB
-def analyze(path: Path, no_model: bool, prompt: str | None, job_prompt: str | None, **flags: Any) -> None:
+def analyze(
+    path: Path, no_model: bool, prompt: str | None, job_prompt: str | None, rubrics: tuple[str, ...], **flags: Any
+) -> None:
     """Find out why trials failed: causes with counts and examples, for each trial and for the whole job.
 
     \b
@@ -343,62 +320,32 @@ def analyze(path: Path, no_model: bool, prompt: str | None, job_prompt: str | No
       pier analyze jobs/NAME --no-model
       pier analyze jobs/NAME -m anthropic/claude-haiku-4-5 --failing
     """
-    from pier.review import analyze as flow
-    from pier.review.rubric import load_rubric
-
-    rubrics, names = flags.pop("rubrics"), flags.pop("names")
-    source, trials = _selected(path, _filter(flags, names))
-    if no_model:
-        _print_causes(trials, flags["as_json"], flags["output"])
-        return
-    config, env, show = _settings(flags)
-    request = flow.AnalysisRequest(
-        source,
-        trials,
-        flow.default_prompt(prompt, "analyze"),
-        flow.default_prompt(job_prompt, "job"),
-        load_rubric(*(rubrics or ("analyze",))),
-        flags["name"],
-        flags["overwrite"],
-        asks=flags["asks"],
-    )
-    _print_analysis(flow.analyze(request, config, env, show), show.value, flags["output"])
-
-
-def _print_causes(trials: list[SourceTrial], as_json: bool, output: str | None) -> None:
-    from pier.files import write
-    from pier.review import show
+    from pier.review.analyze import AnalysisRequest
     from pier.review.causes import group_causes
+    from pier.review.rubric import load_prompt, load_rubric
+    from pier.review.show import cause_lines
 
-    groups = group_causes(trials)
-    text = show.as_json({"n_trials": len(trials), "causes": [asdict(group) for group in groups]})
-    if output:
-        write(Path(output), text + "\n")
-    click.echo(text if as_json else "\n".join(show.cause_lines(groups)))
+    source, trials = _selected(path, _filter(flags, flags.pop("names")))
+    options, output = _options_of(flags), flags["output"]
+    if no_model:
+        groups = group_causes(trials)
+        value = {"n_trials": len(trials), "causes": [asdict(group) for group in groups]}
+        _report(options.show.value, value, cause_lines(groups), output)
+        return
+    prompts = load_prompt("analyze", prompt), load_prompt("job", job_prompt)
+    request = AnalysisRequest(source, trials, *prompts, load_rubric(*(rubrics or ("analyze",))))
+    _run_analysis(request, options, output)
 
 
-def _print_analysis(found: Any, show: str, output: str | None) -> None:
-    from pier.files import write
-    from pier.review import show as text
+def _run_analysis(request: AnalysisRequest, options: ReviewOptions, output: str | None) -> None:
+    from pier.review.analyze import analyze
+    from pier.review.show import analysis_lines
 
+    found = analyze(request, options)
     value = found.job or {"job_summary": "", "trials": list(found.analyses), "causes": []}
-    value = {**value, "failed": found.failed, "cost_usd": found.cost_usd}
-    if output:
-        write(Path(output), text.as_json(value) + "\n")
-    if show == "json":
-        click.echo(text.as_json(value))
-    elif show == "full":
-        if found.job:
-            click.echo(
-                "\n".join([*text.lines_of(found.job["job_summary"]), "", *text.counted_lines(found.job["causes"])])
-            )
-        else:
-            for each in found.analyses:
-                click.echo("\n".join([*text.lines_of(f"{each['trial_name']}: {each.get('cause') or ''}"),
-                                      *text.lines_of(each["summary"], "  ")]))  # fmt: skip
-        for name, reason in found.failed.items():
-            click.echo("\n".join(text.lines_of(f"no analysis of {name}: {reason[:200]}")))
-        click.echo(f"cost {text.cost_text(found.cost_usd)}")
+    value |= {"failed": found.failed, "cost_usd": found.cost_usd}
+    value["agreement"] = asdict(found.agreement) if found.agreement else None
+    _report(options.show.value, value, analysis_lines(found), output)
     raise click.exceptions.Exit(found.code)
 
 
@@ -412,29 +359,20 @@ def _print_analysis(found: Any, show: str, output: str | None) -> None:
 def summarize(path: Path, every: bool, prompt: str | None, job_prompt: str | None, **flags: Any) -> None:
     """Summarize the failures of a workspace or a job in a few words, with a small model."""
     from pier.errors import UsageError
-    from pier.review import analyze as flow
-    from pier.review.rubric import load_rubric
+    from pier.review.analyze import AnalysisRequest
+    from pier.review.rubric import load_prompt, load_rubric
     from pier.review.source import TrialFilter, open_source
 
-    source = open_source(path)
+    source, options = open_source(path), _options_of(flags)
     trials = TrialFilter(passing=None if every else False).apply(source.trials)
     if not source.trials:
         raise UsageError(f"{path}: no finished trials", hint="pier job list", code="no-trials")
     if not trials:
         nothing = "nothing failed; pier summarize --all also describes what passed"
-        click.echo('{"summary": null, "trials": []}' if flags.get("as_json") else nothing)
+        _report(options.show.value, {"summary": None, "trials": []}, [nothing])
         return
-    config, env, show = _settings(flags)
-    request = flow.AnalysisRequest(
-        source,
-        trials,
-        flow.default_prompt(prompt, "summarize"),
-        flow.default_prompt(job_prompt, "job"),
-        load_rubric("summarize"),
-        keep=False,
-        asks=flags["asks"],
-    )
-    _print_analysis(flow.analyze(request, config, env, show), show.value, None)
+    prompts = load_prompt("summarize", prompt), load_prompt("job", job_prompt)
+    _run_analysis(AnalysisRequest(source, trials, *prompts, load_rubric("summarize"), keep=False), options, None)
 
 
 @click.command(cls=ReviewCommand)
@@ -458,35 +396,23 @@ def summarize(path: Path, every: bool, prompt: str | None, job_prompt: str | Non
 def check(sources: tuple[str, ...], no_model: bool, run: bool, place: Path, **flags: Any) -> None:
     """Check the quality of tasks: static checks, runs of the oracle and of doing nothing (--run), and a review by a
     model against a rubric, in one report."""
-    from pier.review import show
-    from pier.review.analyze import check_tasks_by_rubric, default_prompt
-    from pier.review.rubric import load_rubric
+    from pier.review.analyze import check_tasks_by_rubric
+    from pier.review.rubric import load_prompt, load_rubric
+    from pier.review.show import check_lines, has_failures
     from pier.task.sources import find_tasks
 
     paths = [origin.path for source in sources for origin in find_tasks(source, warn=lambda _: None)]
-    config, env, how = _settings(flags)
-    report = _static_report(paths, config.image)
+    options, code = _options_of(flags), 0
+    report = _static_report(paths, options.config.image)
     if run:
-        _add_proofs(report, config)
-    code = 0
+        _add_proofs(report, options.config)
     if not no_model:
         rubric = load_rubric(*(flags["rubrics"] or ("check",)))
-        prompt = default_prompt(flags["prompt"], "check")
-        reviews, made = check_tasks_by_rubric(
-            paths, place, rubric, prompt, config, env, how, name=flags["name"], asks=flags["asks"]
-        )
-        code = made.code
+        reviews, code = check_tasks_by_rubric(paths, place, rubric, load_prompt("check", flags["prompt"]), options)
         for path, value in reviews.items():
             report[str(path)]["review"] = value
-    if flags["output"]:
-        from pier.files import write
-
-        write(Path(flags["output"]), show.as_json({"tasks": report}) + "\n")
-    if how.value == "json":
-        click.echo(show.as_json({"tasks": report}))
-    elif how.value == "full":
-        click.echo("\n".join(show.check_lines(report)))
-    raise click.exceptions.Exit(code or int(show.has_failures(report)))
+    _report(options.show.value, {"tasks": report}, check_lines(report), flags["output"])
+    raise click.exceptions.Exit(code or int(has_failures(report)))
 
 
 def _static_report(paths: list[Path], image: str | None) -> dict[str, dict[str, Any]]:
@@ -498,8 +424,7 @@ def _static_report(paths: list[Path], image: str | None) -> dict[str, dict[str, 
         problems = [*lint(path), *lint_services(path)]
         if image is not None:
             problems = [problem for problem in problems if problem.rule not in ("no-image", "host-image")]
-        rows = [{"level": p.level, "rule": p.rule, "where": p.where, "message": p.message} for p in problems]
-        report[str(path.resolve())] = {"problems": rows, "runs": [], "review": None}
+        report[str(path.resolve())] = {"problems": [asdict(each) for each in problems], "runs": [], "review": None}
     return report
 
 
@@ -515,8 +440,11 @@ def _add_proofs(report: dict[str, dict[str, Any]], config: JobConfig) -> None:
     for number, proof in enumerate(proofs):
         report[str(tasks[number // 2].path)]["runs"].append(proof_row(proof))
     for leak in leaks:
-        row = next((row for path, row in report.items() if leak.where.startswith(path)), None)
-        if row is not None:
-            row["problems"].append(
-                {"level": leak.level, "rule": leak.rule, "where": leak.where, "message": leak.message}
-            )
+        for path, row in report.items():
+            if is_within(leak.where, path):
+                row["problems"].append(asdict(leak))
+
+
+def is_within(where: str, path: str) -> bool:
+    """Whether a problem's place, a path that a line may follow, is a task's directory or below it."""
+    return where == path or where.startswith((path + "/", path + ":"))

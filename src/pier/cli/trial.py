@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pier.cli.options import JOBS_DIR, JobPath
+from pier.cli.run import JOBS_DIR, JobPath
 
 if TYPE_CHECKING:
     from pier.job.view import TrialView

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -15,6 +14,7 @@ import click
 from pier.errors import UsageError
 
 if TYPE_CHECKING:
+    from pier.workspace.client import WorkspacePlace
     from pier.workspace.workspace import Workspace
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
@@ -67,6 +67,8 @@ def start(task: str | None, as_json: bool, **options: Any) -> None:
     from pier.workspace.starting import start as begin
 
     order = _start_order(task, options)
+    import asyncio
+
     workspace, status = asyncio.run(begin(order, _say))
     if as_json:
         click.echo(json.dumps({"workspace": str(workspace.root), "mode": workspace.config.mode, **status}, indent=2))
@@ -139,12 +141,23 @@ def _absolute_model(model: str | None) -> str | None:
 
 
 def _say(line: str) -> None:
-    click.echo(_shown(line), err=True)
+    click.echo(shown(line), err=True)
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """Text of a task or an agent without what would move the cursor; colours stay."""
     return _CONTROL.sub(lambda found: found[0] if re.fullmatch(r"\x1b\[[0-9;]*m", found[0]) else "", text)
+
+
+def _place(directory: Path | None) -> WorkspacePlace | Workspace:
+    """The workspace around a directory; as a `WorkspacePlace`, which loads quickly, if that is enough."""
+    from pier.workspace.client import find_place
+
+    if (place := find_place(str(directory or "."))) is not None:
+        return place
+    from pier.workspace.workspace import Workspace
+
+    return Workspace.find(directory)
 
 
 @click.command("exec", context_settings={"allow_interspersed_args": False})
@@ -173,7 +186,9 @@ def exec_(
 
     workspace = Workspace.find()
     if list_all:
-        workspace_exec.print_background(workspace, as_json)
+        rows = workspace_exec.list_background(workspace)
+        lines = [f"{row['id']:>4}  {row['state']:<12}  {' '.join(row['command'])}" for row in rows]
+        click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(lines) or "no commands in the background")
     elif logs is not None:
         workspace_exec.print_log(workspace, logs)
     elif stop_id is not None:
@@ -181,9 +196,11 @@ def exec_(
     elif not command:
         raise click.UsageError("a command is needed, such as: pier exec bash")
     elif detach:
-        workspace_exec.detach(workspace, command)
+        id = workspace_exec.detach(workspace, command)
+        click.echo(f"{id}  (pier exec --logs {id}, pier exec --stop {id})")
     else:
-        sys.exit(workspace_exec.run(workspace, command))
+        run = workspace_exec.become if workspace.is_host else workspace_exec.run
+        sys.exit(run(workspace, command))
 
 
 @click.command()
@@ -203,14 +220,13 @@ def verify(directory: Path | None, watch: bool, as_json: bool, **options: Any) -
     it is, and 1 when there is none.
     """
     from pier.cli import workspace_verify
-    from pier.workspace.workspace import Workspace
 
     if watch and as_json:
         raise UsageError("cannot use --json with --watch: it prints one result", hint="leave out one of them")
-    workspace = Workspace.find(directory)
+    place = _place(directory)
     if watch:
-        workspace_verify.watch(workspace, options)
-    raise click.exceptions.Exit(workspace_verify.run(workspace, options, as_json=as_json))
+        workspace_verify.watch(place, options)
+    raise click.exceptions.Exit(workspace_verify.run(place, options, as_json=as_json))
 
 
 @click.command()
@@ -219,7 +235,7 @@ def verify(directory: Path | None, watch: bool, as_json: bool, **options: Any) -
 @_json
 def diff(directory: Path | None, name_only: bool, as_json: bool) -> None:
     """Show what changed in the workspace since its start, and what changed elsewhere in its sandbox."""
-    from pier.workspace.forking import outside_changes, workspace_changes
+    from pier.workspace.diff import outside_changes, workspace_changes
     from pier.workspace.workspace import Workspace
 
     workspace = Workspace.find(directory)
@@ -230,11 +246,11 @@ def diff(directory: Path | None, name_only: bool, as_json: bool) -> None:
         return
     for change in changes:
         if name_only or not change.diff:
-            click.echo(_shown(f"{change.kind}: {change.path}"))
+            click.echo(shown(f"{change.kind}: {change.path}"))
         else:
-            click.echo(_shown(change.diff), nl=False)
+            click.echo(shown(change.diff), nl=False)
     for row in outside:
-        click.echo(_shown(f"{row['kind']}: {row['path']}"))
+        click.echo(shown(f"{row['kind']}: {row['path']}"))
 
 
 @click.command()
@@ -246,7 +262,9 @@ def fork(target: Path, directory: Path | None, ports: tuple[str, ...]) -> None:
 
     What runs in the first goes on there. Ports are not taken over, since this machine has each of them once.
     """
-    from pier.workspace.forking import fork as make
+    import asyncio
+
+    from pier.workspace.starting import fork as make
     from pier.workspace.workspace import Workspace
 
     made = asyncio.run(make(Workspace.find(directory), target, ports, _say))
@@ -260,16 +278,22 @@ def stop(directory: Path | None) -> None:
 
     Its directory stays as it is. What changed elsewhere in the sandbox is kept too. Commands in the background end.
     """
-    from pier.workspace.client import call, is_running
-    from pier.workspace.workspace import Workspace
+    from pier.errors import WorkspaceError
+    from pier.workspace.client import WorkspacePlace, call
 
-    workspace = Workspace.find(directory)
-    if workspace.is_host or not is_running(workspace):
+    workspace = _place(directory)
+    try:
+        is_host = not isinstance(workspace, WorkspacePlace) and workspace.is_host
+        answer = call(workspace, {"op": "stop"}) if not is_host else None
+    except WorkspaceError as error:
+        if error.code != "not-running":
+            raise
+        answer = None
+    if answer is None:
         click.echo(f"{workspace.root}: not running")
         return
-    answer = asyncio.run(call(workspace, {"op": "stop"}))
     for note in answer["notes"]:
-        click.echo(f"warning: {_shown(note)}", err=True)
+        click.echo(f"warning: {shown(note)}", err=True)
     click.echo(f"{workspace.root}: stopped")
 
 
@@ -277,11 +301,10 @@ def stop(directory: Path | None) -> None:
 @_json
 def list_(as_json: bool) -> None:
     """List the workspaces of this machine."""
-    from pier.workspace.forking import status_of
-    from pier.workspace.workspace import list_workspaces
+    from pier.workspace.client import list_places, status_of
 
-    gone: list[Path] = []
-    rows = [status_of(workspace) for workspace in list_workspaces(gone.append)]
+    gone: list[str] = []
+    rows = [status_of(place) for place in list_places(gone.append)]
     for path in gone:
         click.echo(f"{path} is gone and no longer listed; pier start in its new place brings it back", err=True)
     if as_json:

@@ -1,183 +1,275 @@
-"""The near side of `pier exec`: this terminal and a command in a workspace, or commands in its background."""
+"""`pier exec` on the client side: this terminal and a command in a running workspace.
+
+Nothing but the standard library's smallest parts is imported before the command runs; `pier.__main__` calls
+`run_quickly` before it loads the command line.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import os
+import select
 import signal
 import struct
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+import termios
 
-import click
+from pier import frames
+from pier.workspace.client import WorkspacePlace, connect, ended, error_of, find_place
 
-from pier.cli import terminal
-from pier.errors import WorkspaceError
-from pier.sandbox import remote
-from pier.workspace.client import SIGNAL, answer_of, call, connected, is_running
-from pier.workspace.workspace import Workspace
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Sequence
+    from typing import Any
 
+    from pier.workspace.workspace import Workspace
+
+_CHUNK = 1 << 16
 _PASSED = ("TERM", "COLORTERM", "LANG", "LC_ALL")
 """Variables of this terminal that a command inside gets."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH)
 
 
-def run(workspace: Workspace, command: tuple[str, ...]) -> int:
+def run_quickly(words: Sequence[str]) -> int | None:
+    """Run the command of `pier exec WORDS` if it has no options and its workspace runs; its exit code. None if the
+    whole command line must look at it."""
+    command = words[1:] if words[:1] == ["--"] else words
+    if not command or (command is words and command[0].startswith("-")):
+        return None
+    place = find_place()
+    if place is None or not os.path.exists(f"{place.state}/{frames.SOCKET}"):
+        return None
+    return run(place, command)
+
+
+def request(op: str, place: WorkspacePlace | Workspace, command: Sequence[str]) -> dict[str, Any]:
+    """The request to run a command here: in the directory that the user is in, if the workspace has it."""
+    below = os.path.relpath(os.path.realpath("."), place.root)
+    inside = below != "." and below.split("/")[0] != ".."
+    env = {name: os.environ[name] for name in _PASSED if name in os.environ}
+    return {"op": op, "argv": list(command), "cwd": below if inside else "", "env": env}
+
+
+def run(place: WorkspacePlace | Workspace, command: Sequence[str]) -> int:
     """Run a command with this process's streams; its exit code."""
-    if workspace.is_host:
-        _become(workspace, command)
-    return asyncio.run(_run(workspace, command))
-
-
-def _become(workspace: Workspace, command: tuple[str, ...]) -> None:
-    """In host mode the command takes this process's place."""
-    try:
-        os.execvpe(command[0], command, {**os.environ, **_host_env(workspace)})
-    except OSError as error:
-        click.echo(f"pier: cannot run {command[0]}: {error.strerror}", err=True)
-        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
-
-
-def _host_env(workspace: Workspace) -> dict[str, str]:
-    return {**workspace.environment(), "TASK_WORKSPACE": str(workspace.root)}
-
-
-async def _run(workspace: Workspace, command: tuple[str, ...]) -> int:
-    tty = sys.stdin.isatty() and sys.stdout.isatty()
-    request = _request("exec", workspace, command) | {"tty": tty, "size": terminal.size()}
-
-    async with connected(workspace) as (reader, writer):
-
-        async def resize(rows: int, columns: int) -> None:
-            await remote.send(writer, remote.RESIZE, struct.pack("!HH", rows, columns))
-
-        await remote.send(writer, remote.REQUEST, json.dumps(request).encode())
-        with (
-            terminal.raw() if tty else _passing_signals(writer),
-            terminal.resizing(resize) if tty else contextlib.nullcontext(),
-        ):
-            pump = asyncio.create_task(
-                terminal.pump(
-                    lambda data: remote.send(writer, remote.STDIN, data),
-                    lambda: remote.send(writer, remote.STDIN_END),
-                )
-            )
-            try:
-                answer = await answer_of(reader, on_output=terminal.write)
-            finally:
-                pump.cancel()
-                with contextlib.suppress(asyncio.CancelledError, ConnectionError):
-                    await pump
+    _open_streams()
+    tty = os.isatty(0) and os.isatty(1)
+    asked = request("exec", place, command) | {"tty": tty, "size": _size()}
+    with connect(place) as sock:
+        before = termios.tcgetattr(0) if tty else None
+        try:
+            if before is not None:
+                _set_raw()
+            answer = _Relay(sock, asked).run(resizes=tty)
+        finally:
+            if before is not None:
+                termios.tcsetattr(0, termios.TCSADRAIN, before)
     for note in answer["notes"]:
-        click.echo(f"pier: {note}", err=True)
+        sys.stderr.write(f"pier: {note}\n")
     if answer["missing"]:
-        click.echo(f"hint: pier start --agent {answer['missing']} adds it to this workspace", err=True)
+        sys.stderr.write(f"hint: pier start --agent {answer['missing']} adds it to this workspace\n")
     return answer["exit_code"]
 
 
-@contextlib.contextmanager
-def _passing_signals(writer: asyncio.StreamWriter) -> Iterator[None]:
-    """Hand signals to this process on to the command."""
-    loop = asyncio.get_running_loop()
+def _open_streams() -> None:
+    """Put /dev/null where a stream was closed, lest the connection takes its number."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
-    def pass_on(number: int) -> None:
-        writer.write(SIGNAL + struct.pack("!I", 1) + bytes([number]))
 
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, pass_on, number)
+def _size() -> tuple[int, int]:
     try:
-        yield
-    finally:
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
+        found = os.get_terminal_size(0)
+    except OSError:
+        return 24, 80
+    return found.lines or 24, found.columns or 80
 
 
-def _request(op: str, workspace: Workspace, command: tuple[str, ...]) -> dict[str, Any]:
-    here = Path.cwd().resolve()
-    below = here.relative_to(workspace.root) if here.is_relative_to(workspace.root) else Path()
-    env = {name: os.environ[name] for name in _PASSED if name in os.environ}
-    return {"op": op, "argv": list(command), "cwd": "" if below == Path() else str(below), "env": env}
+def _set_raw() -> None:
+    import tty
+
+    tty.setraw(0, termios.TCSADRAIN)
 
 
-def detach(workspace: Workspace, command: tuple[str, ...]) -> None:
-    """Start a command in the background."""
-    answer = _detach_here(workspace, command) if workspace.is_host else None
-    answer = answer or asyncio.run(call(workspace, _request("detach", workspace, command)))
-    click.echo(f"{answer['id']}  (pier exec --logs {answer['id']}, pier exec --stop {answer['id']})")
+class _Relay:
+    """Passes stdin, signals and sizes to a supervisor and output back, until the answer. It never waits for one side
+    while the other has something to say."""
+
+    def __init__(self, sock: socket.socket, asked: dict[str, Any]) -> None:
+        self._sock = sock
+        self._received = bytearray()
+        self._unsent = bytearray(frames.pack(frames.REQUEST, json.dumps(asked).encode()))
+        self._stdin_open = True
+        self._not_taken = 0
+        self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self, *, resizes: bool) -> dict[str, Any]:
+        self._sock.setblocking(False)
+        wanted = _SIGNALS if resizes else _SIGNALS[:-1]
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        before = [(number, signal.signal(number, lambda *_: None)) for number in wanted]
+        try:
+            while (answer := self._step()) is None:
+                pass
+            return answer
+        finally:
+            signal.set_wakeup_fd(-1)
+            for number, handler in before:
+                signal.signal(number, handler)
+            os.close(self._woken)
+            os.close(self._waker)
+
+    def _step(self) -> dict[str, Any] | None:
+        poll, sock = select.poll(), self._sock.fileno()
+        poll.register(self._woken, select.POLLIN)
+        poll.register(sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        if self._stdin_open and not self._unsent and self._not_taken < frames.WINDOW:
+            poll.register(0, select.POLLIN)
+        for fd, events in poll.poll():
+            if fd == self._woken:
+                self._pass_signals()
+            elif fd == 0:
+                self._pass_input()
+            else:
+                if events & select.POLLOUT:
+                    self._send()
+                if events & ~select.POLLOUT and (answer := self._receive()) is not None:
+                    return answer
+        return None
+
+    def _pass_signals(self) -> None:
+        for number in os.read(self._woken, _CHUNK):
+            if number == signal.SIGWINCH:
+                self._unsent += frames.pack(frames.RESIZE, struct.pack("!HH", *_size()))
+            elif number in _SIGNALS:
+                self._unsent += frames.pack(frames.SIGNAL, bytes([number]))
+
+    def _pass_input(self) -> None:
+        try:
+            data = os.read(0, _CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._stdin_open = bool(data)
+        self._not_taken += 1
+        self._unsent += frames.pack(frames.STDIN, data) if data else frames.pack(frames.STDIN_END)
+        self._send()
+
+    def _send(self) -> None:
+        try:
+            del self._unsent[: self._sock.send(self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._unsent.clear()  # what the supervisor said before it went is still to be read
+
+    def _receive(self) -> dict[str, Any] | None:
+        try:
+            data = self._sock.recv(_CHUNK)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        if not data:
+            raise ended()
+        self._received += data
+        for kind, payload in frames.unpack(self._received):
+            if kind in (frames.STDOUT, frames.STDERR):
+                write(1 if kind == frames.STDOUT else 2, payload)
+            elif kind == frames.TAKEN:
+                self._not_taken -= 1
+            elif kind == frames.EXIT:
+                return json.loads(payload)
+            elif kind == frames.ERROR:
+                raise error_of(payload)
+        return None
 
 
-def _detach_here(workspace: Workspace, command: tuple[str, ...]) -> dict[str, Any]:
-    from pier.workspace.background import LOG, new_background, write_info
+def write(fd: int, data: bytes) -> None:
+    """Write all of `data`, also to a terminal that another program has made non-blocking."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:
+            select.select([], [fd], [])
+
+
+def become(workspace: Workspace, command: Sequence[str]) -> int:
+    """In host mode the command takes this process's place; the exit code if it cannot."""
+    try:
+        os.execvpe(command[0], list(command), {**os.environ, **_host_env(workspace)})
+    except OSError as error:
+        sys.stderr.write(f"pier: cannot run {command[0]}: {error.strerror}\n")
+        return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def _host_env(workspace: Workspace) -> dict[str, str]:
+    workspace.check_known()
+    return {**workspace.environment(), "TASK_WORKSPACE": str(workspace.root)}
+
+
+def detach(workspace: Workspace, command: Sequence[str]) -> str:
+    """Start a command in the background; its id."""
+    from pier.workspace.client import call
+
+    if not workspace.is_host:
+        return call(workspace, request("detach", workspace, command))["id"]
+    import subprocess
+
+    from pier.errors import WorkspaceError
+    from pier.workspace.commands import LOG, new_background, write_info
 
     info, directory = new_background(workspace, list(command))
     with (directory / LOG).open("ab") as log:
+        env = {**os.environ, **_host_env(workspace)}
         try:
             process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **_host_env(workspace)},
-                start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
             )
         except OSError as error:
             raise WorkspaceError(f"cannot run {command[0]}: {error.strerror}", code="no-command") from error
     info.pid = process.pid
     write_info(directory, info)
     process.returncode = 0  # it is meant to outlive this process
-    return {"id": info.id, "log": str(directory / LOG)}
+    return info.id
 
 
-def print_background(workspace: Workspace, as_json: bool) -> None:
-    """Print the commands in the background."""
-    from pier.workspace.background import read_background
+def list_background(workspace: Workspace) -> list[dict[str, Any]]:
+    """The commands in the background, oldest first."""
+    from pier.workspace.client import call, is_running
+    from pier.workspace.commands import read_background
 
     if not workspace.is_host and is_running(workspace):
-        rows = asyncio.run(call(workspace, {"op": "background"}))["commands"]
-    else:
-        known = read_background(workspace, None if workspace.is_host else frozenset())
-        rows = [row.model_dump(mode="json") | {"state": row.state} for row in known]
-    if as_json:
-        click.echo(json.dumps(rows, indent=2))
-        return
-    for row in rows:
-        click.echo(f"{row['id']:>4}  {row['state']:<12}  {' '.join(row['command'])}")
-    if not rows:
-        click.echo("no commands in the background", err=True)
+        return call(workspace, {"op": "background"})["commands"]
+    known = read_background(workspace, None if workspace.is_host else frozenset())
+    return [row.model_dump(mode="json") | {"state": row.state} for row in known]
 
 
 def print_log(workspace: Workspace, id: str) -> None:
     """Print what a command in the background has printed so far."""
-    from pier.workspace.background import LOG, find_background
+    from pier.workspace.commands import LOG, find_background
 
-    path = find_background(workspace, id) / LOG
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:
-        while chunk := stream.read(1 << 16):
-            terminal.write("stdout", chunk)
+    try:
+        with (find_background(workspace, id) / LOG).open("rb") as stream:
+            while chunk := stream.read(_CHUNK):
+                write(1, chunk)
+    except FileNotFoundError:
+        return
 
 
 def stop_background(workspace: Workspace, id: str) -> None:
     """End a command in the background."""
-    from pier.workspace.background import find_background, read_background
+    from pier.workspace.client import call
+    from pier.workspace.commands import end_on_host, find_background
 
     find_background(workspace, id)
-    if not workspace.is_host:
-        asyncio.run(call(workspace, {"op": "end", "id": id}))
-        return
-    (info,) = (row for row in read_background(workspace) if row.id == id)
-    if info.pid is None or info.state != "running":
-        return
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(info.pid, number)
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline:
-            if read_background(workspace)[int(id) - 1].state != "running":
-                return
-            time.sleep(0.05)
+    if workspace.is_host:
+        end_on_host(workspace, id)
+    else:
+        call(workspace, {"op": "end", "id": id})

@@ -80,11 +80,16 @@ _EDITORS = ("str_replace_editor", "str_replace_based_edit_tool", "file_editor", 
 _FINISH = ("finish", "complete", "attempt_completion", "complete_task", "task_complete", "submit", "exit")
 
 
+def _prompt(request: Request) -> str:
+    """The system prompt and the first two messages."""
+    return "\n".join([*request.system, *(message.text for message in request.messages[:2])])
+
+
 def text_form(request: Request) -> Form | None:
     """The form in which an agent without tools takes commands from the model's text; None if it shows no such form."""
     if request.tools:
         return None
-    prompt = "\n".join([*request.system, *(message.text for message in request.messages[:2])])
+    prompt = _prompt(request)
     if '"keystrokes"' in prompt and "task_complete" in prompt:
         return "keystrokes"
     if "SEARCH/REPLACE" in prompt:
@@ -213,7 +218,7 @@ def _harmless(schema: Any) -> Any:
 
 def _ending(request: Request, text: str) -> tuple[str, dict[str, Any]] | None:
     """The call that ends agents which do not end on plain text."""
-    prompt = "\n".join([*request.system, *(message.text for message in request.messages[:2])])
+    prompt = _prompt(request)
     if SUBMIT in prompt:
         return _fitting(request.tools, _SHELL, (f"echo {SUBMIT}",))
     for tool in request.tools:
@@ -262,7 +267,7 @@ def _as_text(form: Form, request: Request, text: str, actions: list[Action], fin
         keys = [{"keystrokes": command + "\n", "duration": 1.0} for command in commands]
         body = {"analysis": text, "plan": text, "commands": keys, "task_complete": finish}
         return json.dumps(body, ensure_ascii=False)
-    prompt = "\n".join([*request.system, *(message.text for message in request.messages[:2])])
+    prompt = _prompt(request)
     fence = re.search(r"```(mswea_bash_command|bash|shell|sh)\b", prompt)
     if finish and SUBMIT in prompt:
         commands = [f"echo {SUBMIT}"]

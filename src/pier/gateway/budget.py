@@ -280,14 +280,14 @@ class Limiter:
             left = self._closed_until - time.monotonic()
         await self._pace.pace()
 
-    async def enter(self) -> None:
-        """Take one of the requests that may run at the same time; `leave` when its answer is over."""
+    async def __aenter__(self) -> None:
+        """Take one of the requests that may run at the same time."""
         if self._slots and self._slots.locked():
             with waiting():
                 await self._slots.acquire()
         elif self._slots:
             await self._slots.acquire()
 
-    def leave(self) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._slots:
             self._slots.release()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -23,7 +24,7 @@ from pier.gateway.upstream import Upstreams
 from pier.record.redact import redacted, redacted_path
 from pier.record.writer import CallRecord, Outcome
 from pier.wire.body import Body, dump, parse
-from pier.wire.dialects import DIALECTS, BadRequest, Dialect, Route, recognise
+from pier.wire.dialects import DIALECTS, BadRequest, Dialect, recognise
 from pier.wire.faults import Fault, fault_of
 from pier.wire.sse import EventRenderer
 from pier.wire.translate import Memory
@@ -31,20 +32,11 @@ from pier.wire.turn import Edit, ErrorKind, Request, Sampling, Turn, Usage, cost
 
 MAX_BODY = 64 * 1024 * 1024
 
-HOP_BY_HOP = frozenset(
-    {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    }
-)
-_NOT_UPSTREAM = HOP_BY_HOP | {
+_HOP_BY_HOP = {
+    *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
+    *("te", "trailer", "transfer-encoding", "upgrade"),
+}
+_NOT_UPSTREAM = _HOP_BY_HOP | {
     *("host", "content-length", "content-encoding", "accept-encoding", "expect", "cookie"),
     *("authorization", "x-api-key", "x-goog-api-key", "api-key"),
     *("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"),
@@ -53,30 +45,7 @@ _NOT_UPSTREAM = HOP_BY_HOP | {
 }
 """Headers of the connection and of identity. With another account's name, or another method, an agent could make a
 provider refuse its calls as if the key were wrong."""
-_NOT_DOWNSTREAM = HOP_BY_HOP | {"content-length", "content-encoding", "set-cookie", "server", "date", "alt-svc"}
-
-
-@dataclass(frozen=True, slots=True)
-class CallOrigin:
-    """What the head of a request says."""
-
-    route: Route
-    key: str
-    """The credential, wherever this client puts it."""
-    path: str
-    headers: Mapping[str, str]
-    """For the recording, without secrets; so is the path."""
-    forwarded: Mapping[str, str]
-    """For an upstream of the same dialect: all but those of the connection and of identity."""
-
-    @staticmethod
-    def of(request: HttpRequest) -> CallOrigin:
-        headers, asked = request.headers, dict(parse_qsl(request.query_string))
-        route = recognise(request.method, request.path, asked, dict.fromkeys(map(str.lower, headers), ""))
-        kept = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _NOT_UPSTREAM)
-        for name, value in DIALECTS[route.dialect].headers.items():
-            kept.setdefault(name, value)
-        return CallOrigin(route, _key(headers, asked), redacted_path(request.target), redacted(headers), kept)
+_NOT_DOWNSTREAM = _HOP_BY_HOP | {"content-length", "content-encoding", "set-cookie", "server", "date", "alt-svc"}
 
 
 def _key(headers: Mapping[str, str], query: Mapping[str, str]) -> str:
@@ -90,19 +59,25 @@ class Caller:
     """One request of an agent, and where its answer goes."""
 
     def __init__(self, request: HttpRequest) -> None:
+        headers, asked = request.headers, dict(parse_qsl(request.query_string))
         self.request = request
-        self.origin = CallOrigin.of(request)
-        self.route: Route = self.origin.route
+        self.route = recognise(request.method, request.path, asked, dict.fromkeys(map(str.lower, headers), ""))
         self.dialect: Dialect = DIALECTS[self.route.dialect]
+        self.key = _key(headers, asked)
+        """The credential, wherever this client puts it."""
+        self.headers = redacted(headers)
+        """For the recording: without secrets, and with names in lower case."""
+        self.forwarded = CIMultiDict(
+            (name, value) for name, value in headers.items() if name.lower() not in _NOT_UPSTREAM
+        )
+        """For an upstream of the same dialect: all but those of the connection and of identity."""
+        for name, value in self.dialect.headers.items():
+            self.forwarded.setdefault(name, value)
 
     @property
     def started(self) -> bool:
         """Whether an answer has begun."""
         return self.request.started
-
-    @property
-    def key(self) -> str:
-        return self.origin.key
 
     @property
     def user_agent(self) -> str:
@@ -115,8 +90,8 @@ class Caller:
             "kind": self.route.kind,
             "dialect": self.route.dialect,
             "method": self.request.method,
-            "path": self.origin.path,
-            "headers": self.origin.headers,
+            "path": redacted_path(self.request.target),
+            "headers": self.headers,
         }
 
     async def read(self) -> bytes:
@@ -250,8 +225,7 @@ class Exchange:
 
     async def write(self, data: bytes) -> None:
         if data:
-            self._last_write = now = time.monotonic()
-            self.record.recorder.pass_on(now)
+            self._last_write = time.monotonic()
             try:
                 await self.caller.request.write(data)
             except ConnectionError:
@@ -314,11 +288,11 @@ class Exchange:
         return _Beat(self, self._keep_alive if self.stream else None)
 
     async def show_life(self) -> None:
-        """Send a sign of life, unless the call is over and only its last bytes are under way."""
-        if self.ended:
-            return
-        await self.start()
-        await self.write(self.sign_of_life or self.renderer.keep_alive())
+        """Send a sign of life, unless the call is over and only its last bytes are under way, or the agent left."""
+        if not self.ended:
+            with suppress(CallerGone):
+                await self.start()
+                await self.write(self.sign_of_life or self.renderer.keep_alive())
 
     @staticmethod
     async def _guarded(writing: Any) -> Any:
@@ -329,47 +303,32 @@ class Exchange:
 
 
 class _Beat:
-    """A timer that costs nothing until a stream is really quiet; without an interval it does nothing. A sign of life
-    that cannot be given, for another reason than that the agent left, is a failure of the whole call."""
+    """A timer that costs nothing until a stream is really quiet; without an interval it does nothing."""
 
     def __init__(self, exchange: Exchange, interval: float | None) -> None:
         self._exchange = exchange
         self._interval = interval
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._failure: BaseException | None = None
 
     async def __aenter__(self) -> None:
         if self._interval is not None:
-            self._loop = asyncio.get_running_loop()
-            self._call = asyncio.current_task()
-            self._tick()
+            self._tick(asyncio.get_running_loop(), self._interval)
 
-    def _tick(self) -> None:
-        assert self._interval is not None
+    def _tick(self, loop: asyncio.AbstractEventLoop, interval: float) -> None:
         quiet = time.monotonic() - self._exchange._last_write
-        if quiet >= self._interval:
+        if quiet >= interval:
             quiet = 0.0
-            if self._task is None or self._task.done():
-                self._task = self._loop.create_task(self._exchange.show_life())
-                self._task.add_done_callback(self._shown)
-        self._timer = self._loop.call_later(self._interval - quiet, self._tick)
+            if self._task is None or (self._task.done() and self._task.exception() is None):
+                self._task = loop.create_task(self._exchange.show_life())
+        self._timer = loop.call_later(interval - quiet, self._tick, loop, interval)
 
-    def _shown(self, task: asyncio.Task[None]) -> None:
-        failure = None if task.cancelled() else task.exception()
-        if failure is None:
-            return
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._timer:
             self._timer.cancel()
-        if self._call and not isinstance(failure, CallerGone):
-            self._failure = failure
-            self._call.cancel()
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._timer:
-            self._timer.cancel()
-        if self._task and not self._task.done():
+        if self._task:
             self._task.cancel()
             await asyncio.wait({self._task})
-        if self._failure and self._call and not self._call.uncancel():
-            raise self._failure from None
+            error = None if self._task.cancelled() else self._task.exception()
+            if error is not None and kind is None:
+                raise error

@@ -26,10 +26,10 @@ from pier.gateway.login import (
     LoginTokens,
     Send,
     json_object,
+    lock_directory,
     read_small,
     refusal_text,
 )
-from pier.gateway.login_lock import lock_directory
 
 
 class ClaudeLogin(Login):

@@ -14,8 +14,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -137,7 +137,26 @@ class GatewayMetrics:
 
     def measured(self, record: CallRecord, facts: Mapping[str, Any]) -> CallRecord:
         """The same record, counted as it goes."""
-        return MeasuredRecord(record.recorder, record.number, record.at, record._unwritten, self, facts)
+        return MeasuredRecord(record.recorder, record.number, record.at, record.secret, self, facts)
+
+    @contextmanager
+    def serving(self, counts: CallCounts) -> Iterator[None]:
+        """The time in which one request is served; whatever is counted of it is found through `CLOCK`."""
+        clock = CallClock()
+        token = CLOCK.set(clock)
+        self.open_calls += 1
+        try:
+            yield
+        except OSError as error:
+            if not isinstance(error, ConnectionError):
+                self.gaps.inc()
+            raise
+        finally:
+            CLOCK.reset(token)
+            self.open_calls -= 1
+            self.open_streams -= clock.streams
+            counts.retries += clock.retries
+            counts.waited += clock.waited
 
     def text(self) -> str:
         """All of it as Prometheus reads it."""
@@ -199,30 +218,6 @@ def _summary(count: int, total: float, buckets: Mapping[str, int]) -> dict[str, 
     mean = round(total / count, 6) if count else None
     summary = {"count": count, "sum": round(total, 6), "mean": mean, "p50": quantile(0.5), "p99": quantile(0.99)}
     return {**summary, "buckets": dict(buckets)}
-
-
-class Measured:
-    """The time in which one request is served; whatever is counted of it is found through `CLOCK`."""
-
-    __slots__ = ("_clock", "_counts", "_metrics", "_token")
-
-    def __init__(self, metrics: GatewayMetrics, counts: CallCounts) -> None:
-        self._metrics = metrics
-        self._counts = counts
-        self._clock = CallClock()
-
-    def __enter__(self) -> None:
-        self._token = CLOCK.set(self._clock)
-        self._metrics.open_calls += 1
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        CLOCK.reset(self._token)
-        self._metrics.open_calls -= 1
-        self._metrics.open_streams -= self._clock.streams
-        self._counts.retries += self._clock.retries
-        self._counts.waited += self._clock.waited
-        if isinstance(error, OSError) and not isinstance(error, ConnectionError):
-            self._metrics.gaps.inc()
 
 
 @dataclass(slots=True)

@@ -97,15 +97,11 @@ async def guarded(work: Awaitable[T], seconds: float) -> T:
     try:
         async with clock:
             return await work
-    except PierError as error:
-        if isinstance(error, ProviderError):
-            raise
-        raise PolicyFailed(f"the policy raised {type(error).__name__}: {error}") from error
+    except (ProviderError, StopAsyncIteration):
+        raise
     except Exception as error:  # this is where a policy's failures are attributed to it
-        if clock.expired():
+        if clock.expired() and not isinstance(error, PierError):
             raise PolicyFailed(f"the policy was silent for {seconds:g} s") from None
-        if isinstance(error, StopAsyncIteration):
-            raise
         raise PolicyFailed(f"the policy raised {type(error).__name__}: {error}") from error
 
 

@@ -25,7 +25,7 @@ from pier.record.redact import Scrubber, without_key
 from pier.wire.body import dump, parse
 from pier.wire.dialects import BadResponse
 from pier.wire.faults import classify
-from pier.wire.relayed import AnswerWatch, Extras, Sampler, ask, nothing_in
+from pier.wire.relayed import AnswerWatch, Extras, Sampler, ask
 from pier.wire.sse import Framer, MalformedAnswer
 from pier.wire.translate import Translation, translate
 from pier.wire.turn import (
@@ -42,9 +42,6 @@ from pier.wire.turn import (
 if TYPE_CHECKING:
     from pier.gateway.policy import Policy
     from pier.gateway.upstream import Answer
-
-
-_BURST = 2048
 
 
 async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
@@ -65,7 +62,7 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
         dialect=x.caller.route.dialect,
         path=_path(x, target.model),
         model=target.model,
-        headers=x.caller.origin.forwarded,
+        headers=x.caller.forwarded,
         data=body.encode(),
         body=body if changed or x.edited else None,
     )
@@ -86,16 +83,14 @@ def _path(x: Exchange, model: str) -> str:
 
 
 async def _whole(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, sampler: Sampler | None = None) -> None:
-    raw = scrub(await read_answer(answer))
-    x.record.status("upstream", answer.status, answer.headers, False)
-    x.record.chunk("upstream", raw)
+    raw = await _recorded_answer(x, answer, scrub)
     try:
         value = json.loads(raw)
     except ValueError:
         value = None
     if not isinstance(value, dict):
         raise UpstreamFailed(502, f"the provider's answer is not JSON: {_glimpse(raw)}", "server")
-    if missing := nothing_in(x.caller.route.dialect, value):
+    if missing := x.caller.dialect.missing_in(value):
         fault = classify(200, value).fault
         raise UpstreamFailed(502, f"the provider's answer has no {missing}: {_glimpse(raw)}", "server", fault=fault)
     watch = AnswerWatch(x.caller.route.dialect)
@@ -124,8 +119,7 @@ async def _stream(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, 
     framer, watch, held = Framer(), AnswerWatch(x.caller.route.dialect), b""
     parser, whole = x.caller.dialect.stream_parser(), TurnBuilder()
     try:
-        data, waiting = _after_first(await next_chunk(answer, scrub))
-        while data:
+        while data := await next_chunk(answer, scrub):
             x.record.chunk("upstream", data)
             if sampler:
                 sampler.see(data)
@@ -139,11 +133,9 @@ async def _stream(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, 
                 failure = watch.failure
                 status, fault = (failure.status, failure.fault) if failure else (200, None)
                 await x.end("error" if failure else "ok", status, watch.failed, fault)
-            at_end = watch.done and answer.ended and not waiting
-            if at_end or (not watch.done and watch.finished and x.caller.dialect.ends_at_close):
+            if (watch.done and answer.ended) or (not watch.done and watch.finished and x.caller.dialect.ends_at_close):
                 held, ready = ready, b""
             await x.write(ready)
-            data, waiting = waiting or await next_chunk(answer, scrub), b""
         if framer.torn or not watch.finished:
             raise MalformedAnswer("the provider's stream ended before the turn was over")
     except MalformedAnswer as broken:
@@ -154,12 +146,6 @@ async def _stream(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, 
     x.usage = watch.usage
     await x.end("ok")
     return await x.finish(held)
-
-
-def _after_first(data: bytes) -> tuple[bytes, bytes]:
-    """The first event of a burst, so that the agent has it while the others are looked at, and the others."""
-    end = data.find(b"\n\n") + 2
-    return (data[:end], data[end:]) if 1 < end < len(data) - _BURST else (data, b"")
 
 
 async def _pass_on(x: Exchange, block: bytes, watch: AnswerWatch, extras: Extras) -> bytes:
@@ -183,22 +169,22 @@ async def _pass_on(x: Exchange, block: bytes, watch: AnswerWatch, extras: Extras
 
 async def _stream_whole(x: Exchange, answer: Answer, scrub: Scrubber) -> None:
     """The upstream did not stream. What it gave instead is streamed from here, if it is an answer at all."""
-    raw = scrub(await read_answer(answer))
-    x.record.status("upstream", answer.status, answer.headers, False)
-    x.record.chunk("upstream", raw)
+    raw = await _recorded_answer(x, answer, scrub)
     dialect = x.caller.dialect
     try:
         turn = dialect.parse_response(json.loads(raw))
     except (ValueError, BadResponse, AttributeError, TypeError):
         words = f"the provider answered with {answer.content_type} instead of a stream: {_glimpse(raw)}"
         raise UpstreamFailed(502, words, "server") from None
-    x.usage, x.answer = turn.usage, turn
-    data = b"".join(x.renderer.render(delta) for delta in stream_turn(turn))
-    x.record.status("delivered", 200, {"content-type": x.renderer.content_type}, True)
-    x.record.chunk("delivered", data)
-    await x.start()
-    await x.end("ok")
-    return await x.finish(data)
+    return await _deliver(x, turn)
+
+
+async def _recorded_answer(x: Exchange, answer: Answer, scrub: Scrubber) -> bytes:
+    """All of an answer that is not streamed, without secrets."""
+    raw = scrub(await read_answer(answer))
+    x.record.status("upstream", answer.status, answer.headers, False)
+    x.record.chunk("upstream", raw)
+    return raw
 
 
 async def next_chunk(answer: Answer, scrub: Scrubber) -> bytes:
@@ -231,9 +217,7 @@ async def translated(x: Exchange, target: Target) -> None:
             if x.stream and answer.content_type.startswith("text/event-stream"):
                 async with aclosing(_deltas(x, answer, translation, scrub)) as deltas:
                     return await _render(x, deltas)
-            raw = scrub(await read_answer(answer))
-            x.record.status("upstream", answer.status, answer.headers, False)
-            x.record.chunk("upstream", raw)
+            raw = await _recorded_answer(x, answer, scrub)
             try:
                 turn = translation.dialect.parse_response(json.loads(raw))
             except (ValueError, BadResponse) as error:
@@ -334,7 +318,7 @@ async def _deliver(x: Exchange, turn: Turn) -> None:
 
 def _note_tokens(x: Exchange, tokens: Tokens) -> None:
     """A policy's exact tokens are nowhere else in the recording."""
-    x.record.note(tokens=asdict(tokens))
+    x.record.note(tokens={name: getattr(tokens, name) for name in Tokens.__dataclass_fields__})
 
 
 async def _all(turn: Turn) -> AsyncIterator[Delta]:

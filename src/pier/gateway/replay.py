@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class Replay:
         elif expected.stream != x.stream:
             words = "one is streamed, the other is not"
         else:
-            words = "; ".join(_first(differences(_essence(expected.request), asked), 3))
+            words = "; ".join(islice(differences(_essence(expected.request), asked), 3))
         raise UsageError(
             f"this request is not in the recording; call {expected.number} differs: {words}", code="replay"
         )
@@ -85,7 +86,7 @@ class Replay:
         alike = [call for call in self._left if call.dialect == x.caller.route.dialect and call.stream == x.stream]
 
         def distance(call: Call) -> int:
-            return len(_first(differences(_essence(call.request), asked), _ENOUGH))
+            return sum(1 for _ in islice(differences(_essence(call.request), asked), _ENOUGH))
 
         return min(alike or self._left, key=distance)
 
@@ -149,12 +150,3 @@ def _short(value: Any, at: int = 0) -> str:
         return json.dumps(f"{before}{piece}{after}", ensure_ascii=False)
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 160 else f"{text[:80]} ... {text[-60:]}"
-
-
-def _first(rows: Iterator[str], count: int) -> list[str]:
-    found = []
-    for row in rows:
-        found.append(row)
-        if len(found) == count:
-            break
-    return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import blake2b
@@ -25,7 +25,6 @@ from pier.errors import UsageError
 from pier.gateway.actions import Action, ScriptedCall, ScriptedEdit, Write, perform, text_form
 from pier.wire.contract import kind_of_status
 from pier.wire.turn import (
-    Message,
     ModelFailed,
     Part,
     Reasoning,
@@ -296,10 +295,11 @@ def _play(spec: TurnSpec, request: Request, label: str) -> Turn:
 def _turn(
     request: Request, parts: tuple[Part, ...], stop: StopReason, usage: UsageSpec | None, id_: str | None
 ) -> Turn:
-    given = usage or UsageSpec()
-    said = sum(len(part.text) if isinstance(part, Text | Reasoning) else len(_arguments(part)) for part in parts)
+    given, said = usage or UsageSpec(), _letters(parts)
+    asked = sum(map(len, request.system)) + sum(_letters(message.parts) for message in request.messages)
+    asked += sum(len(tool.description or "") + len(json.dumps(tool.schema or {})) for tool in request.tools)
     counted = Usage(
-        input_tokens=given.input if given.input is not None else _size(request) // 4 + 1,
+        input_tokens=given.input if given.input is not None else asked // 4 + 1,
         output_tokens=given.output if given.output is not None else said // 4 + 1,
         cached_tokens=given.cached,
         reasoning_tokens=given.reasoning,
@@ -308,24 +308,15 @@ def _turn(
     return Turn(parts, stop, counted, id_, request.model)
 
 
-def _arguments(part: Part) -> str:
-    return part.arguments if isinstance(part, ToolCall) else ""
-
-
-def _size(request: Request) -> int:
-    """Characters of a request, for a token count that is of the right order."""
-    tools = sum(len(tool.description or "") + len(json.dumps(tool.schema or {})) for tool in request.tools)
-    return sum(map(len, request.system)) + tools + sum(_message_size(message) for message in request.messages)
-
-
-def _message_size(message: Message) -> int:
+def _letters(parts: Iterable[Part]) -> int:
+    """Characters of a message, for a token count that is of the right order."""
     size = 0
-    for part in message.parts:
+    for part in parts:
         match part:
             case Text(text=text) | Reasoning(text=text) | ToolCall(arguments=text):
                 size += len(text)
-            case ToolResult(parts=parts):
-                size += sum(len(piece.text) for piece in parts if isinstance(piece, Text))
+            case ToolResult(parts=inner):
+                size += _letters(inner)
             case _:
                 pass
     return size

@@ -24,7 +24,7 @@ from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import UsageError
 from pier.gateway.budget import Budget, BudgetStop, Meter, Reservation
 from pier.gateway.call import Caller, CallerGone, Exchange
-from pier.gateway.metrics import CallCounts, Measured
+from pier.gateway.metrics import CallCounts
 from pier.gateway.policy import Policy, Upstream, for_session, version_of
 from pier.gateway.providers import Directory, Provider, Target
 from pier.gateway.relay import relay
@@ -35,7 +35,7 @@ from pier.record.writer import CallRecord, Durable, Outcome, Recorder
 from pier.redact import Redactor
 from pier.trajectory.lineage import RECENT, Generation, Node, OnGeneration, settle, with_version
 from pier.wire.body import Body, parse
-from pier.wire.checks import check_recordable, close_book, is_closed, prescribe
+from pier.wire.checks import close_book, is_closed, offline, prescribe
 from pier.wire.dialects import BadRequest
 from pier.wire.faults import Fault
 from pier.wire.translate import Memory
@@ -94,10 +94,8 @@ class ByProvider:
             return None
         if "model" in body.fields:
             body = body.with_fields(model=self.target.model)
-        headers = caller.origin.forwarded
-        out = Outgoing(
-            self.target.provider, caller.route.dialect, path, self.target.model, headers, body.encode(), body
-        )
+        target, headers = self.target, caller.forwarded
+        out = Outgoing(target.provider, caller.route.dialect, path, target.model, headers, body.encode(), body)
         try:
             async with upstreams.ask(out, record) as answer:
                 raw = Scrubber(*self.target.provider.secrets)(await read_answer(answer))
@@ -271,7 +269,7 @@ class Session:
         self._calls.add(task)
         self.counts.most = max(self.counts.most, len(self._calls))
         try:
-            with Measured(self._gateway.metrics, self.counts):
+            with self._gateway.metrics.serving(self.counts):
                 return await self._serve(caller)
         finally:
             self._calls.discard(task)
@@ -391,8 +389,7 @@ class Session:
             named = (turn.model or x.target.model) if x.target else request.model
             tokens = None if self._spells_secret(x, turn) else turn.tokens
             turn = with_version(replace(turn, model=named, usage=x.usage or turn.usage, tokens=tokens), x.version)
-        headers = {name.lower(): value for name, value in x.caller.origin.headers.items()}
-        node = Node(x.record.number, request, turn, x.record.at, time.time(), headers)
+        node = Node(x.record.number, request, turn, x.record.at, time.time(), x.caller.headers)
         settle(node, [each.node for each in self.generations[-RECENT:]])
         answered = x.started or outcome != "cancelled"
         generation = Generation(node, outcome, status, x.error, fault, answered, x.error_kind)
@@ -427,9 +424,9 @@ class Session:
                 refusal = await self._wait_for_turn(x.turn)
         if refusal:
             return await x.fail(400, refusal, "budget", outcome="refused")
-        check_recordable(x.caller.route.dialect, x.body.value)
+        x.caller.dialect.check_recordable(x.body.value)
         if self.terms.closed_book:
-            asked = asked.removesuffix(":online")
+            asked = offline(asked)
             closed, edits = close_book(x.caller.route.dialect, x.body.value)
             if edits:
                 x.edit(closed, edits)

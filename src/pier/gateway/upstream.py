@@ -15,7 +15,7 @@ import json
 import ssl
 import time
 from asyncio import Transport
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -52,7 +52,6 @@ from pier.record.writer import CallRecord
 from pier.wire.body import Body
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Fault, classify, error_in
-from pier.wire.relayed import error_instead, progress_of
 from pier.wire.sse import Framer, MalformedAnswer, data_of, events_of
 from pier.wire.turn import DialectName, ErrorKind
 
@@ -167,12 +166,18 @@ class Upstreams:
             self._limiters[place] = Limiter(provider.requests_per_minute, provider.concurrency)
         return self._limiters[place]
 
-    def ask(self, out: Outgoing, record: CallRecord) -> Asking:
-        """The beginning of a good answer (status below 400), as an async context manager. Leaving early ends the
-        upstream's generation."""
-        return Asking(self, out, record)
+    @contextlib.asynccontextmanager
+    async def ask(self, out: Outgoing, record: CallRecord) -> AsyncIterator[Answer]:
+        """The beginning of a good answer (status below 400). Leaving early ends the upstream's generation."""
+        limiter = self.limiter(out.provider)
+        async with limiter:
+            answer = await self._attempts(out, record, limiter)
+            try:
+                yield answer
+            finally:
+                answer.close()
 
-    async def attempts(self, out: Outgoing, record: CallRecord, limiter: Limiter) -> Answer:
+    async def _attempts(self, out: Outgoing, record: CallRecord, limiter: Limiter) -> Answer:
         began, attempt, stale = time.monotonic(), 0, False
         while True:
             attempt += not stale
@@ -341,31 +346,6 @@ class _Connector(TCPConnector):
         return connection
 
 
-class Asking:
-    """A request to a provider while it runs."""
-
-    def __init__(self, upstreams: Upstreams, out: Outgoing, record: CallRecord) -> None:
-        self._upstreams = upstreams
-        self._out = out
-        self._record = record
-        self._limiter = upstreams.limiter(out.provider)
-        self._answer: Answer | None = None
-
-    async def __aenter__(self) -> Answer:
-        await self._limiter.enter()
-        try:
-            self._answer = await self._upstreams.attempts(self._out, self._record, self._limiter)
-        except BaseException:
-            self._limiter.leave()
-            raise
-        return self._answer
-
-    async def __aexit__(self, *_: object) -> None:
-        self._limiter.leave()
-        if self._answer:
-            self._answer.close()
-
-
 @dataclass
 class _Fault(Exception):
     failed: UpstreamFailed
@@ -422,7 +402,10 @@ async def _read_error(answer: Answer, dialect: DialectName) -> tuple[bytes, Mapp
         while b'"error"' in raw[:_BEGINNING] and len(raw) <= _MAX_ERROR and (part := await answer.read()):
             raw += part
         if b'"error"' in raw[:_BEGINNING] and len(raw) <= _MAX_ERROR:
-            return raw, error_instead(dialect, _decoded(raw))
+            value = _decoded(raw)
+            whole = value if isinstance(value, Mapping) and value.get("status") != "failed" else None
+            if whole is None or DIALECTS[dialect].missing_in(whole) is not None:
+                return raw, error_in(value)
     return raw, None
 
 
@@ -436,13 +419,9 @@ async def _read_prelude(answer: Answer, dialect: DialectName) -> tuple[bytes, Ma
                 if (data := data_of(event)) is None:
                     continue
                 value = _decoded(data)
-                match progress_of(dialect, value):
-                    case "error":
-                        return raw, error_in(value)
-                    case "content":
-                        return raw, None
-                    case _:
-                        pass
+                kind = DIALECTS[dialect].first_event(value) if isinstance(value, Mapping) else "content"
+                if kind != "prelude":
+                    return raw, error_in(value) if kind == "error" else None
     return raw, None
 
 

@@ -17,11 +17,10 @@ import click
 
 from pier.job.config import JobConfig
 from pier.job.directory import OpenJob, open_existing, open_for, open_regrade, read_config, result_of
-from pier.job.ledger import Ledger
+from pier.job.ledger import Ledger, size_of
 from pier.job.load import to_disk
-from pier.job.outcome import size_of
 from pier.job.plan import Plan, plan_job
-from pier.job.progress import PlainProgress, Progress
+from pier.job.progress import LiveProgress, PlainProgress, Progress, print_report
 from pier.job.runner import Interrupts, TrialHook, Wanted, check_models, void
 from pier.job.view import JobView
 
@@ -40,10 +39,10 @@ def run_and_report(
     config: JobConfig, env: Mapping[str, str], show: Show, *, yes: bool = False, hook: TrialHook | None = None
 ) -> int:
     """Run the job that `config` asks for, or continue it; the answer is the exit code."""
-    warn = _Warnings()
-    with open_for(config, env, yes=yes, check=lambda: _check(config, env), warn=warn) as job:
+    warnings: list[str] = []
+    with open_for(config, env, yes=yes, check=lambda: _check(config, env), warn=warnings.append) as job:
         if show is Show.FULL:
-            warn.show()
+            _print_warnings(warnings)
         return _run(job, env, show, hook)
 
 
@@ -61,17 +60,11 @@ def run_without_report(
         return job.directory, exit_code(job.ledger, graded=not config.verifier.disable, interrupted=interrupted)
 
 
-class _Warnings(list[str]):
-    """What is odd about a job's tasks; the first of many is enough to know what to look for."""
-
-    def __call__(self, text: str) -> None:
-        self.append(text)
-
-    def show(self) -> None:
-        for text in self[:_WARNINGS]:
-            click.echo(f"warning: {text}", err=True)
-        if len(self) > _WARNINGS:
-            click.echo(f"warning: {len(self) - _WARNINGS} more; see `pier task check`", err=True)
+def _print_warnings(warnings: list[str]) -> None:
+    for text in warnings[:_WARNINGS]:
+        click.echo(f"warning: {text}", err=True)
+    if len(warnings) > _WARNINGS:
+        click.echo(f"warning: {len(warnings) - _WARNINGS} more; see `pier task check`", err=True)
 
 
 def _check(config: JobConfig, env: Mapping[str, str]) -> None:
@@ -129,8 +122,6 @@ def _run(job: OpenJob, env: Mapping[str, str], show: Show, hook: TrialHook | Non
         result = result_of(JobView.of(job.ledger), [metric.type for metric in job.config.metrics])
         click.echo(json.dumps({**result, "directory": str(job.directory)}))
     elif show is Show.FULL:
-        from pier.job.report import print_report
-
         view = JobView.of(job.ledger)
         print_report(view, seconds=progress.seconds, interrupted=interrupted, stopped=job.stopped)
     return exit_code(job.ledger, graded=not job.config.verifier.disable, interrupted=interrupted)
@@ -164,6 +155,7 @@ def _run_owed(job: OpenJob, env: Mapping[str, str], progress: Progress, hook: Tr
     from pier.job.runner import run_job
 
     gc.freeze()  # what is loaded now stays, and is looked at by no collection of what trials leave
+    gc.set_threshold(10_000)
     with Interrupts() as interrupts:
         return asyncio.run(run_job(job, env, progress, interrupts, hook))
 
@@ -175,8 +167,6 @@ def _progress(job: OpenJob, show: Show) -> Progress:
         return Progress(total, finished)
     if sys.stderr.isatty():
         from rich.console import Console
-
-        from pier.job.live import LiveProgress
 
         return LiveProgress(total, Console(stderr=True), finished)
     return PlainProgress(total, finished)
@@ -190,9 +180,9 @@ def print_config(config: JobConfig, env: Mapping[str, str]) -> None:
 def print_plan(config: JobConfig, env: Mapping[str, str]) -> None:
     """Print what would be run, without running it."""
     _check(config, env)
-    warn = _Warnings()
-    plan = plan_job(config, env, yes=True, warn=warn)[0](b"")
-    warn.show()
+    warnings: list[str] = []
+    plan = plan_job(config, env, yes=True, warn=warnings.append)[0](b"")
+    _print_warnings(warnings)
     for task in plan.tasks:
         click.echo(f"{task.name}  {task.digest}  {task.path}")
     click.echo(

@@ -31,14 +31,24 @@ from typing import Any
 import click
 
 from pier import __version__
-from pier.agent.registry import pack_spec
+from pier.agent.contract import pack_spec
 from pier.beneath import remove
 from pier.errors import JobError, PierError
 from pier.files import read_journal, write, write_json
 from pier.job.config import JobConfig
-from pier.job.ledger import JOURNAL, OWNER, VERSION, Ledger, current_owner, not_a_job, now, owning
+from pier.job.ledger import (
+    JOURNAL,
+    OWNER,
+    VERSION,
+    Ledger,
+    current_owner,
+    not_a_job,
+    now,
+    owning,
+    read_outcome,
+    size_of,
+)
 from pier.job.load import parse, read_file, to_disk
-from pier.job.outcome import read_outcome, size_of
 from pier.job.plan import KEY, NOT_ASKED, MakePlan, Plan, PlannedTask, PlannedTrial, Warn, make_key, plan_job, read_key
 from pier.job.results import Summary, calls_of, describe
 from pier.job.view import CONFIG, LOCK, RESULT, JobView, ResultGroup

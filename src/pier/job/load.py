@@ -35,7 +35,7 @@ UNSUPPORTED: tuple[tuple[str, str, str], ...] = (
     (
         "--diff source_jobs",
         "comparing a plan with earlier jobs",
-        "run the job and compare the two with `pier job show`",
+        "run the job, then: pier job compare JOB JOB",
     ),
     (
         "--n-concurrent-agents agents.n_concurrent agents.concurrency_group",
@@ -182,7 +182,9 @@ def parse(data: dict[str, Any], origin: str, flags: Mapping[str, str] = MappingP
     except ValidationError as error:
         said = "; ".join(_complaints(error, flags))
         by_flag = all(_key(found["loc"]) in flags for found in error.errors())
-        raise UsageError(said if by_flag else f"{origin}: {said}", code="job-config") from error
+        if by_flag:
+            raise UsageError(said, hint="pier run --help") from error
+        raise UsageError(f"{origin}: {said}", code="job-config") from error
     except RecursionError as error:
         raise UsageError(f"{origin}: nested too deeply", code="job-config") from error
 

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from pier.gateway.budget import Budget, Meter
-from pier.job.ledger import Used
+from pier.job.ledger import Ledger, Used
 from pier.wire.turn import Usage
 
 
 class JobMeter(Meter):
-    """A meter that begins with what was used before, and calls `changed` for each turn that is spent and for what it
-    took. `wall_time` runs from the first call of each run, on top of what earlier runs took."""
+    """A meter that begins with what the journal says was used before, and writes down each turn that is spent and what
+    it took. `wall_time` runs from the first call of each run, on top of what earlier runs took."""
 
-    def __init__(self, budget: Budget, used: Used, changed: Callable[[], None]) -> None:
+    def __init__(self, budget: Budget, ledger: Ledger) -> None:
         super().__init__(budget, owner="job")
-        self._changed = changed
-        self.turns, self.input_tokens, self.output_tokens, self.cost_usd = (
-            used.turns,
-            used.read,
-            used.written,
-            used.cost,
-        )
-        self._before = used.seconds
+        self._ledger = ledger
+        self.turns, self.input_tokens, self.output_tokens, self.cost_usd, self._before = ledger.used
 
     def settle(self, *, spent: bool) -> None:
         super().settle(spent=spent)
         if spent:
-            self._changed()
+            self.save()
 
     def add(self, usage: Usage | None, cost: float | None) -> None:
         super().add(usage, cost)
-        self._changed()
+        self.save()
 
     @property
     def seconds_left(self) -> float | None:
@@ -46,3 +39,8 @@ class JobMeter(Meter):
         if self.budget.wall_time is not None and self._started is not None:
             seconds += round(time.monotonic() - self._started, 1)
         return Used(self.turns, self.input_tokens, self.output_tokens, self.cost_usd, seconds)
+
+    def save(self) -> None:
+        """Write down what was used, if that has changed."""
+        if (used := self.used) != self._ledger.used:
+            self._ledger.note_used(used)

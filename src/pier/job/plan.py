@@ -34,8 +34,8 @@ from pier.job.load import fill, job_secrets, to_disk
 from pier.redact import Redactor
 from pier.secret import is_secret, looks_secret
 from pier.task import Task, load_task, wanted_variables
-from pier.task.digest import tree_digest
-from pier.task.model import Origin, wanted_in_headers
+from pier.task.load import Origin, tree_digest
+from pier.task.model import wanted_in_headers
 from pier.task.sources import Selection, check_patterns, find_tasks, select
 
 _ALPHABET = "23456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"

@@ -1,23 +1,34 @@
-"""Shows how a running job goes: plain lines on standard error, and `job.log` for good, without secrets.
-
-`pier.job.live` shows it on a terminal, `pier.job.report` what has come of it.
-"""
+"""Shows how a running job goes (a live view on a terminal, else plain lines), writes `job.log` without secrets, and
+reports what has come of it."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from pier.job.ledger import now
-from pier.job.outcome import Outcome
+import click
+
+from pier.home import pier_home
+from pier.job.ledger import Outcome, now
 from pier.job.plan import PlannedTrial
-from pier.job.results import Totals
+from pier.job.results import Interval, Summary, Totals, calls_of, describe_calls
+from pier.job.view import JobView
 from pier.redact import Redactor
+from pier.sizes import size_text
+from pier.trial.record import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+_ROWS = 12
+"""How many running trials the live view names."""
 
 PLAIN_PAUSE = 5.0
 """Without a terminal, at most one line in this many seconds once a job has many trials."""
@@ -148,6 +159,43 @@ class PlainProgress(Progress):
         print(text, file=self._stream, flush=True)
 
 
+class LiveProgress(Progress):
+    """A bar, the running trials with their phases, and the line of numbers, redrawn a few times a second."""
+
+    def __init__(self, total: int, console: Console, finished: Iterable[Outcome] | None = None) -> None:
+        super().__init__(total, finished)
+        self._console = console
+
+    @contextmanager
+    def show(self) -> Iterator[None]:
+        from rich.live import Live
+
+        with Live(get_renderable=self._draw, console=self._console, refresh_per_second=4, transient=True):
+            yield
+
+    def _draw(self) -> RenderableType:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(padding=(0, 2))
+        now = time.monotonic()
+        running = list(self.running.items())
+        for name, (phase, since) in running[:_ROWS]:
+            detail = Text(self.details.get(name, ""), style="dim", overflow="ellipsis", no_wrap=True)
+            table.add_row(Text(name), Text(phase, style="cyan"), Text(duration(now - since), style="dim"), detail)
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=max(self.total, 1), completed=self.done, width=60))
+        rows: list[RenderableType] = [bar, table]
+        if len(running) > _ROWS:
+            phases = Counter(phase for _, (phase, _) in running[_ROWS:])
+            rest = ", ".join(f"{count} in {phase}" for phase, count in phases.most_common())
+            rows.append(Text(f"and {len(running) - _ROWS} more: {rest}", style="dim"))
+        rows.append(Text(STOPPING if self.stopping else self.line(), style="yellow" if self.stopping else "bold"))
+        return Group(*rows)
+
+
 STOPPING = "stopping: no new trials, cleaning up those that run; press Ctrl-C again to hurry"
 
 
@@ -207,3 +255,113 @@ class JobLog:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+_HEADINGS = ("agent", "model", "dataset", "verdicts", "mean reward (95%)", "pass@k")
+_STEPS = "steps graded"
+
+
+def print_report(
+    view: JobView, *, seconds: float | None = None, interrupted: bool = False, stopped: str | None = None
+) -> None:
+    """Print the report of a job to standard output."""
+    _print_table(view)
+    _print_faults(view)
+    words = [f"{view.totals.done} of {view.n_trials} trials done"]
+    if seconds is not None:
+        words.append(f"in {seconds:.1f} s")
+    if any(row.model for row in view.trials):
+        words.append(f"cost {view.totals.cost}")
+    click.echo(", ".join(words))
+    if calls := calls_of(view.directory):
+        click.echo(describe_calls(calls))
+    click.echo(f"files: {view.directory}")
+    _print_store()
+    if stopped:
+        click.secho(f"stopped: {stopped}; allow more with --job-max-*", fg="red")
+    if command := next_command(view, interrupted=interrupted):
+        click.echo(f"next:  {command}")
+
+
+def _print_store() -> None:
+    """Print the size of the image store if it is over its budget."""
+    if not (pier_home() / "images").is_dir():
+        return
+    from pier.image.collect import default_budget, layers_size
+    from pier.image.store import ImageStore
+
+    store = ImageStore()
+    size, budget = layers_size(store), default_budget(store)
+    if size > budget:
+        click.echo(f"images: {size_text(size)}, over the budget of {size_text(budget)}; free space with: pier gc")
+
+
+def _print_table(view: JobView) -> None:
+    rows: list[tuple[str, ...]] = []
+    has_steps = view.totals.steps is not None
+    for group in view.groups:
+        summary, steps = group.summary, group.totals.steps
+        verdicts = f"{summary.n_verdicts}/{summary.n_trials}"
+        row = (group.agent, group.model or "-", group.dataset, verdicts, means(summary), _passes(summary))
+        rows.append((*row, "/".join(map(str, steps)) if steps else "-") if has_steps else row)
+    if rows:
+        print_columns(rows, (*_HEADINGS, _STEPS) if has_steps else _HEADINGS)
+
+
+def print_columns(rows: list[tuple[str, ...]], headings: tuple[str, ...] = ()) -> None:
+    """Print rows one below the other; a cell may have several lines."""
+    everything = [headings, *rows] if headings else rows
+    widths = [
+        max(len(line) for cell in column for line in cell.split("\n")) for column in zip(*everything, strict=True)
+    ]
+    for row in everything:
+        for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
+            shown = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            click.secho(printable(shown), bold=row is headings)
+
+
+def means(summary: Summary) -> str:
+    rows: list[str] = []
+    for key, mean in summary.mean.items():
+        found = summary.interval.get(key)
+        rows.append(f"{'' if len(summary.mean) == 1 else key + ' '}{mean:.3f}{between(found)}")
+    return "\n".join(rows) or "-"
+
+
+def _passes(summary: Summary) -> str:
+    shown = [k for k in summary.pass_at_k if k.bit_count() == 1][:3]
+    return "  ".join(f"{k}: {summary.pass_at_k[k]:.3f}" for k in shown) or "-"
+
+
+def between(found: Interval | None) -> str:
+    return f" ({found.low:.3f}–{found.high:.3f})" if found else ""
+
+
+def _print_faults(view: JobView) -> None:
+    faults: Counter[tuple[str, str]] = Counter()
+    example: dict[tuple[str, str], tuple[str, str]] = {}
+    for row in view.trials:
+        if row.outcome is not None and row.outcome.fault is not None:
+            key = (row.outcome.fault.type, row.outcome.fault.blame)
+            faults[key] += 1
+            example.setdefault(key, (row.name, first_line(row.outcome.fault.message)))
+    for (type, blame), count in faults.most_common():
+        trial, message = example[type, blame]
+        click.secho(f"{count} × {type} (blame: {blame}), e.g. {trial}: {message}", fg="red")
+
+
+def next_command(view: JobView, *, interrupted: bool = False) -> str | None:
+    """The one command that most likely comes next."""
+    path = view.directory
+    if view.owner:
+        return f"pier job logs -f {path}"
+    if view.is_ours and (interrupted or view.totals.done < view.n_trials):
+        return f"pier job resume {path}"
+    ended = [(row.name, row.outcome) for row in view.trials if row.outcome is not None]
+    broken = [(name, outcome.fault) for name, outcome in ended if outcome.fault and outcome.rewards is None]
+    if view.is_ours and any(fault.blame in ("infra", "provider") for _, fault in broken):
+        return f"pier job retry {path} --only infra"
+    failed = [name for name, outcome in ended if not any((outcome.rewards or {}).values())]
+    if broken or failed:
+        return f"pier trial show {path / (broken[0][0] if broken else failed[0])}"
+    return f"pier job show {path} --trials" if ended else None

@@ -6,135 +6,22 @@ import json
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import click
 
 from pier.errors import JobError, UsageError
-from pier.home import pier_home
 from pier.job.directory import result_of
 from pier.job.ledger import current_owner
 from pier.job.plan import NOT_ASKED
-from pier.job.progress import describe_outcome, first_line
-from pier.job.results import Comparison, Interval, Summary, calls_of, compare, describe, describe_calls
+from pier.job.progress import describe_outcome, first_line, means, print_columns, print_report
+from pier.job.results import Comparison, Interval, compare, describe
 from pier.job.view import LOG, RESULT, TRIAL_LOG, JobView, ResultGroup, TrialRow, has_finished, rewards_by_task
-from pier.sizes import size_text
 from pier.tree import Tree, TreeError
 from pier.trial.record import printable
-
-_HEADINGS = ("agent", "model", "dataset", "verdicts", "mean reward (95%)", "pass@k")
-_STEPS = "steps graded"
-
-
-def print_report(
-    view: JobView, *, seconds: float | None = None, interrupted: bool = False, stopped: str | None = None
-) -> None:
-    """Print the report of a job to standard output."""
-    _print_table(view)
-    _print_faults(view)
-    words = [f"{view.totals.done} of {view.n_trials} trials done"]
-    if seconds is not None:
-        words.append(f"in {seconds:.1f} s")
-    if any(row.model for row in view.trials):
-        words.append(f"cost {view.totals.cost}")
-    click.echo(", ".join(words))
-    if calls := calls_of(view.directory):
-        click.echo(describe_calls(calls))
-    click.echo(f"files: {view.directory}")
-    _print_store()
-    if stopped:
-        click.secho(f"stopped: {stopped}; allow more with --job-max-*", fg="red")
-    if command := next_command(view, interrupted=interrupted):
-        click.echo(f"next:  {command}")
-
-
-def _print_store() -> None:
-    """Print the size of the image store if it is over its budget."""
-    if not (pier_home() / "images").is_dir():
-        return
-    from pier.image.collect import default_budget, layers_size
-    from pier.image.store import ImageStore
-
-    store = ImageStore()
-    size, budget = layers_size(store), default_budget(store)
-    if size > budget:
-        click.echo(f"images: {size_text(size)}, over the budget of {size_text(budget)}; free space with: pier gc")
-
-
-def _print_table(view: JobView) -> None:
-    rows: list[tuple[str, ...]] = []
-    has_steps = view.totals.steps is not None
-    for group in view.groups:
-        summary, steps = group.summary, group.totals.steps
-        verdicts = f"{summary.n_verdicts}/{summary.n_trials}"
-        row = (group.agent, group.model or "-", group.dataset, verdicts, _means(summary), _passes(summary))
-        rows.append((*row, "/".join(map(str, steps)) if steps else "-") if has_steps else row)
-    if rows:
-        print_columns(rows, (*_HEADINGS, _STEPS) if has_steps else _HEADINGS)
-
-
-def print_columns(rows: list[tuple[str, ...]], headings: tuple[str, ...] = ()) -> None:
-    """Print rows one below the other; a cell may have several lines."""
-    everything = [headings, *rows] if headings else rows
-    widths = [
-        max(len(line) for cell in column for line in cell.split("\n")) for column in zip(*everything, strict=True)
-    ]
-    for row in everything:
-        for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
-            shown = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            click.secho(printable(shown), bold=row is headings)
-
-
-def _means(summary: Summary) -> str:
-    rows: list[str] = []
-    for key, mean in summary.mean.items():
-        found = summary.interval.get(key)
-        rows.append(f"{'' if len(summary.mean) == 1 else key + ' '}{mean:.3f}{_between(found)}")
-    return "\n".join(rows) or "-"
-
-
-def _passes(summary: Summary) -> str:
-    shown = [k for k in summary.pass_at_k if k.bit_count() == 1][:3]
-    return "  ".join(f"{k}: {summary.pass_at_k[k]:.3f}" for k in shown) or "-"
-
-
-def _between(found: Interval | None) -> str:
-    return f" ({found.low:.3f}–{found.high:.3f})" if found else ""
-
-
-def _print_faults(view: JobView) -> None:
-    faults: Counter[tuple[str, str]] = Counter()
-    example: dict[tuple[str, str], tuple[str, str]] = {}
-    for row in view.trials:
-        if row.outcome is not None and row.outcome.fault is not None:
-            key = (row.outcome.fault.type, row.outcome.fault.blame)
-            faults[key] += 1
-            example.setdefault(key, (row.name, first_line(row.outcome.fault.message)))
-    for (type, blame), count in faults.most_common():
-        trial, message = example[type, blame]
-        click.secho(f"{count} × {type} (blame: {blame}), e.g. {trial}: {message}", fg="red")
-
-
-def next_command(view: JobView, *, interrupted: bool = False) -> str | None:
-    """The one command that most likely comes next."""
-    path = view.directory
-    if view.owner:
-        return f"pier job logs -f {path}"
-    if view.is_ours and (interrupted or view.totals.done < view.n_trials):
-        return f"pier job resume {path}"
-    ended = [(row.name, row.outcome) for row in view.trials if row.outcome is not None]
-    broken = [(name, outcome.fault) for name, outcome in ended if outcome.fault and outcome.rewards is None]
-    if view.is_ours and any(fault.blame in ("infra", "provider") for _, fault in broken):
-        return f"pier job retry {path} --only infra"
-    failed = [name for name, outcome in ended if not any((outcome.rewards or {}).values())]
-    if broken or failed:
-        return f"pier trial show {path / (broken[0][0] if broken else failed[0])}"
-    return f"pier job show {path} --trials" if ended else None
 
 
 def print_jobs(views: Sequence[JobView], jobs_dir: Path, *, as_json: bool) -> None:
@@ -336,7 +223,7 @@ def comparison_sides(views: Sequence[JobView]) -> list[ResultGroup]:
 
 def _side_cells(side: ResultGroup) -> tuple[str, ...]:
     verdicts = f"{side.summary.n_verdicts}/{side.summary.n_trials}"
-    return (side.key, verdicts, _means(side.summary), str(side.totals.cost) if side.totals.done else "-")
+    return (side.key, verdicts, means(side.summary), str(side.totals.cost) if side.totals.done else "-")
 
 
 def _verdict(first: ResultGroup, side: ResultGroup, result: Comparison) -> str:

@@ -24,7 +24,7 @@ from pier.tree import TreeError, open_regular
 
 if TYPE_CHECKING:
     from pier.gateway.metrics import GatewayMetrics
-    from pier.job.outcome import Outcome
+    from pier.job.ledger import Outcome
 
 Z95 = 1.959963984540054
 """Standard errors to each side of a 95% interval."""

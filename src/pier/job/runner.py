@@ -1,5 +1,9 @@
 """Runs an open job: opens what its trials share, keeps the files up to date, and stops in good order when asked to.
 
+The schedule decides which trial runs when: a limited number at once, retries after a pause and outside of any slot. It
+knows nothing of sandboxes: it is given a function that runs one try of one trial. Workers draw from one queue, so a job
+of ten thousand trials costs no more than its concurrency.
+
 The first Ctrl-C stops the job in good order, the second bounds the clean-up, the third leaves at once. Handlers are in
 place from before the event loop starts until after it ended, so that no signal finds the process without one.
 
@@ -13,26 +17,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 import os
+import random
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pier.agent.registry import find_agent
+from pier.agent.contract import find_agent
 from pier.errors import PierError, UsageError
-from pier.job.config import AgentConfig, BudgetConfig, JobConfig
+from pier.job.config import AgentConfig, BudgetConfig, JobConfig, RetryConfig
 from pier.job.directory import OpenJob, explained, is_full, write_result
-from pier.job.ledger import Ledger, Used, now
+from pier.job.ledger import Ledger, Outcome, now, outcome_of, outcome_of_error
 from pier.job.load import fill
-from pier.job.outcome import Outcome, outcome_of, outcome_of_error
 from pier.job.plan import PlannedTrial
 from pier.job.progress import JobLog, Progress
 from pier.job.results import JobNumbers
-from pier.job.schedule import Schedule, Watcher
 from pier.job.specs import Specs
 from pier.job.view import LOG
 from pier.lease import Lease, sweep
@@ -46,31 +53,152 @@ if TYPE_CHECKING:
     from pier.job.meter import JobMeter
 
 
-class JobBudget:
-    """The budget of a job that runs. Without any limit it has no `pool`, and costs nothing."""
+RunTry = Callable[[PlannedTrial, int], Awaitable[Outcome]]
+SetAside = Callable[[PlannedTrial, int], str | None]
 
-    def __init__(self, limits: BudgetConfig, ledger: Ledger) -> None:
+
+class Watcher(Protocol):
+    """Is notified of what happens."""
+
+    def started(self, trial: PlannedTrial, number: int) -> None: ...
+
+    def ended(self, trial: PlannedTrial, outcome: Outcome) -> None: ...
+
+    def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """When to try again, and after how long."""
+
+    config: RetryConfig
+
+    def wants(self, outcome: Outcome, retries: int) -> bool:
+        """Whether a trial that was already tried again `retries` times is to be tried once more."""
+        fault = outcome.fault
+        if fault is None or retries >= self.config.max_retries:
+            return False
+        names = {fault.type, fault.code}
+        if names & set(self.config.exclude_exceptions or ()):
+            return False
+        if self.config.include_exceptions is not None:
+            return bool(names & set(self.config.include_exceptions))
+        return fault.retryable
+
+    def wait(self, retries: int) -> float:
+        """Seconds before retry number `retries` (from 1): exponential, with the upper half left to chance so that
+        trials which failed together do not come back together."""
+        exponent = min(retries - 1, 60)
+        longest = min(self.config.max_wait_sec, self.config.min_wait_sec * self.config.wait_multiplier**exponent)
+        return longest * random.uniform(0.5, 1.0)
+
+
+class Schedule:
+    """Runs what is owed. `stop` ends it early; what was running is cancelled and stays owed. Once `may_begin` says no,
+    no further trial begins, and those that run go on to their end."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        run: RunTry,
+        set_aside: SetAside,
+        *,
+        limit: int,
+        retry: RetryConfig,
+        watchers: Sequence[Watcher],
+        may_begin: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._ledger = ledger
-        self.pool = _pool(limits, ledger.used, self.save)
+        self._run = run
+        self._set_aside = set_aside
+        self._limit = limit
+        self._backoff = Backoff(retry)
+        self._watchers = watchers
+        self._may_begin = may_begin
+        self._ready: deque[PlannedTrial] = deque()
+        self._later: list[tuple[float, int, PlannedTrial]] = []
+        self._order = itertools.count()
+        self._retries: dict[str, int] = {}
+        self._changed = asyncio.Event()
+        self._workers: list[asyncio.Task[None]] = []
+        self.running = 0
+        self.stopping = False
 
-    def used_up(self) -> str | None:
-        """A description of the limit that is reached; None while trials may begin."""
-        return self.pool.exhausted() if self.pool else None
+    async def run(self, trials: Iterable[PlannedTrial]) -> None:
+        """Run these trials to their end, or until `stop`."""
+        self._ready.extend(trials)
+        count = min(self._limit, len(self._ready))
+        async with asyncio.TaskGroup() as group:
+            if not self.stopping:
+                self._workers = [group.create_task(self._work()) for _ in range(count)]
 
-    def save(self) -> None:
-        """Write down what was used, if that has changed."""
-        if self.pool is not None and (used := self.pool.used) != self._ledger.used:
-            self._ledger.note_used(used)
+    def stop(self) -> None:
+        """Start nothing more and cancel what is running. What is cancelled twice gives up its clean-up."""
+        self.stopping = True
+        for worker in self._workers:
+            worker.cancel()
+
+    async def _work(self) -> None:
+        while (trial := await self._next()) is not None:
+            self.running += 1
+            try:
+                await self._try(trial)
+            finally:
+                self.running -= 1
+                self._changed.set()
+
+    async def _next(self) -> PlannedTrial | None:
+        """The next trial, as soon as there is one; None when there will be none."""
+        loop = asyncio.get_running_loop()
+        while not self.stopping and self._may_begin():
+            if self._later and self._later[0][0] <= loop.time():
+                return heapq.heappop(self._later)[2]
+            if self._ready:
+                return self._ready.popleft()
+            if not self._later and not self.running:
+                return None
+            self._changed.clear()
+            delay = self._later[0][0] - loop.time() if self._later else None
+            try:
+                async with asyncio.timeout(delay):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+        return None
+
+    async def _try(self, trial: PlannedTrial) -> None:
+        number = self._ledger.begin(trial.id)
+        for watcher in self._watchers:
+            watcher.started(trial, number)
+        try:
+            outcome = await self._run(trial, number)
+        except asyncio.CancelledError:
+            self._ledger.end(trial.id, Outcome(cancelled=True))
+            raise
+        retries = self._retries.get(trial.id, 0)
+        self._ledger.end(trial.id, outcome)
+        if outcome.cancelled or not self._backoff.wants(outcome, retries):
+            self._retries.pop(trial.id, None)
+            for watcher in self._watchers:
+                watcher.ended(trial, outcome)
+            return
+        self._ledger.again(trial.id, "retry", self._set_aside(trial, number))
+        self._retries[trial.id] = retries + 1
+        wait = self._backoff.wait(retries + 1)
+        for watcher in self._watchers:
+            watcher.retrying(trial, outcome, wait)
+        heapq.heappush(self._later, (asyncio.get_running_loop().time() + wait, next(self._order), trial))
 
 
-def _pool(limits: BudgetConfig, used: Used, changed: Callable[[], None]) -> JobMeter | None:
+def job_meter(limits: BudgetConfig, ledger: Ledger) -> JobMeter | None:
+    """The meter of a job that has limits."""
     asked = limits.model_dump(exclude_none=True)
     if not asked:
         return None
     from pier.gateway.budget import Budget
     from pier.job.meter import JobMeter
 
-    return JobMeter(Budget(**asked), used, changed)
+    return JobMeter(Budget(**asked), ledger)
 
 
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -117,25 +245,6 @@ class Interrupts:
         self._stop()
         if self.count > 1 and self._loop is not None:
             self._loop.call_later(HURRY_SECONDS, os._exit, EXIT_CODE)
-
-
-@dataclass(frozen=True, slots=True)
-class _Watchers:
-    """Several watchers as one."""
-
-    all: Sequence[Watcher]
-
-    def started(self, trial: PlannedTrial, number: int) -> None:
-        for watcher in self.all:
-            watcher.started(trial, number)
-
-    def ended(self, trial: PlannedTrial, outcome: Outcome) -> None:
-        for watcher in self.all:
-            watcher.ended(trial, outcome)
-
-    def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None:
-        for watcher in self.all:
-            watcher.retrying(trial, outcome, wait)
 
 
 RunSpec = Callable[[TrialSpec], Awaitable[TrialResult]]
@@ -194,38 +303,16 @@ async def _run_owed(
     interrupts: Interrupts,
     hook: TrialHook | None,
 ) -> bool:
-    budget = JobBudget(job.config.budget, job.ledger)
-    async with _services(job, env, budget) as services:
-
-        async def run_try(trial: PlannedTrial, number: int) -> Outcome:
-            directory = job.trial_path(trial)
-
-            async def go(spec: TrialSpec) -> TrialResult:
-                return await run_trial(
-                    spec,
-                    services,
-                    lambda phase: progress.phase(trial.name, phase),
-                    lambda line: progress.detail(trial.name, line),
-                )
-
-            try:
-                spec = specs.spec(trial, directory)
-                result = await (hook.run(trial, spec, go) if hook else go(spec))
-            except Exception as error:
-                # A trial's outcome is captured here: whatever broke it may not end its siblings, save a full disk.
-                if is_full(error):
-                    raise
-                return outcome_of_error(error, specs.redactor)
-            return outcome_of(result, directory)
-
+    pool = job_meter(job.config.budget, job.ledger)
+    async with _services(job, env, pool) as services:
         schedule = Schedule(
             job.ledger,
-            run_try,
+            partial(_run_try, job=job, specs=specs, services=services, progress=progress, hook=hook),
             job.set_aside,
             limit=job.config.n_concurrent_trials,
             retry=job.config.retry,
-            watcher=_Watchers((progress, log, hook) if hook else (progress, log)),
-            may_begin=lambda: budget.used_up() is None,
+            watchers=(progress, log, hook) if hook else (progress, log),
+            may_begin=lambda: pool is None or pool.exhausted() is None,
         )
 
         def stop() -> None:
@@ -239,20 +326,48 @@ async def _run_owed(
             beside.enter_context(progress.show())
             if metrics:
                 await beside.enter_async_context(_beside(metrics.sample_lag()))
-            await beside.enter_async_context(_beside(_keep_up(job, schedule, budget, numbers)))
+            await beside.enter_async_context(_beside(_keep_up(job, schedule, pool, numbers)))
             await beside.enter_async_context(_beside(_build_ahead(specs, owed, services)))
             try:
                 await schedule.run(owed)
             finally:
-                budget.save()
+                if pool:
+                    pool.save()
                 numbers.save()
-        job.stopped = budget.used_up() if any(True for _ in job.ledger.owed()) else None
+        job.stopped = pool.exhausted() if pool and any(True for _ in job.ledger.owed()) else None
         interrupts.connect(lambda: None)
     return schedule.stopping
 
 
+async def _run_try(
+    trial: PlannedTrial,
+    number: int,
+    *,
+    job: OpenJob,
+    specs: Specs,
+    services: TrialServices,
+    progress: Progress,
+    hook: TrialHook | None,
+) -> Outcome:
+    directory, name = job.trial_path(trial), trial.name
+
+    async def go(spec: TrialSpec) -> TrialResult:
+        on_phase, on_detail = partial(progress.phase, name), partial(progress.detail, name)
+        return await run_trial(spec, services, on_phase, on_detail)
+
+    try:
+        spec = specs.spec(trial, directory)
+        result = await (hook.run(trial, spec, go) if hook else go(spec))
+    except Exception as error:
+        # A trial's outcome is captured here: whatever broke it may not end its siblings, save a full disk.
+        if is_full(error):
+            raise
+        return outcome_of_error(error, specs.redactor)
+    return outcome_of(result, directory)
+
+
 @asynccontextmanager
-async def _services(job: OpenJob, env: Mapping[str, str], budget: JobBudget) -> AsyncIterator[TrialServices]:
+async def _services(job: OpenJob, env: Mapping[str, str], pool: JobMeter | None) -> AsyncIterator[TrialServices]:
     """What all trials share: opened before the first, closed after the last."""
     check_models(job.config, env)
     async with AsyncExitStack() as stack:
@@ -273,7 +388,7 @@ async def _services(job: OpenJob, env: Mapping[str, str], budget: JobBudget) -> 
             wanted = job.config.provider_retry
             retry = Retry(attempts=wanted.max_attempts, patience=wanted.max_wait_sec)
             gateway = await stack.enter_async_context(Gateway(providers=Directory.load(env), retry=retry))
-        yield TrialServices(backend=backend, images=images, gateway=gateway, pool=budget.pool, environ=env)
+        yield TrialServices(backend=backend, images=images, gateway=gateway, pool=pool, environ=env)
 
 
 def _models(config: JobConfig) -> list[AgentConfig]:
@@ -320,7 +435,7 @@ async def _beside(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
             await task
 
 
-async def _keep_up(job: OpenJob, schedule: Schedule, budget: JobBudget, numbers: JobNumbers) -> None:
+async def _keep_up(job: OpenJob, schedule: Schedule, pool: JobMeter | None, numbers: JobNumbers) -> None:
     """Keep `result.json` fresh and the journal on disk, seldom enough that it costs next to nothing."""
     pause = 1.0
     while True:
@@ -328,8 +443,9 @@ async def _keep_up(job: OpenJob, schedule: Schedule, budget: JobBudget, numbers:
         began = time.monotonic()
         numbers.save()
         write_result(job.ledger, job.config, schedule.running)
-        budget.save()
-        pause = max(1.0, 30 * (time.monotonic() - began))
+        if pool:
+            pool.save()
+        pause = max(1.0, 100 * (time.monotonic() - began))
         await asyncio.to_thread(job.ledger.sync)
 
 

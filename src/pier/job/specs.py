@@ -13,12 +13,11 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from pier.agent.contract import Agent, AgentRun, Launch
-from pier.agent.registry import AGENTS, find_agent
+from pier.agent.contract import AGENTS, Agent, AgentRun, Launch, find_agent
 from pier.endpoint import Endpoint
 from pier.errors import AgentError, ImageError, JobError, TaskError, UsageError
 from pier.image.model import parse
@@ -31,17 +30,20 @@ from pier.redact import Redactor
 from pier.sandbox import BACKENDS
 from pier.sandbox.contract import Backend, Limits, Mount, OnOutput, Result, Sandbox
 from pier.task import Task, load_task
-from pier.task.model import Artifact, McpServerTable, Origin
+from pier.task.load import Origin, describe
+from pier.task.model import Artifact, McpServerTable
 from pier.task.sources import check_out
 from pier.trial.agent import check_choice, make_agent
 from pier.trial.collect import STATE, has_state, restore_state
 from pier.trial.images import ImageRequest
 from pier.trial.plan import agent_plan
 from pier.trial.spec import AgentChoice, Multipliers, SandboxChoice, TrialSpec, VerifierChoice
-from pier.wire.turn import Sampling
+
+if TYPE_CHECKING:
+    from pier.wire.turn import Sampling
 
 AGENT = "pier.job.specs:KeptState"
-REVIEW = "pier.review.critic:as_review"
+REVIEW = "pier.review.order:as_review"
 """What a review adds to the spec of its trial: the reviewed trial as a mount, and the check of the output."""
 
 
@@ -121,7 +123,7 @@ class Specs:
         self._agents = [_agent(agent, env) for agent in config.agents]
         for choice in self._agents:
             agent = _check_agent(choice, job_budget=bool(config.budget.model_dump(exclude_none=True)))
-            if config.regrade_of is None and choice.name.partition("@")[0] in AGENTS:
+            if agent.options and config.regrade_of is None and choice.name.partition("@")[0] in AGENTS:
                 _check_options(agent, choice)
         self._sandbox = replace(_sandbox(config, env), hidden=_hidden(config, plan))
         self._verifier = VerifierChoice(
@@ -233,12 +235,16 @@ def _agent(agent: AgentConfig, env: Mapping[str, str]) -> AgentChoice:
 
 def _sampling(given: Mapping[str, Any]) -> Sampling | None:
     """Sampling parameters from a job's file or its flags; one stop sequence may be given as text."""
+    if not given:
+        return None
+    from pier.wire.turn import Sampling
+
     known = Sampling.__dataclass_fields__
     for name in given.keys() - known.keys():
         raise UsageError(f"invalid value '{name}={given[name]}' for --sampling: expected one of {', '.join(known)}")
     values = {name: [value] if name == "stop" and isinstance(value, str) else value for name, value in given.items()}
     try:
-        return TypeAdapter(Sampling).validate_python(values) if values else None
+        return TypeAdapter(Sampling).validate_python(values)
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
         shown, expected = f"{name}={given[name]}", f"a value of the type {known[name].type}"
@@ -350,6 +356,4 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-        raise UsageError(f"{where}{key}: {first['msg'].removeprefix('Value error, ')}", code="job-config") from error
+        raise UsageError(f"{where}{describe(error)}", code="job-config") from error

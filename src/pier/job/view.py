@@ -12,15 +12,14 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from pier.errors import JobError, UsageError
 from pier.files import is_plain_name
-from pier.job.ledger import JOURNAL, OWNER, Ledger, Owner, current_owner, not_a_job
-from pier.job.outcome import Outcome, outcome_of
+from pier.job.ledger import JOURNAL, OWNER, Ledger, Outcome, Owner, current_owner, not_a_job, outcome_of
 from pier.job.plan import KEY
 from pier.job.results import GradedTrial, Summary, Totals, main_reward, summarise
 from pier.tree import Tree, TreeError
@@ -91,7 +90,8 @@ class JobView:
     n_retries: int = 0
     problems: tuple[str, ...] = ()
     """What could not be read."""
-    _planned: int = 0
+    n_planned: int = 0
+    """How many trials the journal, or another program's result or lock, says are planned."""
     _ledger: Ledger | None = field(default=None, repr=False)
 
     @classmethod
@@ -122,7 +122,7 @@ class JobView:
             finished_at=ledger.finished_at,
             n_retries=ledger.n_retries,
             problems=(lost,) if ledger.lost_lines else (),
-            _planned=len(ledger.plan.trials),
+            n_planned=len(ledger.plan.trials),
             _ledger=ledger,
         )
 
@@ -141,14 +141,9 @@ class JobView:
         return self._ledger is not None
 
     @property
-    def n_planned(self) -> int:
-        """How many trials the journal, or another program's result or lock, says are planned."""
-        return self._planned
-
-    @property
     def n_trials(self) -> int:
         """How many trials are planned. Other programs do not name those that never began."""
-        return max(self._planned, len(self.trials))
+        return max(self.n_planned, len(self.trials))
 
     @cached_property
     def config(self) -> dict[str, Any] | None:
@@ -374,17 +369,8 @@ def _planned_rows(ledger: Ledger, *, running: bool) -> Iterator[TrialRow]:
         yield TrialRow(trial.name, task.name, dataset, agent, model, trial.attempt, state, outcome, group=key)
 
 
-@dataclass(frozen=True, slots=True)
-class _Foreign:
-    """A trial of another program, as its own files have it."""
-
-    name: str
-    task: str
-    dataset: str
-    agent: dict[str, Any]
-    state: TrialState
-    outcome: Outcome | None
-    problem: str | None
+_ForeignRow = tuple[TrialRow, dict[str, Any]]
+"""A trial of another program as its own files have it, and its agent: without label, attempt and group."""
 
 
 def _foreign_rows(directory: Path) -> Iterator[TrialRow]:
@@ -393,25 +379,14 @@ def _foreign_rows(directory: Path) -> Iterator[TrialRow]:
         names = [entry.path for entry in tree.listed() if entry.kind == "directory" and entry.path[0] != "."]
         read = pool.map(lambda name: _foreign(tree.path / name), names)
         found = [each for each in read if each is not None]
-    agents = {json.dumps(each.agent, sort_keys=True): each.agent for each in found}
+    agents = {json.dumps(agent, sort_keys=True): agent for _, agent in found}
     labels = dict(zip(agents, agent_labels([*agents.values()]), strict=True))
     attempts: Counter[tuple[str, str, str]] = Counter()
-    for each in found:
-        agent, short = labels[json.dumps(each.agent, sort_keys=True)]
-        key = _group_key(agent, short, each.dataset)
-        attempts[each.task, agent, key] += 1
-        yield TrialRow(
-            each.name,
-            each.task,
-            each.dataset,
-            agent,
-            each.agent["model_name"],
-            attempts[each.task, agent, key],
-            each.state,
-            each.outcome,
-            each.problem,
-            key,
-        )
+    for row, about in found:
+        agent, short = labels[json.dumps(about, sort_keys=True)]
+        key = _group_key(agent, short, row.dataset)
+        attempts[row.task, agent, key] += 1
+        yield replace(row, agent=agent, attempt=attempts[row.task, agent, key], group=key)
 
 
 def _trial_directories(directory: Path) -> Iterator[Path]:
@@ -420,7 +395,7 @@ def _trial_directories(directory: Path) -> Iterator[Path]:
     return (directory / name for name in names if _looks_like_trial(directory / name))
 
 
-def _foreign(path: Path) -> _Foreign | None:
+def _foreign(path: Path) -> _ForeignRow | None:
     """A trial of another program; None if the directory is not a trial's. A result is read again only if it changed."""
     try:
         status = (path / RESULT).lstat()
@@ -430,30 +405,22 @@ def _foreign(path: Path) -> _Foreign | None:
 
 
 @lru_cache(maxsize=4096)
-def _known_foreign(path: Path, inode: int, changed: int, size: int) -> _Foreign | None:
+def _known_foreign(path: Path, inode: int, changed: int, size: int) -> _ForeignRow | None:
     return _read_foreign(path)
 
 
-def _read_foreign(path: Path) -> _Foreign | None:
+def _read_foreign(path: Path) -> _ForeignRow | None:
     try:
-        result = read_result(path)
-    except JobError as error:
-        if not _looks_like_trial(path):
-            return None
-        view = _without_result(path, None, error)
-        agent = {"name": view.agent, "model_name": view.model, "kwargs": {}, "env": {}}
-        return _Foreign(path.name, view.task, "adhoc", agent, view.state, None, view.problem)
-    config, model = result.config.get("agent") or {}, result.agent_info.model_info
-    agent = {
-        "name": result.agent_info.name,
-        "model_name": _model_name(model.provider, model.name) if model else None,
-        "kwargs": config.get("kwargs") or {},
-        "env": config.get("env") or {},
-    }
-    outcome = outcome_of(result, path)
-    state: TrialState = "unfinished" if outcome.cancelled else "done"
-    counted = None if outcome.cancelled else outcome
-    return _Foreign(path.name, result.task_name, result.source or "adhoc", agent, state, counted, None)
+        view = TrialView.open(path)
+    except JobError:
+        return None
+    result = view.result
+    config = (result.config.get("agent") if result else None) or {}
+    options = {key: config.get(key) or {} for key in ("kwargs", "env")}
+    counted = None if view.outcome is None or view.outcome.cancelled else view.outcome
+    dataset = (result.source if result else None) or "adhoc"
+    row = TrialRow(path.name, view.task, dataset, view.agent, view.model, 0, view.state, counted, view.problem)
+    return row, {"name": view.agent, "model_name": view.model, **options}
 
 
 def _without_result(path: Path, row: TrialRow | None, error: JobError) -> TrialView:
@@ -513,7 +480,7 @@ def _without_journal(path: Path, tree: Tree, owner: Owner | None) -> JobView:
         finished_at=result.get("finished_at"),
         n_retries=retries if isinstance(retries, int) else 0,
         problems=tuple(f"{path / name} cannot be read" for name in broken),
-        _planned=planned if isinstance(planned, int) else len(trials) if isinstance(trials, list) else 0,
+        n_planned=planned if isinstance(planned, int) else len(trials) if isinstance(trials, list) else 0,
     )
 
 

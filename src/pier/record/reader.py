@@ -67,28 +67,15 @@ class RecordedAttempt:
     """One request to an upstream. `body` is what was sent there."""
 
     at: float
-    facts: Mapping[str, Any]
     pieces: tuple[bytes, ...]
+    provider: str
+    dialect: str
+    url: str
+    model: str | None = None
     answer: RecordedAnswer | None = None
     error: str | None = None
     wait: float | None = None
     fault: str | None = None
-
-    @property
-    def provider(self) -> str:
-        return self.facts["provider"]
-
-    @property
-    def dialect(self) -> str:
-        return self.facts["dialect"]
-
-    @property
-    def model(self) -> str | None:
-        return self.facts.get("model")
-
-    @property
-    def url(self) -> str:
-        return self.facts["url"]
 
     @property
     def body(self) -> bytes:
@@ -101,8 +88,15 @@ class Call:
 
     number: int
     at: float
-    facts: Mapping[str, Any]
     pieces: tuple[bytes, ...]
+    kind: str
+    """`generate`, `count_tokens`, `models`, `model`, `probe` or `unknown`."""
+    dialect: str
+    path: str
+    headers: Mapping[str, str]
+    model: str | None = None
+    """The model that the agent named."""
+    stream: bool = False
     attempts: list[RecordedAttempt] = field(default_factory=list)
     edits: list[Mapping[str, Any]] = field(default_factory=list)
     notes: list[Mapping[str, Any]] = field(default_factory=list)
@@ -116,32 +110,6 @@ class Call:
     fault: str | None = None
     """The blame if there is no whole answer, as `pier.wire.faults` has it."""
     ended: float | None = None
-
-    @property
-    def kind(self) -> str:
-        """`generate`, `count_tokens`, `models`, `model`, `probe` or `unknown`."""
-        return self.facts["kind"]
-
-    @property
-    def dialect(self) -> str:
-        return self.facts["dialect"]
-
-    @property
-    def model(self) -> str | None:
-        """The model that the agent named."""
-        return self.facts.get("model")
-
-    @property
-    def stream(self) -> bool:
-        return bool(self.facts.get("stream"))
-
-    @property
-    def path(self) -> str:
-        return self.facts["path"]
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        return self.facts["headers"]
 
     @property
     def body(self) -> bytes:
@@ -235,9 +203,10 @@ class Reader:
         elif kind == "close":
             self.recording.closed = value["reason"]
         elif kind == "call":
-            pieces = self._pieces(value.pop("body"))
-            call = Call(len(self.recording.calls) + 1, value.pop("at"), value, pieces)
-            self._open[value.pop("c")] = call
+            known = {name: value[name] for name in ("kind", "dialect", "path", "headers", "model") if name in value}
+            number, pieces = len(self.recording.calls) + 1, self._pieces(value["body"])
+            call = Call(number, value["at"], pieces, **known, stream=bool(value.get("stream")))
+            self._open[value["c"]] = call
             self.recording.calls.append(call)
         elif call := self._open.get(value.pop("c", 0)):
             return self._grow(call, kind, value)
@@ -247,10 +216,9 @@ class Reader:
         at = value.pop("at")
         match kind:
             case "attempt":
-                pieces = value.pop("body")
-                call.attempts.append(
-                    RecordedAttempt(at, value, call.pieces if pieces is None else self._pieces(pieces))
-                )
+                pieces = call.pieces if value["body"] is None else self._pieces(value["body"])
+                facts = (value.get(name, "") for name in ("provider", "dialect", "url"))
+                call.attempts.append(RecordedAttempt(at, pieces, *facts, model=value.get("model")))
             case "failed" if call.attempts:
                 last = call.attempts[-1]
                 last.error, last.wait, last.fault = value["error"], value["wait"], value.get("fault")

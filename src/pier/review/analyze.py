@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pier.files import write_json
-from pier.job.command import Show
-from pier.job.config import JobConfig
 from pier.review.order import ReviewPlan
-from pier.review.publish import count_causes, job_text, publish_analyses, publish_job_analysis
-from pier.review.read import read_analysis, read_job_analysis
-from pier.review.rubric import ReviewRubric, load_prompt
-from pier.review.run import GOOD_MODEL, SMALL_MODEL, ReviewRun, new_name, run_review, unfinished_run
+from pier.review.publish import (
+    combined,
+    count_causes,
+    job_text,
+    outcomes_of,
+    publish_analyses,
+    publish_job_analysis,
+)
+from pier.review.read import Agreement, agreement, read_analysis, read_job_analysis, total_cost
+from pier.review.rubric import ReviewRubric
+from pier.review.run import GOOD_MODEL, SMALL_MODEL, ReviewOptions, ReviewRun, run_review
 from pier.review.source import Source, SourceTrial
 from pier.tree import Tree
 
@@ -32,63 +37,59 @@ class AnalysisRequest:
     prompt: str
     job_prompt: str
     rubric: ReviewRubric
-    name: str | None = None
-    overwrite: bool = False
     keep: bool = True
-    asks: int = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """What came of it. `failed` are the trials without an analysis, with the reason."""
+    """The outcome of an analysis. `failed` are the trials without one, with the reason; `agreement` is that of several
+    critics or attempts."""
 
     analyses: tuple[dict[str, Any], ...]
     job: dict[str, Any] | None
     failed: dict[str, str]
     code: int
     cost_usd: float | None
+    agreement: Agreement | None = None
 
 
-def analyze(request: AnalysisRequest, given: JobConfig, env: Mapping[str, str], show: Show) -> Analysis:
+def analyze(request: AnalysisRequest, options: ReviewOptions) -> Analysis:
     """Analyze each trial, and then all of them together if they are several."""
-    known = [] if request.overwrite or not request.keep else [_known(trial) for trial in request.trials]
-    reused = {each["trial_name"]: each for each in known if each is not None}
-    owed = [trial for trial in request.trials if trial.name not in reused]
-    root, prefix = request.source.root, "analyze-" if request.keep else "summarize-"
-    name = request.name or unfinished_run(root, request.prompt, prefix) or new_name(prefix)
+    root, reuse = request.source.root, request.keep and not options.overwrite
+    known = [read_analysis(trial.directory) for trial in request.trials] if reuse else []
+    analyses = {each.trial: each.as_file() for each in known if each is not None}
+    owed = [trial for trial in request.trials if trial.name not in analyses]
+    prefix = "analyze-" if request.keep else "summarize-"
+    plan = options.plan("analysis", root, request.prompt, request.rubric, prefix=prefix)
     runs: list[ReviewRun] = []
-    analyses, failed = dict(reused), dict[str, str]()
+    failed, agreed = dict[str, str](), None
     if owed:
-        plan = ReviewPlan("analysis", root, name, request.prompt, request.rubric, request.asks, request.overwrite)
         plan.write_trials(owed)
-        runs.append(run_review(plan, given, env, show, model=SMALL_MODEL))
-        new = publish_analyses(runs[0]) if request.keep else analyses_of(runs[0])
-        analyses |= {each["trial_name"]: each for each in new}
+        runs.append(run_review(plan, options, model=SMALL_MODEL))
+        new = {name: {"trial_name": name, **answer} for name, answer in combined(runs[0]).items()}
+        if request.keep:
+            publish_analyses(root, new.values())
+        analyses |= new
         failed = {r.name: r.error or "" for r in runs[0].reviews if r.name not in analyses}
+        agreed = _agreement(runs[0])
     ordered = tuple(analyses[trial.name] for trial in request.trials if trial.name in analyses)
     job = None
-    if not owed and not request.source.single:
-        job = _known_job(root, ordered)
-    if job is None and not request.source.single and ordered and not (runs and runs[0].code == 130):
-        job, run = _analyze_job(request, f"{name}-job", ordered, given, env, show)
-        runs.append(run)
-    costs = [run.cost_usd for run in runs]
-    cost = None if any(cost is None for cost in costs) else sum(cost or 0.0 for cost in costs)
-    return Analysis(ordered, job, failed, max((run.code for run in runs), default=0), cost)
+    if not request.source.single and ordered and not (runs and runs[0].code == 130):
+        job = None if owed else _known_job(root, ordered)
+        if job is None:
+            job, run = _analyze_job(request, f"{plan.run}-job", ordered, agreed, options)
+            runs.append(run)
+    code = max((run.code for run in runs), default=0)
+    return Analysis(ordered, job, failed, code, total_cost(run.cost_usd for run in runs), agreed)
 
 
-def _known(trial: SourceTrial) -> dict[str, Any] | None:
-    found = read_analysis(trial.directory)
-    if found is None:
-        return None
-    return {
-        "trial_name": trial.name,
-        "summary": found.summary,
-        "cause": found.cause,
-        "checks": {name: check.model_dump() for name, check in found.checks.items()},
-        "findings": [finding.model_dump(exclude_none=True) for finding in found.findings],
-        "pier": {"model": found.model, "cost_usd": found.cost_usd},
+def _agreement(run: ReviewRun) -> Agreement | None:
+    """How far several critics or attempts agree about causes and criteria."""
+    critics = {
+        critic: {each.name: outcomes_of({"checks": {}, **each.value}) for each in reviews if each.value is not None}
+        for critic, reviews in run.by_critic().items()
     }
+    return agreement(critics, "cause") if len(critics) > 1 else None
 
 
 def _known_job(root: Path, analyses: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -99,48 +100,37 @@ def _known_job(root: Path, analyses: Sequence[dict[str, Any]]) -> dict[str, Any]
     return {"job_summary": found.summary, "trials": list(analyses), "causes": count_causes(analyses), "pier": {}}
 
 
-def analyses_of(run: ReviewRun) -> list[dict[str, Any]]:
-    """The analyses that were accepted, one for each trial."""
-    found: dict[str, dict[str, Any]] = {}
-    for review in run.reviews:
-        if review.value is not None:
-            found.setdefault(review.name, {"trial_name": review.name, "checks": {}, **review.value})
-    return list(found.values())
-
-
 def _analyze_job(
     request: AnalysisRequest,
     name: str,
     analyses: Sequence[dict[str, Any]],
-    given: JobConfig,
-    env: Mapping[str, str],
-    show: Show,
+    agreed: Agreement | None,
+    options: ReviewOptions,
 ) -> tuple[dict[str, Any] | None, ReviewRun]:
     """Review the analyses of all trials together, with the first of the critics."""
-    rows = {trial.name: trial for trial in request.trials}
-    lines = [json.dumps(_facts(rows[each["trial_name"]], each)) for each in analyses]
-    texts = {"trial_results": "\n".join(lines)}
-    plan = ReviewPlan("job", request.source.root, name, request.job_prompt, None, request.asks, True, texts)
+    root, rows = request.source.root, {trial.name: trial for trial in request.trials}
+    lines = "\n".join(json.dumps(_facts(rows[each["trial_name"]], each)) for each in analyses)
+    plan = ReviewPlan("job", root, name, request.job_prompt, None, options.asks, True, {"trial_results": lines})
     causes = count_causes(analyses)
-    plan.write_job({"trials.jsonl": "\n".join(lines) + "\n", "causes.json": json.dumps(causes, indent=2)})
-    one = given.model_copy(update={"agents": given.agents[:1], "n_attempts": 1})
-    run = run_review(plan, one, env, show, model=SMALL_MODEL)
+    plan.write_job({"trials.jsonl": lines + "\n", "causes.json": json.dumps(causes, indent=2)})
+    one = options.config.model_copy(update={"agents": options.config.agents[:1], "n_attempts": 1})
+    run = run_review(plan, replace(options, config=one), model=SMALL_MODEL)
     review = run.reviews[0]
     if review.value is None:
         return None, run
-    summary, about = str(review.value["job_summary"]), run.about(review)
+    value = {"job_summary": str(review.value["job_summary"]), "trials": list(analyses), "causes": causes}
+    value |= {"agreement": asdict(agreed) if agreed else None, "pier": run.about(review)}
     if request.keep:
-        return publish_job_analysis(request.source.root, summary, analyses, about), run
-    value = {"job_summary": summary, "trials": list(analyses), "causes": causes, "pier": about}
-    with Tree(request.source.root) as tree:
-        tree.write(SUMMARY, job_text(value).encode(errors="replace"))
+        publish_job_analysis(root, value)
+    else:
+        with Tree(root) as tree:
+            tree.write(SUMMARY, job_text(value).encode(errors="replace"))
     return value, run
 
 
 def _facts(trial: SourceTrial, analysis: Mapping[str, Any]) -> dict[str, Any]:
     """What the review of a job sees of one trial."""
     outcome = trial.outcome
-    checks = {name: check["outcome"] for name, check in (analysis.get("checks") or {}).items()}
     return {
         "trial": trial.name,
         "task": trial.task,
@@ -149,37 +139,21 @@ def _facts(trial: SourceTrial, analysis: Mapping[str, Any]) -> dict[str, Any]:
         "rewards": outcome.rewards if outcome else None,
         "error": outcome.fault.code if outcome and outcome.fault else None,
         "cause": analysis.get("cause"),
-        "checks": checks,
+        "checks": {name: check["outcome"] for name, check in analysis["checks"].items()},
         "summary": analysis.get("summary"),
     }
 
 
 def check_tasks_by_rubric(
-    paths: Sequence[Path],
-    root: Path,
-    rubric: ReviewRubric,
-    prompt: str,
-    given: JobConfig,
-    env: Mapping[str, str],
-    show: Show,
-    *,
-    name: str | None = None,
-    asks: int = 2,
-) -> tuple[dict[Path, dict[str, Any]], ReviewRun]:
-    """Review tasks: the answers by the path of the task. The report is also in the review's directory."""
+    paths: Sequence[Path], root: Path, rubric: ReviewRubric, prompt: str, options: ReviewOptions
+) -> tuple[dict[Path, dict[str, Any]], int]:
+    """Review tasks: the answers by the path of the task, and the exit code. The report is also in the review's
+    directory."""
     root.mkdir(parents=True, exist_ok=True)
-    name = name or unfinished_run(root, prompt, "check-") or new_name("check-")
-    plan = ReviewPlan("check", root.resolve(), name, prompt, rubric, asks)
+    plan = options.plan("check", root.resolve(), prompt, rubric, prefix="check-")
     named = plan.write_tasks(paths)
-    run = run_review(plan, given, env, show, model=GOOD_MODEL)
-    found: dict[Path, dict[str, Any]] = {}
-    for review in run.reviews:
-        value = review.value or {"error": review.error}
-        found.setdefault(named[review.name], {**value, "pier": run.about(review)})
+    run = run_review(plan, options, model=GOOD_MODEL)
+    answers, errors = combined(run), {review.name: {"error": review.error} for review in run.reviews}
+    found = {path: answers.get(name) or errors[name] for name, path in named.items()}
     write_json(plan.job / REPORT, {"tasks": {str(path): value for path, value in found.items()}})
-    return found, run
-
-
-def default_prompt(given: str | None, name: str) -> str:
-    """The text of the prompt that a user gave, else of the built-in one."""
-    return load_prompt(Path(given) if given else name)
+    return found, run.code

@@ -1,36 +1,41 @@
-"""The tasks of a review, made from finished trials: an instruction and what its output must be.
+"""The tasks of a review, made from finished trials: an instruction, read-only mounts, and what the output must be.
 
     <root>/.reviews/RUN/                the review: an ordinary job
     <root>/.reviews/.tasks/RUN/NAME/    its tasks, named like what they are about; also prompt.md, rubric.json
     <root>/.reviews/.inputs/RUN/        what a review of a whole job reads: the analyses of its trials
 
 An order says what a task is about and travels in `metadata.review` of its `task.toml`, so it is part of the task's
-digest: a trial that was run again is reviewed again.
+digest: a trial that was run again is reviewed again. The critic sees the reviewed trial and its task below `INPUT`, and
+nothing else of this machine's jobs; links in there resolve inside the sandbox, which has no network. What the critic
+wrote is read out and checked on the host; if it does not fit, the agent runs again in the same sandbox, within the same
+time and budget, with the reasons.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pier.beneath import remove
-from pier.errors import JobError, TaskError, UsageError
+from pier.errors import AgentError, JobError, SandboxError, TaskError, UsageError
 from pier.files import is_plain_name, write
 from pier.job.directory import explained, remove_job
 from pier.job.ledger import JOURNAL
-from pier.review.output import INPUT, OUTPUTS, Kind, Schema, schema_of
-from pier.review.rubric import ReviewRubric, fill_in, load_prompt
-from pier.review.source import SourceTrial, task_directory
+from pier.review.output import INPUT, OUTPUT_LIMIT, OUTPUTS, Checked, Kind, check_output, find_trajectories, schema_of
+from pier.review.rubric import ReviewRubric, as_list, fill_in, load_prompt
+from pier.review.source import SourceTrial, find_result, task_directory
+from pier.sandbox.contract import Mount, Sandbox
 from pier.task import Task
-from pier.task.digest import tree_digest
+from pier.task.load import tree_digest
 from pier.tree import Tree, TreeError
-from pier.trial.result import TrialResult, read_result
+from pier.trial.spec import TrialSpec
 from pier.verifier.changes import ARTIFACTS
 
 REVIEWS = ".reviews"
@@ -50,6 +55,16 @@ timeout_sec = {seconds}
 [environment]
 network_mode = "no-network"
 workdir = "/critique/work"
+"""
+
+_AGAIN = """\
+{instruction}
+
+You have done this once already, and what you wrote to {output} is not accepted:
+
+{problems}
+
+Correct this, and write the whole file again.
 """
 
 
@@ -72,8 +87,9 @@ class ReviewOrder(BaseModel):
     def output(self) -> str:
         return f"{ARTIFACTS}/{OUTPUTS[self.kind]}"
 
-    def schema_model(self) -> Schema:
-        return schema_of(self.kind, self.criteria, self.causes)
+    def check(self, data: bytes, root: Path) -> Checked:
+        """Check what a critic wrote."""
+        return check_output(data, schema_of(self.kind, self.criteria, self.causes), self.places(root))
 
     def places(self, root: Path) -> dict[str, Path]:
         """The directories that the critic sees, by their names below `INPUT`."""
@@ -148,7 +164,7 @@ class ReviewPlan:
             while name in names:
                 name, number = f"{path.name}-{number}", number + 1
             names[name] = path.resolve()
-            order = self._order(task=str(path.resolve()), digest=_tree_digest(path))
+            order = self._order(task=str(path.resolve()), digest=tree_digest(path.resolve()))
             values = {"task_name": name, "file_tree": _file_tree(path), "source_trial_name": ""}
             self._write(name, order, values, f"The task's files are in {INPUT}/task.")
         return names
@@ -209,18 +225,17 @@ class ReviewPlan:
         )
 
     def _write_trial(self, trial: SourceTrial) -> None:
-        result = _result(trial.directory)
+        result = find_result(trial.directory)
         task = task_directory(result, self.root) if result else None
         order = self._order(trial=trial.name, task=str(task) if task else None, digest=_result_digest(trial.directory))
-        where = [f"The trial's files are in {INPUT}/trial."]
-        where.append(
-            f"The task's files (instruction, tests, solution) are in {INPUT}/task. The agent saw neither tests nor "
-            "solution."
-            if task
-            else "The task's own files are not available."
-        )
-        where += _missing(trial.directory)
-        values = {"source_trial_name": trial.name, "task_name": trial.task, "task_section": where[1], "file_tree": ""}
+        about = "The task's own files are not available."
+        if task:
+            about = f"The task's files (instruction, tests, solution) are in {INPUT}/task. "
+            about += "The agent saw neither tests nor solution."
+        where = [f"The trial's files are in {INPUT}/trial.", about]
+        if not find_trajectories(trial.directory):
+            where.append("The trial has no trajectory, so no step can be cited: cite files and lines.")
+        values = {"source_trial_name": trial.name, "task_name": trial.task, "task_section": about, "file_tree": ""}
         self._write(trial.name, order, values, "\n".join(where))
 
     def _write(self, name: str, order: ReviewOrder, values: dict[str, str], where: str) -> None:
@@ -232,7 +247,7 @@ class ReviewPlan:
         self._put(directory / "instruction.md", self._instruction(order, values, where))
 
     def _instruction(self, order: ReviewOrder, values: dict[str, str], where: str) -> str:
-        guidance = self.rubric.guidance() if self.rubric else ""
+        guidance = as_list(self.rubric.criteria) if self.rubric else ""
         known = {
             "task_dir": f"{INPUT}/task",
             "trial_dir": f"{INPUT}/trial",
@@ -247,11 +262,17 @@ class ReviewPlan:
         if guidance and "{criteria_guidance}" not in self.prompt:
             parts.append(f"Criteria:\n{guidance}")
         if self.rubric and self.rubric.causes:
-            parts.append(f"Causes (choose the one that fits best):\n{self.rubric.cause_list()}")
-        schema = json.dumps(order.schema_model().model_json_schema(), separators=(",", ":"))
+            parts.append(f"Causes (choose the one that fits best):\n{as_list(self.rubric.causes)}")
+        schema = json.dumps(schema_of(order.kind, order.criteria, order.causes).model_json_schema())
         contract = fill_in(
             load_prompt("contract"),
-            {"where": where, "output": order.output, "schema": schema, "artifacts": ARTIFACTS, "input": INPUT},
+            {
+                "where": where,
+                "output": order.output,
+                "schema": schema,
+                "artifacts": ARTIFACTS,
+                "input": INPUT,
+            },
         )
         return "\n\n".join((*parts, contract.rstrip())) + "\n"
 
@@ -265,13 +286,6 @@ def refuse_links(root: Path, below: str) -> None:
             raise JobError(f"{path} is a link, so nothing is written there", code="job-files")
 
 
-def _result(directory: Path) -> TrialResult | None:
-    try:
-        return read_result(directory)
-    except JobError:
-        return None
-
-
 def _result_digest(directory: Path) -> str:
     """The digest of a trial's result, which is sealed last and has a random id; of its trajectory if it has none."""
     with Tree(directory.resolve()) as tree:
@@ -283,20 +297,45 @@ def _result_digest(directory: Path) -> str:
     return ""
 
 
-def _missing(directory: Path) -> list[str]:
-    """What the critic should know about a trial that lacks something."""
-    with Tree(directory.resolve()) as tree:
-        steps = [entry.path for entry in tree.listed("steps")]
-        names = ["agent/trajectory.json", *(f"{step}/agent/trajectory.json" for step in steps)]
-        if not any(tree.find(name) for name in names):
-            return ["The trial has no trajectory, so no step can be cited: cite files and lines."]
-    return []
-
-
 def _file_tree(path: Path) -> str:
     with Tree(path.resolve()) as tree:
         return "\n".join(entry.path for entry in tree.entries(limit=10_000) if entry.kind == "file")
 
 
-def _tree_digest(path: Path) -> str:
-    return tree_digest(path.resolve())
+def as_review(spec: TrialSpec) -> TrialSpec:
+    """The spec of a trial whose task is a review."""
+    order, root = read_order(spec.task), root_of(spec.task)
+    places = order.places(root)
+    mounts = tuple(Mount(f"{INPUT}/{name}", path, read_only=True) for name, path in places.items())
+    # Neighbours of the reviewed job are hidden too, unless they lie at the top of the machine.
+    jobs = (root, root.parent) if len(root.parent.parts) > 2 else (root,)
+    sandbox = replace(
+        spec.sandbox,
+        mounts=(*spec.sandbox.mounts, *mounts),
+        hidden=(*spec.sandbox.hidden, *jobs, *places.values()),
+    )
+    instruction = spec.task.steps[0].instruction.rstrip()
+
+    async def accept(sandbox: Sandbox, number: int) -> str | None:
+        problems = await _find_problems(sandbox, order, root)
+        if problems and number >= order.asks:
+            raise AgentError(
+                f"the review is not accepted after {number + 1} runs of the agent: {'; '.join(problems)}",
+                code="bad_review",
+            )
+        listed = "\n".join(f"- {problem}" for problem in problems)
+        return _AGAIN.format(instruction=instruction, output=order.output, problems=listed) if problems else None
+
+    return replace(spec, sandbox=sandbox, accept=accept)
+
+
+async def _find_problems(sandbox: Sandbox, order: ReviewOrder, root: Path) -> tuple[str, ...]:
+    try:
+        data = await sandbox.read_file(order.output, max_bytes=OUTPUT_LIMIT)
+    except FileNotFoundError:
+        return (f"there is no file {order.output}",)
+    except SandboxError as error:
+        if error.code not in ("not_regular", "too_large", "is_directory", "not_directory"):
+            raise
+        return (f"{order.output} is not a regular file of at most {OUTPUT_LIMIT >> 20} MB",)
+    return (await asyncio.to_thread(order.check, data, root)).problems

@@ -2,13 +2,15 @@
 
 A finding cites a step of the trial's trajectory, or a file with a line and perhaps a quote. What is cited is looked up
 in what the critic was shown, on the host: a step that the trajectory lacks, a line past the end of a file or a quote
-that is not there is a problem that the critic hears of. Nothing below is resolved through a link.
+that is not there is a problem that the critic is asked to correct. What is kept has one form: `file` begins with
+`trial/` or `task/`, a step names its trajectory there, and `line` is the line that holds the quote. Nothing below is
+resolved through a link.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeAlias
@@ -21,26 +23,27 @@ from pier.tree import Tree, TreeError
 INPUT = "/critique/input"
 """Where a critic finds what it reviews: `trial` and `task` below it, each read-only."""
 
+TRAJECTORY = "agent/trajectory.json"
 OUTPUT_LIMIT = 1 << 20
 _FILE_LIMIT = 64 << 20
 _PROBLEMS = 12
 _NEAR = 3
 """A quote may be this many lines away from the line that is cited."""
 
-Outcomes = Literal["pass", "fail", "not_applicable"]
-Severity = Literal["low", "medium", "high"]
 Schema: TypeAlias = type[BaseModel]
 
 
-class Evidence(BaseModel):
-    """Where a finding can be seen: a step of the trajectory (`step_id`), or a file and a line."""
-
+class _Part(BaseModel):
     model_config = ConfigDict(extra="ignore")
+
+
+class Evidence(_Part):
+    """Where a finding can be seen: a step of the trajectory (`step_id`), or a file and a line."""
 
     step: int | None = None
     file: str | None = Field(default=None, description="below trial/ or task/")
     line: int | None = Field(default=None, ge=1)
-    quote: str | None = Field(default=None, description="a few words of that line, as they are")
+    quote: str | None = Field(default=None, description="a few words of that step or line, as they are")
 
     @model_validator(mode="after")
     def _has_a_place(self) -> Evidence:
@@ -51,27 +54,24 @@ class Evidence(BaseModel):
     @property
     def place(self) -> str:
         """The place as text for people."""
-        if self.step is not None:
-            return f"step {self.step}" + (f" of {self.file}" if self.file else "")
-        return f"{self.file}:{self.line}" if self.line else str(self.file)
+        where = f"{self.file}:{self.line}" if self.line else str(self.file)
+        if self.step is None:
+            return where
+        return f"step {self.step}" + (f" of {where}" if self.file and where != f"trial/{TRAJECTORY}" else "")
 
 
-class CriterionAnswer(BaseModel):
+class CriterionAnswer(_Part):
     """The answer to one criterion."""
 
-    model_config = ConfigDict(extra="ignore")
-
-    outcome: Outcomes
+    outcome: Literal["pass", "fail", "not_applicable"]
     explanation: str = Field(min_length=1)
 
 
-class CritiqueFinding(BaseModel):
+class CritiqueFinding(_Part):
     """One thing that the critic found."""
 
-    model_config = ConfigDict(extra="ignore")
-
     criterion: str = ""
-    severity: Severity = "medium"
+    severity: Literal["low", "medium", "high"] = "medium"
     summary: str = Field(min_length=1)
     evidence: list[Evidence] = Field(min_length=1)
 
@@ -101,10 +101,6 @@ class AnalysisOutput(_Output):
     summary: str = Field(min_length=1)
 
 
-class TaskCheckOutput(_Output):
-    pass
-
-
 class JobAnalysisOutput(_Output):
     job_summary: str = Field(min_length=1)
 
@@ -113,7 +109,7 @@ Kind = Literal["critique", "analysis", "check", "job"]
 _MODELS: dict[Kind, Schema] = {
     "critique": CritiqueOutput,
     "analysis": AnalysisOutput,
-    "check": TaskCheckOutput,
+    "check": _Output,
     "job": JobAnalysisOutput,
 }
 OUTPUTS: dict[Kind, str] = {
@@ -135,13 +131,12 @@ def schema_of(kind: Kind, criteria: tuple[str, ...], causes: tuple[str, ...]) ->
         fields["checks"] = (create_model("Checks", **answers), ...)
     if causes:
         fields["cause"] = (Literal[causes], ...)
-    base = _MODELS[kind]
-    return create_model(base.__name__, __base__=base, **fields) if fields else base
+    return create_model("Review", __base__=_MODELS[kind], **fields)
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A critic's output: `value` with the cited paths in one form, or the reasons why it is not accepted."""
+    """A critic's output: `value` with its evidence in one form, or the reasons why it is not accepted."""
 
     value: dict[str, Any] | None = None
     problems: tuple[str, ...] = ()
@@ -151,20 +146,18 @@ def check_output(data: bytes, schema: Schema, places: Mapping[str, Path]) -> Che
     """Check what a critic wrote. `places` are the directories of this machine that it saw, by their names below
     `INPUT`."""
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        return Checked(problems=(f"it is not JSON: {error}",))
-    try:
-        output = schema.model_validate(value)
+        output = schema.model_validate(json.loads(data))
     except ValidationError as error:
         return Checked(problems=tuple(describe(error).split("; ")[:_PROBLEMS]))
+    except (ValueError, RecursionError) as error:
+        return Checked(problems=(f"it is not JSON: {error}",))
     assert isinstance(output, _Output)
     known = _Places(places)
     problems = [
         f"findings[{number}].evidence[{place}]: {problem}"
         for number, finding in enumerate(output.findings)
         for place, evidence in enumerate(finding.evidence)
-        if (problem := known.problem(evidence)) is not None
+        for problem in known.problems(evidence)
     ]
     if problems:
         return Checked(problems=tuple(problems[:_PROBLEMS]))
@@ -179,89 +172,112 @@ class _Places:
     """Looks up evidence in the directories that the critic saw."""
 
     places: Mapping[str, Path]
-    _steps: dict[str, frozenset[int]] = field(default_factory=dict)
-    _lines: dict[str, list[str] | None] = field(default_factory=dict)
+    _steps: dict[str, dict[int, str]] = field(default_factory=dict)
+    _lines: dict[str, list[str]] = field(default_factory=dict)
 
-    def problem(self, evidence: Evidence) -> str | None:
-        """Why the evidence does not hold; None if it does. Its file gets the form `trial/...` or `task/...`."""
+    def problems(self, evidence: Evidence) -> Iterator[str]:
+        """Why the evidence does not hold. Evidence that holds gets its one form."""
         if evidence.file:
             found = self._locate(evidence.file)
             if found is None:
-                return f"there is no file {evidence.file!r} below {INPUT}"
+                yield f"there is no file {evidence.file!r} below {INPUT}"
+                return
             evidence.file = found
         if evidence.step is not None:
-            return self._step_problem(evidence.step, evidence.file)
-        return self._line_problem(str(evidence.file), evidence.line, evidence.quote)
+            yield from self._step_problems(evidence, evidence.step)
+        elif evidence.line is not None or evidence.quote:
+            yield from self._line_problems(evidence, str(evidence.file))
 
     def _locate(self, file: str) -> str | None:
-        path = PurePosixPath(file.removeprefix(f"{INPUT}/").removeprefix("./"))
-        if path.is_absolute() or ".." in path.parts or "\0" in file:
+        path = PurePosixPath(file.removeprefix(f"{INPUT}/"))
+        if path.is_absolute() or ".." in path.parts or "\0" in file or not path.parts:
             return None
-        named = bool(path.parts) and path.parts[0] in self.places
-        for name in (str(path),) if named else (f"{place}/{path}" for place in self.places):
-            if self._kind(name) == "file":
-                return name
-        return None
+        names = [str(path)] if path.parts[0] in self.places else [f"{place}/{path}" for place in self.places]
+        return next((name for name in names if self._is_file(name)), None)
 
-    def _kind(self, name: str) -> str | None:
+    def _is_file(self, name: str) -> bool:
         place, _, inside = name.partition("/")
         try:
             with Tree(self.places[place].resolve()) as tree:
                 found = tree.find(inside) if inside else None
         except OSError:
-            return None
-        return found.kind if found else None
+            return False
+        return found is not None and found.kind == "file"
 
-    def _step_problem(self, step: int, file: str | None) -> str | None:
-        files = [file] if file and file.endswith("trajectory.json") else self._trajectories()
+    def _step_problems(self, evidence: Evidence, step: int) -> Iterator[str]:
+        named = evidence.file if (evidence.file or "").endswith("trajectory.json") else None
+        files = [named] if named else self._trajectories()
+        holding = [name for name in files if step in self._steps_of(name)]
         if not files:
-            return f"step {step} does not exist: the trial has no trajectory, so cite a file and a line"
-        if any(step in self._steps_of(name) for name in files):
-            return None
-        known = sorted(set().union(*(self._steps_of(name) for name in files)))
-        range_ = f"{known[0]} to {known[-1]}" if known else "none"
-        return f"step {step} does not exist: the steps of {', '.join(files)} are {range_}"
+            yield f"step {step} does not exist: the trial has no trajectory, so cite a file and a line"
+        elif not holding:
+            known = sorted(set().union(*(self._steps_of(name) for name in files)))
+            steps = f"{known[0]} to {known[-1]}" if known else "none"
+            yield f"step {step} does not exist: the steps of {', '.join(files)} are {steps}"
+        elif quoting := [name for name in holding if _plain(evidence.quote or "") in self._steps_of(name)[step]]:
+            evidence.file, evidence.line = quoting[0], None
+        else:
+            yield f"the quote {str(evidence.quote)[:80]!r} is not in step {step} of {', '.join(holding)}"
 
     def _trajectories(self) -> list[str]:
         if "trial" not in self.places:
             return []
-        with Tree(self.places["trial"].resolve()) as tree:
-            names = ["agent/trajectory.json", *(f"{e.path}/agent/trajectory.json" for e in tree.listed("steps"))]
-            return [f"trial/{name}" for name in names if (found := tree.find(name)) and found.kind == "file"]
+        return [f"trial/{name}" for name in find_trajectories(self.places["trial"])]
 
-    def _steps_of(self, name: str) -> frozenset[int]:
+    def _steps_of(self, name: str) -> dict[int, str]:
+        """The texts of a trajectory's steps, as they are and as JSON writes them."""
         if name not in self._steps:
             try:
-                steps = json.loads(self._read(name))["steps"]
-                self._steps[name] = frozenset(
-                    step.get("step_id", number) for number, step in enumerate(steps, 1) if isinstance(step, dict)
-                )
+                steps = enumerate(json.loads(self._read(name))["steps"], 1)
+                rows = [(step.get("step_id", number), step) for number, step in steps if isinstance(step, dict)]
+                self._steps[name] = {
+                    number: _plain(" ".join((*_texts(step), json.dumps(step))))
+                    for number, step in rows
+                    if isinstance(number, int)
+                }
             except (OSError, TreeError, ValueError, TypeError, KeyError, RecursionError):
-                self._steps[name] = frozenset()
+                self._steps[name] = {}
         return self._steps[name]
 
-    def _line_problem(self, name: str, line: int | None, quote: str | None) -> str | None:
-        if line is None and quote is None:
-            return None
+    def _line_problems(self, evidence: Evidence, name: str) -> Iterator[str]:
         if name not in self._lines:
             try:
                 self._lines[name] = self._read(name).decode(errors="replace").split("\n")
             except (OSError, TreeError):
-                self._lines[name] = None
-        lines = self._lines[name]
-        if lines is None:
-            return f"{name} cannot be read or has more than {_FILE_LIMIT >> 20} MB"
+                yield f"{name} cannot be read or has more than {_FILE_LIMIT >> 20} MB"
+                return
+        lines, line, quote = self._lines[name], evidence.line, _plain(evidence.quote or "")
         if line is not None and line > len(lines):
-            return f"{name} has {len(lines)} lines, so there is no line {line}"
-        near = lines if line is None else lines[max(line - 1 - _NEAR, 0) : line + _NEAR]
-        if quote and _plain(quote) not in _plain("\n".join(near)):
-            return f"the quote {quote[:80]!r} is not in {name}" + (f" near line {line}" if line else "")
-        return None
+            yield f"{name} has {len(lines)} lines, so there is no line {line}"
+            return
+        start, end = (0, len(lines)) if line is None else (max(line - 1 - _NEAR, 0), line + _NEAR)
+        holding = [number for number, text in enumerate(lines[start:end], start + 1) if quote in _plain(text)]
+        if holding and quote:
+            evidence.line = min(holding, key=lambda number: abs(number - (line or 0)))
+        elif quote not in _plain("\n".join(lines[start:end])):
+            where = f" near line {line}" if line else ""
+            yield f"the quote {str(evidence.quote)[:80]!r} is not in {name}{where}"
 
     def _read(self, name: str) -> bytes:
         place, _, inside = name.partition("/")
         with Tree(self.places[place].resolve()) as tree:
             return tree.read(inside, _FILE_LIMIT)
+
+
+def find_trajectories(trial: Path) -> list[str]:
+    """The trajectories of a trial: its own, and those of its steps."""
+    with Tree(trial.resolve()) as tree:
+        names = [TRAJECTORY, *(f"{entry.path}/{TRAJECTORY}" for entry in tree.listed("steps"))]
+        return [name for name in names if (found := tree.find(name)) and found.kind == "file"]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
 
 
 def _plain(text: str) -> str:

@@ -7,10 +7,11 @@ A rubric is a TOML, YAML or JSON file in Harbor's form: `[[criteria]]` with name
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tomllib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ CRITIQUE_RUBRICS = ("reward", "reward-hacking", "environment", "trajectory", "pa
 """The rubrics of a critique, unless others are asked for."""
 
 _KEY = r"^[A-Za-z_][A-Za-z0-9_]{0,63}$"
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 class Criterion(BaseModel):
@@ -57,17 +59,11 @@ class ReviewRubric(BaseModel):
     def names(self) -> list[str]:
         return [criterion.name for criterion in self.criteria]
 
-    def guidance(self) -> str:
-        """The criteria as a prompt shows them."""
-        return "\n".join(_line(criterion) for criterion in self.criteria)
 
-    def cause_list(self) -> str:
-        return "\n".join(_line(cause) for cause in self.causes)
-
-
-def _line(criterion: Criterion) -> str:
-    text = " ".join(part for part in (criterion.description, criterion.guidance) if part)
-    return f"- {criterion.name}: {text}" if text else f"- {criterion.name}"
+def as_list(criteria: Iterable[Criterion]) -> str:
+    """Criteria or causes as a prompt shows them."""
+    texts = (f"- {each.name}: {each.description} {each.guidance}" for each in criteria)
+    return "\n".join(text.rstrip(" :") for text in texts)
 
 
 def built_in_rubrics() -> list[str]:
@@ -88,7 +84,7 @@ def load_rubric(*sources: str | Path) -> ReviewRubric:
 
 
 def _load(source: Path) -> ReviewRubric:
-    path = RUBRICS / f"{source}.toml" if source.parent == Path() and str(source) in built_in_rubrics() else source
+    path = RUBRICS / f"{source}.toml" if str(source) in built_in_rubrics() else source
     if not path.is_file():
         known = ", ".join(built_in_rubrics())
         raise UsageError(f"invalid value {str(source)!r} for --rubric: expected a file or one of {known}")
@@ -112,14 +108,12 @@ def _parse(path: Path) -> Any:
     raise UsageError(f"invalid value {str(path)!r} for --rubric: expected a .toml, .yaml or .json file")
 
 
-def load_prompt(source: str | Path) -> str:
-    """The text of a prompt: of a file, or of a built-in one by its name."""
-    built_in = PROMPTS / f"{source}.md"
-    path = built_in if isinstance(source, str) and built_in.is_file() else Path(source)
+def load_prompt(name: str, given: str | None = None) -> str:
+    """The text of a prompt: of the file that a user gave, else of the built-in one."""
     try:
-        return path.read_text(encoding="utf-8")
+        return (Path(given) if given else PROMPTS / f"{name}.md").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"invalid value {str(source)!r} for --prompt: cannot be read: {error}") from error
+        raise UsageError(f"invalid value {given!r} for --prompt: cannot be read: {error}") from error
 
 
 def copy_files(directory: Path) -> list[Path]:
@@ -135,18 +129,6 @@ def copy_files(directory: Path) -> list[Path]:
     return written
 
 
-def fill_in(template: str, values: dict[str, str]) -> str:
+def fill_in(template: str, values: Mapping[str, str]) -> str:
     """A prompt with its placeholders filled in. Values are not looked at again, so no text of a trial is a template."""
-    parts, rest = [], template
-    while rest:
-        place, key = _first(rest, values)
-        if place < 0:
-            break
-        parts += [rest[:place], values[key]]
-        rest = rest[place + len(key) + 2 :]
-    return "".join((*parts, rest))
-
-
-def _first(text: str, keys: Iterable[str]) -> tuple[int, str]:
-    found = [(text.find(f"{{{key}}}"), key) for key in keys]
-    return min((each for each in found if each[0] >= 0), default=(-1, ""))
+    return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), template)

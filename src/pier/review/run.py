@@ -21,10 +21,13 @@ from pier.job.config import AgentConfig, DatasetConfig, JobConfig
 from pier.job.runner import Wanted
 from pier.job.view import JobView, TrialRow
 from pier.review.order import REVIEWS, ReviewOrder, ReviewPlan, read_order
-from pier.review.output import OUTPUT_LIMIT, OUTPUTS, check_output
+from pier.review.output import OUTPUT_LIMIT, OUTPUTS, Kind
+from pier.review.read import total_cost
+from pier.review.rubric import ReviewRubric
+from pier.review.source import find_result
 from pier.task import load_task
 from pier.tree import Tree, TreeError
-from pier.trial.result import TrialResult, read_result
+from pier.trial.result import TrialResult
 from pier.verifier.changes import ARTIFACTS
 
 DEFAULT_AGENT = "mini-swe-agent"
@@ -32,17 +35,29 @@ SMALL_MODEL = "anthropic/claude-haiku-4-5"
 GOOD_MODEL = "anthropic/claude-sonnet-4-5"
 ALIASES = {"haiku": SMALL_MODEL, "sonnet": GOOD_MODEL, "opus": "anthropic/claude-opus-4-5"}
 """Names of models that Harbor's and datacurve's commands take."""
-
-
 _NAME = re.compile(r"\d{4}-\d\d-\d\d__\d\d-\d\d-\d\d")
 
 
-def new_name(prefix: str = "") -> str:
-    """A name for a run, in the form of job names."""
-    return prefix + datetime.now().strftime("%Y-%m-%d__%H-%M-%S")
+@dataclass(frozen=True, slots=True)
+class ReviewOptions:
+    """How to review: the settings of the review's job, the name of the run, whether to replace one of that name, and
+    how often to ask again for valid output."""
+
+    config: JobConfig
+    env: Mapping[str, str]
+    show: Show
+    name: str | None = None
+    overwrite: bool = False
+    asks: int = 2
+
+    def plan(self, kind: Kind, root: Path, prompt: str, rubric: ReviewRubric | None, *, prefix: str = "") -> ReviewPlan:
+        """A plan under the name that was given, of an interrupted run with this prompt, or a new one."""
+        name = self.name or _unfinished_run(root, prompt, prefix)
+        name = name or prefix + datetime.now().strftime("%Y-%m-%d__%H-%M-%S")
+        return ReviewPlan(kind, root, name, prompt, rubric, self.asks, self.overwrite)
 
 
-def unfinished_run(root: Path, prompt: str, prefix: str = "") -> str | None:
+def _unfinished_run(root: Path, prompt: str, prefix: str) -> str | None:
     """The newest run below `root` that was interrupted and has this prompt, so that the same command continues it."""
     place = root / REVIEWS
     for path in sorted(place.iterdir(), reverse=True) if place.is_dir() else ():
@@ -55,7 +70,7 @@ def unfinished_run(root: Path, prompt: str, prefix: str = "") -> str | None:
     return None
 
 
-def review_config(given: JobConfig, plan: ReviewPlan, model: str) -> JobConfig:
+def _review_config(given: JobConfig, plan: ReviewPlan, model: str) -> JobConfig:
     """The job of a review: the user's settings for agents, models, limits and sandboxes, and the plan's tasks. `model`
     is used if none is given."""
     config = given.model_copy(deep=True)
@@ -121,8 +136,20 @@ class ReviewRun:
 
     @property
     def cost_usd(self) -> float | None:
-        known = [review.cost_usd for review in self.reviews]
-        return None if any(cost is None for cost in known) else sum(cost or 0.0 for cost in known)
+        return total_cost(review.cost_usd for review in self.reviews)
+
+    def by_critic(self) -> dict[str, list[Review]]:
+        """The reviews by the name of their published run: the run's own if it has one critic with one attempt, else
+        with the number of the critic and of the attempt."""
+        agents = {review.agent for review in self.reviews}
+        attempts = {review.row.attempt for review in self.reviews}
+        found: dict[str, list[Review]] = {}
+        for review in self.reviews:
+            name = self.plan.run
+            name += f".{review.agent + 1}" if len(agents) > 1 else ""
+            name += f".k{review.row.attempt}" if len(attempts) > 1 else ""
+            found.setdefault(name, []).append(review)
+        return found
 
     def about(self, review: Review) -> dict[str, Any]:
         """What each result keeps about its making."""
@@ -141,11 +168,11 @@ class ReviewRun:
         }
 
 
-def run_review(plan: ReviewPlan, given: JobConfig, env: Mapping[str, str], show: Show, *, model: str) -> ReviewRun:
+def run_review(plan: ReviewPlan, options: ReviewOptions, *, model: str) -> ReviewRun:
     """Run the tasks of a plan, which are written already, or go on with them."""
-    config = review_config(given, plan, model)
+    config = _review_config(options.config, plan, model)
     try:
-        _, code = run_without_report(config, env, show, again=Wanted(kind="errored"))
+        _, code = run_without_report(config, options.env, options.show, again=Wanted(kind="errored"))
     except UsageError as error:
         if plan.kind in ("check", "analysis") and error.code == "provider-key-missing":
             error.hint = f"{error.hint}, or leave out the model: --no-model"
@@ -158,15 +185,9 @@ def run_review(plan: ReviewPlan, given: JobConfig, env: Mapping[str, str], show:
             hint="choose another --name, or add --overwrite",
             code=error.code,
         ) from error
-    return read_run(plan, code)
-
-
-def read_run(plan: ReviewPlan, code: int = 0) -> ReviewRun:
-    """What there is of a run."""
     view = JobView.open(plan.job)
-    config = view.config or {}
     reviews = tuple(_reviews(plan, view))
-    return ReviewRun(plan, config, code, reviews, view.created_at, view.finished_at, view.id)
+    return ReviewRun(plan, view.config or {}, code, reviews, view.created_at, view.finished_at, view.id)
 
 
 def _reviews(plan: ReviewPlan, view: JobView) -> Iterator[Review]:
@@ -175,9 +196,7 @@ def _reviews(plan: ReviewPlan, view: JobView) -> Iterator[Review]:
         agent = agents.setdefault(f"{row.agent}\0{row.model}", len(agents))
         order = read_order(load_task(plan.tasks_dir / row.task, verify=False))
         directory = plan.job / row.name
-        result = None
-        with contextlib.suppress(JobError):
-            result = read_result(directory) if row.outcome is not None else None
+        result = find_result(directory) if row.outcome is not None else None
         value, problems = _value(directory, order, plan.root) if result else (None, ())
         yield Review(row.task, row, directory, agent, order, result, value, problems)
 
@@ -190,19 +209,5 @@ def _value(directory: Path, order: ReviewOrder, root: Path) -> tuple[dict[str, A
             data = tree.read(name, OUTPUT_LIMIT)
     except (OSError, TreeError) as error:
         return None, (f"{name}: {error}",)
-    checked = check_output(data, order.schema_model(), order.places(root))
+    checked = order.check(data, root)
     return checked.value, checked.problems
-
-
-def by_critic(run: ReviewRun) -> dict[str, list[Review]]:
-    """The reviews of a run by the name of their published run: the run's own if it has one critic with one attempt,
-    else with the number of the critic and of the attempt."""
-    agents = {review.agent for review in run.reviews}
-    attempts = {review.row.attempt for review in run.reviews}
-    found: dict[str, list[Review]] = {}
-    for review in run.reviews:
-        name = run.plan.run
-        name += f".{review.agent + 1}" if len(agents) > 1 else ""
-        name += f".k{review.row.attempt}" if len(attempts) > 1 else ""
-        found.setdefault(name, []).append(review)
-    return found

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pier.review.analyze import Analysis
 from pier.review.causes import PASSED, CauseGroup
-from pier.review.output import Evidence
+from pier.review.output import CriterionAnswer, CritiqueFinding
 from pier.review.read import Agreement, Critique, CritiqueRun
 from pier.trial.record import printable
 
@@ -25,7 +26,16 @@ def cost_text(cost: float | None) -> str:
     return "unknown" if cost is None else f"${cost:.4f}"
 
 
-def run_lines(run: CritiqueRun) -> list[str]:
+def _first(names: Sequence[str], number: int = _EXAMPLES) -> str:
+    return ", ".join(names[:number]) + (", ..." if len(names) > number else "")
+
+
+def runs_lines(runs: Iterable[CritiqueRun]) -> list[str]:
+    """Several runs."""
+    return [line for run in runs for line in _run_lines(run)]
+
+
+def _run_lines(run: CritiqueRun) -> list[str]:
     """One run: ratings, answers to each criterion, tags, and what failed."""
     done = [each for each in run.critiques if each.status == "completed"]
     ratings = Counter(each.rating for each in done)
@@ -56,9 +66,8 @@ def _answers(critiques: Sequence[Critique]) -> list[str]:
         answers = [(each.trial, each.checks[name].outcome) for each in critiques if name in each.checks]
         count = Counter(outcome for _, outcome in answers)
         failed = [trial for trial, outcome in answers if outcome == "fail"]
-        examples = ", ".join(failed[:_EXAMPLES]) + (", ..." if len(failed) > _EXAMPLES else "")
-        row = f"  {name:<{width}}  {count['pass']:>4}  {count['fail']:>4}  {count['not_applicable']:>4}  {examples}"
-        lines.append(printable(row.rstrip()))
+        counts = "".join(f"  {count[outcome]:>4}" for outcome in ("pass", "fail", "not_applicable"))
+        lines.append(printable(f"  {name:<{width}}{counts}  {_first(failed)}".rstrip()))
     return lines
 
 
@@ -71,27 +80,45 @@ def critique_lines(critique: Critique) -> list[str]:
     lines += lines_of(critique.feedback or "", "  ")
     if critique.tags:
         lines.append(printable(f"  tags: {', '.join(critique.tags)}"))
-    for name, check in critique.checks.items():
-        lines.append(printable(f"  {check.outcome:<14} {name}: {check.explanation}"))
-    for finding in critique.findings:
-        about = f"{finding.criterion}: " if finding.criterion else ""
-        lines.append(printable(f"  [{finding.severity}] {about}{finding.summary}"))
-        for evidence in finding.evidence:
-            quote = f": {evidence.quote}" if evidence.quote else ""
-            lines.append(printable(f"      {evidence.place}{quote}"))
+    lines += _review_lines(critique.checks, critique.findings)
     lines.append(f"  cost {cost_text(critique.cost_usd)}, files {critique.directory}")
     return lines
 
 
+def _review_lines(checks: Mapping[str, CriterionAnswer], findings: Iterable[CritiqueFinding]) -> Iterator[str]:
+    """The answers to criteria, and the findings with their evidence."""
+    for name, check in checks.items():
+        yield printable(f"  {check.outcome:<14} {name}: {check.explanation}")
+    for finding in findings:
+        about = f"{finding.criterion}: " if finding.criterion else ""
+        yield printable(f"  [{finding.severity}] {about}{finding.summary}")
+        for evidence in finding.evidence:
+            yield printable(f"      {evidence.place}" + (f": {evidence.quote}" if evidence.quote else ""))
+
+
+def analysis_lines(found: Analysis) -> list[str]:
+    """Why trials failed, as a model sees it."""
+    lines: list[str] = []
+    if found.job:
+        lines += [*lines_of(found.job["job_summary"]), "", *counted_lines(found.job["causes"])]
+    else:
+        for each in found.analyses:
+            lines += lines_of(f"{each['trial_name']}: {each.get('cause') or ''}") + lines_of(each["summary"], "  ")
+    if found.agreement:
+        lines += agreement_lines(found.agreement)
+    for name, reason in found.failed.items():
+        lines += lines_of(f"no analysis of {name}: {reason[:200]}")
+    return [*lines, f"cost {cost_text(found.cost_usd)}"]
+
+
 def agreement_lines(found: Agreement) -> list[str]:
     """How far critics agree."""
-    if found.rating is None:
+    if not found.n_trials:
         return ["no trial was reviewed by two of these critics"]
-    lines = [f"agreement of {len(found.runs)} critics over {found.n_trials} trials: rating {found.rating:.0%}"]
-    lines += [printable(f"  {name}: {share:.0%}") for name, share in found.by_criterion.items()]
+    lines = [f"agreement of {len(found.critics)} critics over {found.n_trials} trials:"]
+    lines += [printable(f"  {name}: {share:.0%}") for name, share in found.shares.items()]
     if found.disputed:
-        names = ", ".join(found.disputed[:10]) + (", ..." if len(found.disputed) > 10 else "")
-        lines.append(printable(f"  disputed ({len(found.disputed)}): {names}"))
+        lines.append(printable(f"  disputed ({len(found.disputed)}): {_first(found.disputed, 10)}"))
     return lines
 
 
@@ -101,21 +128,18 @@ def cause_lines(groups: Sequence[CauseGroup]) -> list[str]:
     passed = sum(len(group.trials) for group in groups if group.key == PASSED)
     lines = [f"{total} trials, {passed} passed"]
     for group in groups:
-        examples = ", ".join(group.trials[:_EXAMPLES]) + (", ..." if len(group.trials) > _EXAMPLES else "")
         blame = f" (blame: {group.blame})" if group.blame != "none" else ""
         lines.append(printable(f"{len(group.trials):>6}  {group.key[:_WIDTH]}{blame}"))
         if group.key != PASSED:
             lines.append(printable(f"        {group.text[: 2 * _WIDTH]}"))
-            lines.append(printable(f"        {group.tasks} tasks; e.g. {examples}"))
+            lines.append(printable(f"        {group.tasks} tasks; e.g. {_first(group.trials)}"))
         lines += [printable(f"        {count} x {sign[:_WIDTH]}") for sign, count in group.signs]
     return lines
 
 
 def counted_lines(causes: Iterable[dict[str, Any]]) -> list[str]:
     """Causes that a model named."""
-    return [
-        printable(f"{row['count']:>6}  {row['cause']}  e.g. {', '.join(row['trials'][:_EXAMPLES])}") for row in causes
-    ]
+    return [printable(f"{row['count']:>6}  {row['cause']}  e.g. {_first(row['trials'])}") for row in causes]
 
 
 def check_lines(report: dict[str, dict[str, Any]]) -> list[str]:
@@ -131,12 +155,12 @@ def check_lines(report: dict[str, dict[str, Any]]) -> list[str]:
         review = row["review"] or {}
         if review.get("error"):
             lines += lines_of(f"no review: {review['error']}", "  ")
-        for name, answer in (review.get("checks") or {}).items():
-            lines.append(printable(f"  {answer['outcome']:<14} {name}: {answer['explanation']}"))
-        for finding in review.get("findings") or ():
-            places = ", ".join(Evidence.model_validate(each).place for each in finding["evidence"])
-            lines.append(printable(f"  [{finding['severity']}] {finding['summary']} ({places})"))
-        if not row["problems"] and not review.get("checks"):
+        checks = {name: CriterionAnswer(**answer) for name, answer in (review.get("checks") or {}).items()}
+        lines += _review_lines(checks, [CritiqueFinding(**each) for each in review.get("findings") or ()])
+        shares = [f"{name} {share:.0%}" for name, share in (review.get("agreement") or {}).items() if name in checks]
+        if shares:
+            lines.append(f"  agreement of {len(review['answers'])} answers: {', '.join(shares)}")
+        if not row["problems"] and not checks:
             lines.append("  no problems found")
     return lines
 
@@ -149,7 +173,3 @@ def has_failures(report: dict[str, dict[str, Any]]) -> bool:
         or any(answer["outcome"] == "fail" for answer in ((row["review"] or {}).get("checks") or {}).values())
         for row in report.values()
     )
-
-
-def as_json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ from typing import Literal
 
 from pier.errors import JobError, TaskError, UsageError
 from pier.home import private_directories
-from pier.job.outcome import Outcome
+from pier.job.ledger import Outcome
 from pier.job.view import JobView, TrialView
 from pier.task import load_task
 from pier.tree import Tree
-from pier.trial.result import TrialResult
+from pier.trial.result import TrialResult, read_result
 
 WORKSPACE_TRIALS = ".pier/trials"
 """Where a workspace keeps its trials."""
@@ -166,6 +167,13 @@ def _directory_of_trials(root: Path) -> Source:
 
 def _from_view(directory: Path, view: TrialView) -> SourceTrial:
     return SourceTrial(directory.name, directory, view.task, view.agent, view.model, view.outcome)
+
+
+def find_result(directory: Path) -> TrialResult | None:
+    """The result of a trial; None if it has none that can be read."""
+    with contextlib.suppress(JobError):
+        return read_result(directory)
+    return None
 
 
 def task_directory(result: TrialResult, root: Path) -> Path | None:

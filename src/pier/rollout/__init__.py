@@ -13,20 +13,21 @@ if TYPE_CHECKING:
     from pier.rollout.client import ClientConfig
     from pier.rollout.dataset import RolloutDataset
     from pier.rollout.env import CliAgentEnv
+    from pier.rollout.environment import MultiTurnEnv
     from pier.rollout.environment import RolloutEnvironment as Environment
-    from pier.rollout.faults import (
+    from pier.rollout.modules import load_environment
+    from pier.rollout.rubric import Rubric, RubricGroup, cleanup, stop, teardown
+    from pier.rollout.state import (
+        ChatMessage,
         Error,
+        Messages,
         ModelError,
         SandboxCreationError,
         SandboxNotReadyError,
         SandboxSetupError,
+        State,
         TunnelError,
     )
-    from pier.rollout.marks import cleanup, stop, teardown
-    from pier.rollout.modules import load_environment
-    from pier.rollout.multi_turn import MultiTurnEnv
-    from pier.rollout.rubric import Rubric, RubricGroup
-    from pier.rollout.state import ChatMessage, Messages, State
 
 _HOMES = {
     "pier.errors": "AgentError InfraError SandboxError",
@@ -34,13 +35,11 @@ _HOMES = {
     "pier.rollout.client": "ClientConfig",
     "pier.rollout.dataset": "RolloutDataset",
     "pier.rollout.env": "CliAgentEnv",
-    "pier.rollout.multi_turn": "MultiTurnEnv",
-    "pier.rollout.environment": "Environment",
-    "pier.rollout.faults": "Error ModelError SandboxCreationError SandboxNotReadyError SandboxSetupError TunnelError",
-    "pier.rollout.marks": "cleanup stop teardown",
+    "pier.rollout.environment": "Environment MultiTurnEnv",
     "pier.rollout.modules": "load_environment",
-    "pier.rollout.rubric": "Rubric RubricGroup",
-    "pier.rollout.state": "ChatMessage Messages State",
+    "pier.rollout.rubric": "Rubric RubricGroup cleanup stop teardown",
+    "pier.rollout.state": "ChatMessage Messages State Error ModelError SandboxCreationError SandboxNotReadyError "
+    "SandboxSetupError TunnelError",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _RENAMED = {"Environment": "RolloutEnvironment"}

@@ -16,9 +16,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pier.agent.contract import PACK_PATH
+from pier.agent.contract import PACK_PATH, pack_spec
 from pier.agent.pack.store import ensure_pack
-from pier.agent.registry import pack_spec
 from pier.errors import AgentError, ArgumentError, PierError, SandboxError, UsageError
 from pier.gateway.budget import Budget
 from pier.gateway.server import Gateway
@@ -27,13 +26,19 @@ from pier.image.model import Image
 from pier.lease import Lease, sweep
 from pier.network.policy import NetworkPolicy
 from pier.rollout.client import ModelSource
-from pier.rollout.faults import SandboxCreationError, SandboxSetupError, TunnelError
-from pier.rollout.marks import cleanup, stop
-from pier.rollout.multi_turn import MultiTurnEnv
-from pier.rollout.rubric import Rubric
+from pier.rollout.environment import MultiTurnEnv
+from pier.rollout.rubric import Rubric, cleanup, stop
 from pier.rollout.sandboxes import BackgroundJob, SandboxClient
-from pier.rollout.state import AttributeDict, Messages, State
-from pier.rollout.turns import TurnLog, sampling_of
+from pier.rollout.state import (
+    AttributeDict,
+    Messages,
+    SandboxCreationError,
+    SandboxSetupError,
+    State,
+    TunnelError,
+    TurnLog,
+    sampling_of,
+)
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend, Limits, Listener, Mount, Sandbox, SandboxSpec
 from pier.sandbox.opening import find_image

@@ -2,7 +2,8 @@
 
 `evaluate`, `generate` and their results have the shape that users of `verifiers` know: `{"outputs": [...], "metadata":
 {...}}`. The rollouts of one example are scored together once all of them are there. A rollout whose error is not the
-agent's is run again up to `max_retries` times, alone; if it stays so, it has no reward.
+agent's is run again up to `max_retries` times, alone; if it stays so, it has no reward. Whatever a rollout or a hook of
+the user's raises ends up in the state's `error`; other rollouts go on.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from typing import Any
 from pier.errors import PierError, UsageError
 from pier.rollout.client import ModelSource, sources_of
 from pier.rollout.dataset import RolloutDataset, Row, as_dataset, with_prompts
-from pier.rollout.marks import call_named, marked
 from pier.rollout.results import Output, Results, ResultsHeader, default_path, output_of
-from pier.rollout.rubric import Rubric, RubricGroup
-from pier.rollout.state import RolloutTiming, State, TimeSpan, as_messages
+from pier.rollout.rubric import Rubric, RubricGroup, call_named, marked, stop
+from pier.rollout.state import AttributeDict, RolloutTiming, SandboxNotReadyError, State, TimeSpan, as_messages
 
 DatasetSource = Any
 """Rows, a dataset, or a function that gives one."""
@@ -274,7 +274,7 @@ class RolloutEnvironment(ABC):
             groups[index if plan.independent else row["example_id"]].append(row)
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(self._group(group, _with_source(plan, sources[index % len(sources)])))
+                tasks.create_task(self._group(group, replace(plan, source=sources[index % len(sources)])))
                 for index, group in enumerate(groups.values())
             ]
             try:
@@ -360,10 +360,6 @@ def _passing(error: PierError) -> bool:
     return error.retryable and error.blame in ("infra", "provider")
 
 
-def _with_source(plan: RolloutPlan, source: ModelSource) -> RolloutPlan:
-    return replace(plan, source=source)
-
-
 def _left(rows: list[Row], done: list[Output]) -> list[Row]:
     counts = Counter(row["example_id"] for row in done)
     left = []
@@ -395,3 +391,94 @@ def _run(make: Callable[[], Any]) -> Any:
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: asyncio.run(make())).result()
+
+
+class MultiTurnEnv(RolloutEnvironment):
+    """An environment whose rollouts have turns: how many there may be, how long they may take, and what stops them."""
+
+    def __init__(self, max_turns: int = -1, timeout_seconds: float | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.max_turns = max_turns
+        self.timeout_seconds = timeout_seconds
+        self.max_total_completion_tokens = getattr(self, "max_total_completion_tokens", -1)
+        self.add_rubric(Rubric(funcs=[num_turns], weights=[0.0]))
+
+    @stop(priority=100)
+    async def has_error(self, state: State) -> bool:
+        return state.get("error") is not None
+
+    @stop
+    async def prompt_too_long(self, state: State) -> bool:
+        return bool(state.get("prompt_too_long"))
+
+    @stop
+    async def has_final_env_response(self, state: State) -> bool:
+        return state.get("final_env_response") is not None
+
+    def mark_timed_out(self, state: State) -> None:
+        state["timed_out"] = state["agent_timed_out"] = True
+        state["is_completed"] = True
+        state["stop_condition"] = "timeout_reached"
+
+    async def setup_state(self, state: State) -> State | None:
+        """Prepare a rollout; what is returned takes the place of the state."""
+        return state
+
+    async def play(self, state: State) -> None:
+        """Go on until the rollout is over."""
+        raise NotImplementedError
+
+    async def add_trajectory_step(self, state: State, trajectory_step: AttributeDict) -> None:
+        """Called with each turn; override to set rewards of steps or `extras`."""
+        state["trajectory"].append(trajectory_step)
+
+    async def rollout(
+        self, input: Row, client: Any, model: str, sampling_args: Mapping[str, Any] | None = None
+    ) -> State:
+        state = await self.init_state(input, client, model, sampling_args)
+        timing = state["timing"]
+        timing.generation.start = timing.setup.start = time.time()
+        async with self.running():
+            try:
+                await self._within_time(state)
+            except PierError as error:
+                state["error"] = state.get("error") or error
+            except Exception as error:  # noqa: BLE001 - hooks are the user's; the rollout reports what they raise
+                failed = PierError(f"the rollout failed: {type(error).__name__}: {error}", code="rollout", blame="user")
+                failed.__cause__ = error
+                state["error"] = state.get("error") or failed
+            except asyncio.CancelledError:
+                await asyncio.shield(self._end(state))
+                raise
+            await asyncio.shield(self._end(state))
+        return state
+
+    async def _within_time(self, state: State) -> None:
+        clock = asyncio.timeout(self.timeout_seconds)
+        try:
+            async with clock:
+                await self.setup_state(state)
+                state["timing"].setup.end = time.time()
+                await self.play(state)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            if not state["timing"].setup.end:
+                seconds = f"{self.timeout_seconds:g} s"
+                raise SandboxNotReadyError(f"the rollout was not set up within {seconds}") from None
+            self.mark_timed_out(state)
+
+    async def _end(self, state: State) -> None:
+        """Clean up; what goes wrong in that is the rollout's error unless it has one."""
+        state["timing"].generation.end = time.time()
+        try:
+            await self.is_completed(state)
+            await self.cleanup(state)
+        except Exception as error:
+            said = f"the rollout's clean-up failed: {type(error).__name__}: {error}"
+            state["error"] = state.get("error") or PierError(said, code="rollout", blame="user")
+            self.logger.exception("clean-up of a rollout failed")
+
+
+async def num_turns(state: State) -> int:
+    return len(state["trajectory"])

@@ -20,19 +20,24 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from pier.errors import SandboxError, UsageError
+from aiohttp import ClientSession, ClientTimeout
+
+from pier.errors import ProviderError, SandboxError, UsageError
 from pier.gateway import Gateway
-from pier.gateway.policy import Policy, begin, checked, for_session
+from pier.gateway.policy import Policy, Upstream, begin, checked, for_session, version_of
+from pier.gateway.providers import Provider
 from pier.image.model import Image
 from pier.redact import Redactor
 from pier.rollout.rollouts import KINDS, POLICY, Group, Rollout, RolloutPart
 from pier.rollout.samples import SampleBuilder, origin_of
 from pier.sandbox.contract import Sandbox
 from pier.task import load_task
+from pier.trajectory.lineage import Generation
 from pier.trial.result import TrialResult
 from pier.trial.run import run_trial, trial_secrets
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec, open_services
-from pier.wire.turn import Delta, Message, Request, Sampling, Turn, TurnBuilder
+from pier.wire.dialects import DIALECTS
+from pier.wire.turn import Delta, Message, ModelFailed, Request, Sampling, Turn, TurnBuilder
 
 if TYPE_CHECKING:
     from pier.gateway.budget import Budget
@@ -51,52 +56,84 @@ class Fork:
         return sum(rewards) / len(rewards) if rewards else None
 
 
-async def _whole(policy: Policy, request: Request) -> Turn:
-    """A policy's answer as one turn."""
-    answer = begin(policy, request)
-    if inspect.isawaitable(answer):
-        return checked(await cast("Awaitable[Turn | str]", answer), policy, None)
-    builder = TurnBuilder()
-    async with aclosing(cast("AsyncIterator[Delta]", answer)) as deltas:  # type: ignore[type-var]
-        async for delta in deltas:
-            builder.add(delta)
-    return builder.turn()
+_SETTLED = 10.0
+"""Seconds until a call that was answered is over for sure."""
 
 
-class _Trunk:
-    """Answers a number of turns and keeps the request that comes then, unanswered."""
+class _Served:
+    """Servers, or a model by its name, as a callable. Each call has a separate gateway session,
+    which reports the exact tokens."""
 
-    def __init__(self, policy: Policy, turns: int) -> None:
-        self._policy, self._left = policy, turns
+    def __init__(self, gateway: Gateway, url: str, upstream: Provider | None, model: str) -> None:
+        self._gateway, self._url, self._upstream, self._model = gateway, url, upstream, model
+
+    async def __call__(self, request: Request) -> Turn:
+        chat, over = DIALECTS["chat"], asyncio.get_running_loop().create_future()
+        body = chat.render_request(replace(request, stream=False))
+        session = self._gateway.session(
+            self._model, upstream=self._upstream, tokens=True, on_generation=lambda each: over.set_result(each)
+        )
+        headers = {"Authorization": f"Bearer {session.key}"}
+        async with session, ClientSession(headers=headers, timeout=ClientTimeout(total=None)) as http:
+            async with http.post(self._url + chat.request_path(request), json=body) as answer:
+                said = await answer.text()
+            await asyncio.wait({over}, timeout=_SETTLED)
+        generation: Generation | None = over.result() if over.done() else None
+        if generation is not None and generation.node.turn is not None:
+            return generation.node.turn
+        if generation is None or generation.fault is not None:
+            raise ProviderError(f"the model gave no answer: {said}")
+        raise ModelFailed(generation.error or said, status=generation.status, kind=generation.kind or "server")
+
+
+class _Player:
+    """A policy of one session, whose answers come whole. `owner` is what the session's policy was made by."""
+
+    def __init__(self, policy: Policy, owner: object) -> None:
+        self._policy, self._owner = policy, owner
         self.vocab_size = getattr(policy, "vocab_size", None)
-        self.request: Request | None = None
-        self.reached = asyncio.Event()
 
     @property
     def version(self) -> str | None:
-        return getattr(self._policy, "version", None)
+        return version_of(self._policy) or version_of(self._owner)
+
+    async def answer(self, request: Request) -> Turn:
+        answer = begin(self._policy, request)
+        if inspect.isawaitable(answer):
+            return checked(await cast("Awaitable[Turn | str]", answer), self._policy, None)
+        builder = TurnBuilder()
+        async with aclosing(cast("AsyncIterator[Delta]", answer)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                builder.add(delta)
+        return builder.turn()
+
+
+class _Trunk(_Player):
+    """Answers a number of turns and keeps the request that comes then, unanswered."""
+
+    def __init__(self, policy: Policy, owner: object, turns: int) -> None:
+        super().__init__(policy, owner)
+        self._left = turns
+        self.request: Request | None = None
+        self.reached = asyncio.Event()
 
     async def __call__(self, request: Request) -> Turn:
         if self._left <= 0:
             self.request = request
             self.reached.set()
             await asyncio.Event().wait()  # ends with the agent, whose sandbox is frozen
-        turn = await _whole(self._policy, request)
+        turn = await self.answer(request)
         self._left -= 1
         return turn
 
 
-class _Branch:
+class _Branch(_Player):
     """Puts the trunk's history in place of a new agent's opening messages."""
 
-    def __init__(self, policy: Policy, prefix: Request) -> None:
-        self._policy, self._prefix = policy, prefix
-        self.vocab_size = getattr(policy, "vocab_size", None)
+    def __init__(self, policy: Policy, owner: object, prefix: Request) -> None:
+        super().__init__(policy, owner)
+        self._prefix = prefix
         self._opening: tuple[Message, ...] | None = None
-
-    @property
-    def version(self) -> str | None:
-        return getattr(self._policy, "version", None)
 
     def continued(self, request: Request) -> Request:
         """The request as the policy sees it; the same one if it does not begin as the agent began."""
@@ -108,13 +145,13 @@ class _Branch:
         return replace(request, messages=messages, system=self._prefix.system)
 
     async def __call__(self, request: Request) -> Turn:
-        return await _whole(self._policy, self.continued(request))
+        return await self.answer(self.continued(request))
 
 
 async def fork(
     task: str | Path,
     *,
-    policy: Policy,
+    policy: Upstream,
     at: int,
     into: int,
     agent: AgentChoice | str = "command",
@@ -126,14 +163,15 @@ async def fork(
 ) -> Fork:
     """Run `agent` on the task in the directory `task` for `at` turns, then `into` continuations of it, all at once.
 
-    `budget` is for the trunk and for each branch apart. An agent that ends before it asks for another turn is a
-    `UsageError`, a backend without snapshots a `SandboxError`.
+    `policy` is what `rollouts` takes. `budget` is for the trunk and for each branch apart. An agent that ends before it
+    asks for another turn is a `UsageError`, a backend without snapshots a `SandboxError`.
     """
     if at < 1 or into < 1:
         raise UsageError(f"invalid fork at turn {at} into {into}: expected integers >= 1")
     chosen = AgentChoice(agent) if isinstance(agent, str) else agent
     limits = {name: value for name, value in asdict(budget).items() if value is not None} if budget else {}
-    chosen = replace(chosen, model=chosen.model or POLICY, sampling=sampling, budget={**chosen.budget, **limits})
+    model = policy if isinstance(policy, str) else chosen.model or POLICY
+    chosen = replace(chosen, model=model, sampling=sampling, budget={**chosen.budget, **limits})
     loaded = load_task(Path(task))
     if loaded.is_multi_step:
         raise UsageError(f"{loaded.name}: a task with steps cannot be forked")
@@ -141,33 +179,37 @@ async def fork(
         if not (await services.backend.capabilities()).snapshot:
             raise SandboxError(f"the backend {backend!r} has no snapshots", code="no-snapshot", retryable=False)
         with tempfile.TemporaryDirectory(prefix="pier-fork.", ignore_cleanup_errors=True) as place:
-            runner = _Runner(replace(services, gateway=gateway), Path(place), kinds)
+            url = "" if callable(policy) else await gateway.serve()
+            runner = _Runner(replace(services, gateway=gateway), gateway, url, policy, Path(place), kinds)
             spec = TrialSpec("trunk", loaded, Path(place) / "trunk", agent=chosen, recorded=False)
             spec = replace(spec, sandbox=SandboxChoice(backend=backend, image=image))
-            return await runner.fork(spec, policy, at, into)
+            return await runner.fork(spec, at, into)
 
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
     services: TrialServices
+    gateway: Gateway
+    url: str
+    policy: Upstream
     place: Path
     kinds: Collection[str]
 
-    async def fork(self, spec: TrialSpec, policy: Policy, at: int, into: int) -> Fork:
+    async def fork(self, spec: TrialSpec, at: int, into: int) -> Fork:
         group = Group(f"{spec.task.name}::fork", spec.task.name, into)
-        trunk, snapshot, prefix = await self._trunk(spec, policy, at, group)
+        trunk, snapshot, prefix = await self._trunk(spec, at, group)
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self._branch(spec, policy, number, group, snapshot, prefix))
+                    tasks.create_task(self._branch(spec, number, group, snapshot, prefix))
                     for number in range(1, into + 1)
                 ]
             return Fork(trunk, tuple(task.result() for task in running))
         finally:
             await asyncio.shield(self.services.backend.remove_snapshot(snapshot))
 
-    async def _trunk(self, spec: TrialSpec, policy: Policy, at: int, group: Group) -> tuple[Rollout, Image, Request]:
-        one, builder, opened = _Trunk(_session_policy(policy, "trunk"), at), SampleBuilder(), list[Sandbox]()
+    async def _trunk(self, spec: TrialSpec, at: int, group: Group) -> tuple[Rollout, Image, Request]:
+        one, builder, opened = _Trunk(self._own(spec), self.policy, at), SampleBuilder(), list[Sandbox]()
         agent = replace(spec.agent, policy=one)
         spec = replace(spec, agent=agent, on_sandbox=opened.append, on_generation=lambda _, each: builder.add(each))
         running = asyncio.create_task(run_trial(spec, self.services))
@@ -185,11 +227,9 @@ class _Runner:
             await asyncio.wait({running, reached})
         return self._rollout(spec, None, builder, group, 0, "forked", None), snapshot, one.request
 
-    async def _branch(
-        self, spec: TrialSpec, policy: Policy, number: int, group: Group, snapshot: Image, prefix: Request
-    ) -> Rollout:
+    async def _branch(self, spec: TrialSpec, number: int, group: Group, snapshot: Image, prefix: Request) -> Rollout:
         name = f"branch-{number}"
-        one, builder = _Branch(_session_policy(policy, name), prefix), SampleBuilder()
+        one, builder = _Branch(self._own(replace(spec, name=name)), self.policy, prefix), SampleBuilder()
         spec = replace(
             spec,
             name=name,
@@ -203,6 +243,14 @@ class _Runner:
         group.finished += 1
         group.graded += result.rewards is not None
         return self._rollout(spec, result, builder, group, number, "unknown", one)
+
+    def _own(self, spec: TrialSpec) -> Policy:
+        """The policy of one rollout. A server's history is replaced in this process too, so it is called from here."""
+        own = for_session(self.policy, {"trial": spec.name})
+        if callable(own):
+            return own
+        assert spec.agent.model is not None
+        return _Served(self.gateway, self.url, own if isinstance(own, Provider) else None, spec.agent.model)
 
     def _rollout(
         self,
@@ -234,11 +282,3 @@ class _Runner:
             result=result,
             redactor=Redactor((*spec.secrets, *trial_secrets(spec, {}))),
         )
-
-
-def _session_policy(policy: Policy, name: str) -> Policy:
-    """The policy of one rollout; servers cannot be forked, since the history is replaced in this process."""
-    own = for_session(policy, {"trial": name})
-    if not callable(own):
-        raise UsageError("only a policy that is a callable can be forked")
-    return own

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -23,10 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from pier import beneath
 from pier.errors import JobError, PierError, UsageError
 from pier.gateway.policy import Upstream, version_of
 from pier.job.config import AgentConfig, BudgetConfig, DatasetConfig, EnvironmentConfig, JobConfig, RetryConfig
-from pier.job.outcome import Fault, Outcome
+from pier.job.ledger import Fault, Outcome
 from pier.job.plan import PlannedTrial
 from pier.redact import Redactor
 from pier.rollout.export import FORMATS, Report, Row, is_trainable
@@ -280,14 +280,16 @@ class RolloutCollector:
         if outcome.cancelled or one is None:
             self._skipped()
             return
-        result = one.result.model_dump(mode="json") if one.result else _without_result(trial, outcome)
+        dumped = one.result.model_dump(mode="json") if one.result else _without_result(trial, outcome)
         parts = []
         for step, builder in (one.builders or {None: SampleBuilder()}).items():
             samples, counts = builder.samples(self._limits.kinds)
-            parts.append(RolloutPart(origin_of(result, step, trial.name), tuple(samples), counts))
-        self._add(self._rollout(trial, outcome, one.result, parts, one.redactor))
+            parts.append(RolloutPart(origin_of(dumped, step, trial.name), tuple(samples), counts))
+        whole = origin_of(dumped, None, trial.name)
+        self._add(self._rollout(trial, outcome, one.result, whole, parts, one.redactor))
         if not self._recorded and self._job is not None:
-            shutil.rmtree(self._job.trial_path(trial), ignore_errors=True)
+            with contextlib.suppress(OSError):
+                beneath.remove(str(self._job.trial_path(trial)))
 
     def _read(self, trial: PlannedTrial, outcome: Outcome) -> Rollout:
         """A rollout of an earlier run, from its directory."""
@@ -301,19 +303,20 @@ class RolloutCollector:
             place = (directory / "steps" / step if step else directory) / "agent" / RECORDING
             samples, counts = samples_of(place, self._limits.kinds) if place.is_file() else ([], Counts())
             parts.append(RolloutPart(origin_of(dumped, step, trial.name, place), tuple(samples), counts))
-        return self._rollout(trial, outcome, result, parts, Redactor())
+        whole = origin_of(dumped, None, trial.name)
+        return self._rollout(trial, outcome, result, whole, parts, Redactor())
 
     def _rollout(
         self,
         trial: PlannedTrial,
         outcome: Outcome,
         result: TrialResult | None,
+        whole: SampleOrigin,
         parts: Sequence[RolloutPart],
         redactor: Redactor,
     ) -> Rollout:
         assert self._job is not None
         last, fault = parts[-1].origin, outcome.fault
-        whole = origin_of(result.model_dump(mode="json"), None, trial.name) if result else last
         return Rollout(
             id=trial.name,
             group=self._group(trial),

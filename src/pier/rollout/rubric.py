@@ -4,6 +4,9 @@ A rollout function may name `prompt`, `completion`, `answer`, `state`, `info`, `
 `add_class_object` put there. A group function names `states`, `prompts`, `completions`, `answers`, `tasks` or `infos`,
 or says that it returns a list, and scores all rollouts of one example at once. A rollout with a fault of infrastructure
 or provider is not scored: its reward is None, which is not 0. Neither is one whose reward function raised.
+
+Methods of an environment or rubric that are marked with `@stop`, `@cleanup` or `@teardown` are called at that moment,
+with the arguments that they name; those with a higher `priority` come first.
 """
 
 from __future__ import annotations
@@ -12,11 +15,58 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_origin
+from typing import Any, Literal, TypeVar, get_origin
 
 from pier.errors import UsageError, VerifierError
-from pier.rollout.marks import call_named, marked
 from pier.rollout.state import State, is_fault
+
+F = TypeVar("F", bound=Callable[..., Any])
+Mark = Literal["stop", "cleanup", "teardown"]
+
+
+def _marker(mark: Mark, func: Any, priority: int) -> Any:
+    def apply(method: F) -> F:
+        setattr(method, f"_pier_{mark}", priority)
+        return method
+
+    return apply if func is None else apply(func)
+
+
+def stop(func: Any = None, *, priority: int = 0) -> Any:
+    """Mark a method as a stop condition: it takes the state and says whether the rollout is over."""
+    return _marker("stop", func, priority)
+
+
+def cleanup(func: Any = None, *, priority: int = 0) -> Any:
+    """Mark a method to be called at the end of each rollout, while its sandbox is still there."""
+    return _marker("cleanup", func, priority)
+
+
+def teardown(func: Any = None, *, priority: int = 0) -> Any:
+    """Mark a method to be called when the environment is done with."""
+    return _marker("teardown", func, priority)
+
+
+def marked(owner: object, mark: Mark) -> list[Callable[..., Any]]:
+    """The marked methods of an object in the order in which they are called."""
+    found: list[tuple[int, str, Callable[..., Any]]] = []
+    for name in dir(type(owner)):
+        declared = inspect.getattr_static(owner, name, None)
+        priority = getattr(declared, f"_pier_{mark}", None)
+        if priority is not None:
+            found.append((-priority, name, getattr(owner, name)))
+    return [method for _, _, method in sorted(found, key=lambda each: each[:2])]
+
+
+async def call_named(func: Callable[..., Any], objects: Mapping[str, Any]) -> Any:
+    """Call a plain or async function with those of the objects that it names; with all if it takes any."""
+    parameters = inspect.signature(func).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        named = {parameter.name for parameter in parameters}
+        objects = {name: value for name, value in objects.items() if name in named}
+    found = func(**objects)
+    return await found if inspect.isawaitable(found) else found
+
 
 RewardFunction = Callable[..., Any]
 _PLURAL = frozenset({"states", "prompts", "completions", "answers", "tasks", "infos"})

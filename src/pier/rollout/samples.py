@@ -176,7 +176,7 @@ class Counts:
 def samples_of(recording: Path | Recording, kinds: Collection[str] = KINDS) -> tuple[list[Sample], Counts]:
     """The samples of a recording (a file, a trial's directory, or read already) and what became of its calls."""
     found = read(recording) if isinstance(recording, Path) else recording
-    return from_nodes((known.node for call in found.generations() if (known := read_call(call))), kinds)
+    return from_nodes((node for call in found.generations() if (node := read_call(call))), kinds)
 
 
 def from_nodes(nodes: Iterable[Node], kinds: Collection[str] = KINDS) -> tuple[list[Sample], Counts]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.errors import InfraError, PierError
-from pier.rollout.faults import SandboxCreationError
+from pier.rollout.state import SandboxCreationError
 from pier.sandbox.contract import Backend, Process, Result, Sandbox, SandboxSpec
 from pier.tree import drop_links
 

@@ -117,9 +117,11 @@ class SandboxSpec:
     on_progress: OnProgress | None = field(default=None, compare=False, repr=False)
     """Told what has to be done before the sandbox can start, while that takes long."""
     on_decision: OnDecision | None = field(default=None, compare=False, repr=False)
-    """Told each decision of the network policy; these are the lines of a trial's `network.jsonl`."""
+    """Receives each decision of the network policy; these are the lines of a trial's `network.jsonl`."""
     hidden: tuple[Path, ...] = ()
     """Directories of this machine that the sandbox must not see, whatever is mounted; pier's own always are."""
+    keep: Path | None = None
+    """A file that will hold the sandbox's id as long as what it wrote must outlive a killed owner (`reopen`)."""
     compose: Composition | None = None
     """The services that run beside this sandbox, which is the service `main` of them. Only for backends that can."""
 
@@ -506,6 +508,12 @@ class Backend(ABC):
         """Start a sandbox, with its policy already in force. It is written into `lease` before anything is made. When
         this raises or is cancelled nothing is left behind. Asking for what `capabilities` lacks is a `SandboxError`
         (a `PolicyError` for networks) before anything starts."""
+
+    async def reopen(self, id: str, spec: SandboxSpec) -> Sandbox:
+        """A sandbox with what the sandbox `id` had written when its owner was killed: that one was started with `keep`,
+        from the same image. Its `stop` leaves that in place. `SandboxError` with code `cannot_reopen` if it is gone,
+        or this backend cannot."""
+        raise SandboxError(f"the backend {self.name} cannot", code="cannot_reopen", retryable=False)
 
     async def find_image(self, reference: str) -> Image | None:
         """An image that the backend keeps itself; None if it has none of that name, or no store."""

@@ -1,7 +1,7 @@
 """A running sandbox that another process may reach: over a unix socket in the sandbox's own directory.
 
 `pier sandbox run` serves its sandbox, and `list`, `exec` and `stop` find it. The socket is only for the user that
-started it, and goes with the directory. Frames are one byte of kind, four of length, and the payload.
+started it, and goes with the directory. `pier.frames` has the protocol.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,12 +18,24 @@ from typing import Any
 
 from pier.errors import ArgumentError, PierError, SandboxError, UsageError
 from pier.files import write_json
+from pier.frames import (
+    ERROR,
+    EXIT,
+    LARGEST,
+    REQUEST,
+    RESIZE,
+    STDERR,
+    STDIN,
+    STDIN_END,
+    STDOUT,
+    dial,
+    listen,
+    pack,
+)
 from pier.home import pier_home
 from pier.sandbox.contract import Process, Sandbox
 
-SOCKET, INFO = "control.sock", "info.json"
-REQUEST, STDIN, STDIN_END, RESIZE, STDOUT, STDERR, EXIT, ERROR = b"Q", b"i", b"c", b"w", b"o", b"e", b"x", b"!"
-_LARGEST = 8 << 20
+INFO = "info.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +53,7 @@ class Running:
 
 async def send(writer: asyncio.StreamWriter, kind: bytes, payload: bytes = b"") -> None:
     """Send one frame."""
-    writer.write(kind + struct.pack("!I", len(payload)) + payload)
+    writer.write(pack(kind, payload))
     await writer.drain()
 
 
@@ -52,19 +62,9 @@ async def receive(reader: asyncio.StreamReader) -> tuple[bytes, bytes] | None:
     try:
         head = await reader.readexactly(5)
         size = struct.unpack("!I", head[1:])[0]
-        return (head[:1], await reader.readexactly(size)) if size <= _LARGEST else None
+        return (head[:1], await reader.readexactly(size)) if size <= LARGEST else None
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
-
-
-@contextlib.contextmanager
-def _near(directory: Path) -> Iterator[str]:
-    """A short path to a directory, since the name of a unix socket has room for a hundred bytes."""
-    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}"
-    finally:
-        os.close(fd)
 
 
 @asynccontextmanager
@@ -81,7 +81,7 @@ async def serving(sandbox: Sandbox, running: Running, stop: Callable[[], None]) 
         finally:
             writer.close()
 
-    server = await asyncio.start_unix_server(answer, sock=bind(running.directory))
+    server = await asyncio.start_unix_server(answer, sock=listen(str(running.directory)))
     write_json(running.directory / INFO, {**asdict(running), "directory": str(running.directory)}, durable=False)
     try:
         yield
@@ -152,31 +152,9 @@ def list_running() -> list[Running]:
         with contextlib.suppress(OSError, ValueError, TypeError):
             data = json.loads(path.read_text())
             one = Running(**(data | {"directory": path.parent}))
-            dial_control(path.parent).close()
+            dial(str(path.parent)).close()
             found.append(one)
     return sorted(found, key=lambda one: one.started)
-
-
-def bind(directory: Path) -> socket.socket:
-    """The control socket in a directory that only this user may enter; one that is left over is replaced."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    (directory / SOCKET).unlink(missing_ok=True)
-    with _near(directory) as near:
-        sock.bind(f"{near}/{SOCKET}")
-    (directory / SOCKET).chmod(0o600)
-    return sock
-
-
-def dial_control(directory: Path) -> socket.socket:
-    """A connection to the control socket in a directory; OSError if no process serves it."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        with _near(directory) as near:
-            sock.connect(f"{near}/{SOCKET}")
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 def find_running(wanted: str) -> Running:
@@ -193,6 +171,6 @@ def find_running(wanted: str) -> Running:
 async def connect(running: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Open a connection to a sandbox that another process serves."""
     try:
-        return await asyncio.open_unix_connection(sock=dial_control(running.directory))
+        return await asyncio.open_unix_connection(sock=dial(str(running.directory)))
     except OSError as error:
         raise SandboxError(f"the sandbox {running.id} is gone", code="sandbox_gone") from error

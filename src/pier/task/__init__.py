@@ -1,16 +1,7 @@
 """Tasks: Harbor's task directories as typed values, and where to get them."""
 
-from pier.task.load import load_task
-from pier.task.model import (
-    Origin,
-    Task,
-    TaskConfig,
-    TaskStep,
-    UnknownKey,
-    VerifierEnvironment,
-    resolve_env,
-    wanted_variables,
-)
+from pier.task.load import Origin, Task, TaskStep, UnknownKey, VerifierEnvironment, load_task
+from pier.task.model import TaskConfig, resolve_env, wanted_variables
 
 __all__ = [
     "Origin",

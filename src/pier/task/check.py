@@ -14,8 +14,8 @@ from pier.errors import ImageError, TaskError
 from pier.image.copying import matches, read_ignore
 from pier.image.dockerfile import Dockerfile, Instruction, read, split
 from pier.image.view import View
-from pier.task.load import load_task, read_config
-from pier.task.model import Task, TaskConfig, TaskStep, wanted_variables
+from pier.task.load import Task, TaskStep, load_task, read_config
+from pier.task.model import TaskConfig, wanted_variables
 
 Level = Literal["error", "warning"]
 

@@ -1,35 +1,145 @@
-"""Reading a task directory. Whatever is wrong with it is a `TaskError` that names the file and the key."""
+"""A task as the rest of pier sees it, read from its directory. Whatever is wrong with it is a `TaskError` that names
+the file and the key. A task without `[[steps]]` has one nameless step, so that nothing else has two ways to run a task.
+
+Its digest is the one that Harbor's packager computes: over `task.toml`, `instruction.md`, `README.md`,
+`trajectory.json` and the trees `environment`, `tests`, `solution` and `steps`, without what the task's `.gitignore` (or
+a short list of editors' left-overs) excludes. Directories of tests and solutions may exclude more in `.harborignore`
+files, which also keep it out of sandboxes.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import os
 import re
+import shutil
+import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from pier.errors import TaskError
-from pier.task.digest import check_containment, is_kept
 from pier.task.model import (
     AgentTable,
-    Origin,
+    Artifact,
+    CollectHook,
+    Environment,
+    Healthcheck,
     PhaseNetwork,
     StepTable,
-    Task,
     TaskConfig,
-    TaskStep,
-    UnknownKey,
     Verifier,
-    VerifierEnvironment,
+    VerifierMode,
 )
+
+if TYPE_CHECKING:
+    from pathspec import PathSpec, Pattern
+
 
 P = TypeVar("P", bound=PhaseNetwork)
 
 COMPOSE_NAME = "docker-compose.yaml"
 """The one name that Harbor reads. Other compose files in `environment/` are the task's own content."""
 _CANARY = re.compile(r"\s*(?:<!--.*canary.*-->|#.*canary.*)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownKey:
+    """A key such as `environment.memmory_mb` and the known key that was probably meant."""
+
+    key: str
+    nearest: str | None = None
+
+    def __str__(self) -> str:
+        return f"unknown key {self.key}" + (f" (did you mean {self.nearest}?)" if self.nearest else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a task came from: a directory, or `git_path` at one commit of a git repository, which `path` holds a copy
+    of. `source` names its dataset."""
+
+    path: Path
+    source: str | None = None
+    git_url: str | None = None
+    git_commit: str | None = None
+    git_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStep:
+    """One instruction with its own verdict. Everything a step may leave out is filled in from the task."""
+
+    name: str
+    instruction: str
+    agent: AgentTable
+    verifier: Verifier
+    verifier_mode: VerifierMode
+    verifier_environment: VerifierEnvironment
+    tests: tuple[Path, ...]
+    test_script: str | None
+    collect: tuple[CollectHook, ...] = ()
+    artifacts: tuple[Artifact, ...] = ()
+    solution: Path | None = None
+    workdir: Path | None = None
+    healthcheck: Healthcheck | None = None
+    min_reward: float | dict[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierEnvironment:
+    """What a separate verifier runs in. `context` is the directory with its Dockerfile; None without one. `bundled`:
+    its image brings the tests, so none are uploaded."""
+
+    table: Environment
+    context: Path | None = None
+    bundled: bool = False
+    own_table: bool = False
+    compose: Path | None = None
+    """The file that describes its services."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task that was read and found whole."""
+
+    path: Path
+    name: str
+    config: TaskConfig
+    steps: tuple[TaskStep, ...]
+    origin: Origin
+    unknown: tuple[UnknownKey, ...] = ()
+    pre_artifacts: Path | None = None
+    compose: Path | None = None
+
+    @property
+    def short_name(self) -> str:
+        return self.name.rpartition("/")[2]
+
+    @property
+    def is_multi_step(self) -> bool:
+        return self.config.steps is not None
+
+    @property
+    def environment_dir(self) -> Path:
+        return self.path / "environment"
+
+    @property
+    def dockerfile(self) -> Path | None:
+        path = self.environment_dir / "Dockerfile"
+        return path if path.is_file() else None
+
+    @cached_property
+    def digest(self) -> str:
+        """`sha256:<hex>` of the content, as Harbor's packager computes it."""
+        return task_digest(self.path)
 
 
 def load_task(path: Path | str, *, strict: bool = False, verify: bool = True, origin: Origin | None = None) -> Task:
@@ -74,7 +184,7 @@ def read_config(path: Path) -> tuple[TaskConfig, list[UnknownKey]]:
         raise TaskError(f"{path}: {describe(error)}", code="task_toml") from error
     if _holds_nul(data):
         raise TaskError(f"{path}: a string holds a NUL, which no command, path or variable can have", code="task_toml")
-    return config, unknown_keys(data, TaskConfig)
+    return config, list(unknown_keys(data, TaskConfig))
 
 
 def _holds_nul(value: Any) -> bool:
@@ -92,12 +202,8 @@ def describe(error: ValidationError) -> str:
     return "; ".join(rows)
 
 
-def unknown_keys(data: Any, model: type[BaseModel]) -> list[UnknownKey]:
+def unknown_keys(data: Any, model: type[BaseModel], prefix: str = "") -> Iterator[UnknownKey]:
     """The keys in `data` that `model` and the models inside it ignore."""
-    return list(_walk(data, model, ""))
-
-
-def _walk(data: Any, model: type[BaseModel], prefix: str) -> Iterator[UnknownKey]:
     if not isinstance(data, dict):
         return
     for key, value in data.items():
@@ -113,7 +219,7 @@ def _walk(data: Any, model: type[BaseModel], prefix: str) -> Iterator[UnknownKey
             continue
         for index, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
             place = f"{prefix}{key}" if index is None else f"{prefix}{key}[{index}]"
-            yield from _walk(item, inner, f"{place}.")
+            yield from unknown_keys(item, inner, f"{place}.")
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
@@ -231,3 +337,147 @@ def _verifier_environment(root: Path, home: Path, config: TaskConfig, table: Ste
     context = root / "environment"
     found = context.resolve() if (context / "Dockerfile").is_file() else None
     return VerifierEnvironment(own or config.environment, found, False, own is not None, find_compose(context))
+
+
+DEFAULT_PATTERNS = ("__pycache__/", "*.pyc", ".DS_Store", "*.swp", "*.swo", "*~")
+"""What is left out of a task without a `.gitignore`; `is_left_over` says the same."""
+IGNORE_FILE = ".harborignore"
+_FILES = ("task.toml", "instruction.md", "README.md", "trajectory.json")
+_TREES = ("environment", "tests", "solution", "steps")
+
+
+def task_digest(task: Path) -> str:
+    """`sha256:<hex>` over the relative path and the content of each file of the task."""
+    outer = hashlib.sha256()
+    for relative, path in task_files(task):
+        outer.update(f"{relative}\0{_sha256(path)}\n".encode(errors="surrogateescape"))
+    return f"sha256:{outer.hexdigest()}"
+
+
+def tree_digest(root: Path) -> str:
+    """`sha256:<hex>` over the relative path, the mode's executable bit and the content of each file below `root`."""
+    outer = hashlib.sha256()
+    for path in sorted(_walk(root)):
+        executable = "x" if os.access(path, os.X_OK) else "-"
+        relative = path.relative_to(root).as_posix()
+        outer.update(f"{relative}\0{executable}{_sha256(path)}\n".encode(errors="surrogateescape"))
+    return f"sha256:{outer.hexdigest()}"
+
+
+def task_files(task: Path) -> list[tuple[str, Path]]:
+    """The files that make up the task, as relative paths with their real ones, in order."""
+    root = task.resolve()
+    try:
+        excluded = read_patterns((root / ".gitignore").read_text(errors="replace").splitlines()).match_file
+    except FileNotFoundError:
+        excluded = is_left_over
+    found = [root / name for name in _FILES if (root / name).exists()]
+    for tree in _TREES:
+        found += _walk(root / tree)
+    if any(path.name == IGNORE_FILE for path in found):
+        found = _without_ignored_of(root, found)
+    named = ((path.relative_to(root).as_posix(), path) for path in found)
+    return sorted((relative, path) for relative, path in named if not excluded(relative))
+
+
+def is_left_over(relative: str) -> bool:
+    """Whether `DEFAULT_PATTERNS` match a file, without the library for patterns, which takes long to load."""
+    parts = relative.split("/")
+    return "__pycache__" in parts[:-1] or any(
+        part == ".DS_Store" or part.endswith((".pyc", ".swp", ".swo", "~")) for part in parts
+    )
+
+
+def read_patterns(lines: Iterable[str]) -> PathSpec[Pattern]:
+    """The patterns of a `.gitignore` file, for paths relative to its directory; invalid ones match nothing."""
+    from pathspec import PathSpec, lookup_pattern
+
+    patterns: list[Pattern] = []
+    for line in lines:
+        try:
+            patterns.append(lookup_pattern("gitignore")(line))
+        except ValueError:
+            continue
+    return PathSpec(patterns)
+
+
+def _without_ignored_of(root: Path, files: list[Path]) -> list[Path]:
+    scopes = [root / "tests", root / "solution", *root.glob("steps/*/tests"), *root.glob("steps/*/solution")]
+    kept = {path for scope in scopes for path in kept_files(scope)}
+    return [
+        path
+        for path in files
+        if path in kept or (path.name != IGNORE_FILE and not any(path.is_relative_to(scope) for scope in scopes))
+    ]
+
+
+def kept_files(root: Path) -> Iterator[Path]:
+    """The files below a directory of tests or a solution that no `.harborignore` in it excludes. A file's rules count
+    for its own directory and all below; the innermost rule that matches decides, and excluded directories are final."""
+    rules: dict[Path, tuple[tuple[Path, PathSpec[Pattern]], ...]] = {root.parent: ()}
+    waiting = [root] if root.is_dir() else []
+    while waiting:
+        directory = waiting.pop()
+        mine, own = rules[directory.parent], directory / IGNORE_FILE
+        if own.is_file():
+            mine = (*mine, (directory, read_patterns(own.read_text(errors="replace").splitlines())))
+        rules[directory] = mine
+        for path in sorted(directory.iterdir()):
+            is_directory = path.is_dir() and not path.is_symlink()
+            suffix = "/" if is_directory else ""
+            checked = (each.check_file(f"{path.relative_to(base)}{suffix}").include for base, each in mine)
+            said = [found for found in checked if found is not None]
+            if path.name == IGNORE_FILE or (said and said[-1]):
+                continue
+            if is_directory:
+                waiting.append(path)
+            elif path.is_file() or path.is_symlink():
+                yield path
+
+
+def is_kept(directory: Path, name: str) -> bool:
+    """Whether the file `name` of a directory of tests is there and not excluded."""
+    path = directory / name
+    return path.is_file() and (not (directory / IGNORE_FILE).is_file() or path in kept_files(directory))
+
+
+@contextmanager
+def without_ignored(directory: Path) -> Iterator[Path]:
+    """`directory`, or a copy without what its `.harborignore` files exclude."""
+    if not any(IGNORE_FILE in names for _, _, names in os.walk(directory)):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="pier-task-") as place:
+        for path in kept_files(directory):
+            target = Path(place, path.relative_to(directory))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target, follow_symlinks=False)
+        yield Path(place)
+
+
+def check_containment(task: Path) -> None:
+    """Refuse a task with a link that leads out of its directory: what is uploaded must be the task's own."""
+    root = task.resolve()
+    for directory, names, files in os.walk(root):
+        for name in (*names, *files):
+            path = Path(directory, name)
+            if not path.is_symlink():
+                continue
+            try:
+                target = path.resolve(strict=True)
+            except (OSError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) or error.errno == errno.ELOOP:
+                    raise TaskError(f"{path}: this link leads back to itself", code="task_link") from error
+                continue
+            if not target.is_relative_to(root):
+                raise TaskError(f"{path}: this link leads out of the task", code="task_link")
+
+
+def _walk(tree: Path) -> Iterator[Path]:
+    for directory, _, names in os.walk(tree):
+        yield from (path for name in names if (path := Path(directory, name)).is_file())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

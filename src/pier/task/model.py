@@ -1,7 +1,5 @@
-"""A task as the rest of pier sees it: where it came from, its settings, and its steps in one shape.
+"""`task.toml`: Harbor's format up to schema 1.4. Models take what Harbor takes and give old keys their present names.
 
-`task.toml` is Harbor's format up to schema 1.4; models take what Harbor takes and give old keys their present names.
-A task without `[[steps]]` is a task with one nameless step, so that nothing downstream has two ways to run a task.
 Variables may come from the runner's own environment: `${NAME}` and `${NAME:-default}`, as a whole value. What is kept
 on disk is always the template, never its value.
 """
@@ -12,17 +10,15 @@ import os
 import re
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from ipaddress import ip_address, ip_network
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from pier.errors import TaskError
 from pier.network.policy import NetworkPolicy
-from pier.task.digest import task_digest
+from pier.secret import TEMPLATE
 
 _LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 
@@ -391,101 +387,6 @@ def _is_device(name: str) -> bool:
     return stem in {"CON", "PRN", "AUX", "NUL"} or bool(re.fullmatch(r"(COM|LPT)[1-9]", stem))
 
 
-@dataclass(frozen=True, slots=True)
-class UnknownKey:
-    """A key such as `environment.memmory_mb` and the known key that was probably meant."""
-
-    key: str
-    nearest: str | None = None
-
-    def __str__(self) -> str:
-        return f"unknown key {self.key}" + (f" (did you mean {self.nearest}?)" if self.nearest else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a task came from: a directory, or `git_path` at one commit of a git repository, which `path` holds a copy
-    of. `source` names its dataset."""
-
-    path: Path
-    source: str | None = None
-    git_url: str | None = None
-    git_commit: str | None = None
-    git_path: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TaskStep:
-    """One instruction with its own verdict. Everything a step may leave out is filled in from the task."""
-
-    name: str
-    instruction: str
-    agent: AgentTable
-    verifier: Verifier
-    verifier_mode: VerifierMode
-    verifier_environment: VerifierEnvironment
-    tests: tuple[Path, ...]
-    test_script: str | None
-    collect: tuple[CollectHook, ...] = ()
-    artifacts: tuple[Artifact, ...] = ()
-    solution: Path | None = None
-    workdir: Path | None = None
-    healthcheck: Healthcheck | None = None
-    min_reward: float | dict[str, float] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class VerifierEnvironment:
-    """What a separate verifier runs in. `context` is the directory with its Dockerfile; None without one. `bundled`:
-    its image brings the tests, so none are uploaded."""
-
-    table: Environment
-    context: Path | None = None
-    bundled: bool = False
-    own_table: bool = False
-    compose: Path | None = None
-    """The file that describes its services."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """A task that was read and found whole."""
-
-    path: Path
-    name: str
-    config: TaskConfig
-    steps: tuple[TaskStep, ...]
-    origin: Origin
-    unknown: tuple[UnknownKey, ...] = ()
-    pre_artifacts: Path | None = None
-    compose: Path | None = None
-
-    @property
-    def short_name(self) -> str:
-        return self.name.rpartition("/")[2]
-
-    @property
-    def is_multi_step(self) -> bool:
-        return self.config.steps is not None
-
-    @property
-    def environment_dir(self) -> Path:
-        return self.path / "environment"
-
-    @property
-    def dockerfile(self) -> Path | None:
-        path = self.environment_dir / "Dockerfile"
-        return path if path.is_file() else None
-
-    @cached_property
-    def digest(self) -> str:
-        """`sha256:<hex>` of the content, as Harbor's packager computes it."""
-        return task_digest(self.path)
-
-
-_TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?\}", re.DOTALL)
-
-
 def resolve_env(
     env: Mapping[str, str], *, where: str, environ: Mapping[str, str] | None = None, code: str = "missing_variable"
 ) -> dict[str, str]:
@@ -495,7 +396,7 @@ def resolve_env(
 
 
 def _fill(key: str, value: str, where: str, environ: Mapping[str, str], code: str) -> str:
-    match = _TEMPLATE.fullmatch(value)
+    match = TEMPLATE.fullmatch(value)
     if match is None:
         return value
     name, default = match[1], match[2]
@@ -532,5 +433,5 @@ def wanted_in_headers(headers: Mapping[str, str]) -> dict[str, str | None]:
 
 def wanted_variables(env: Mapping[str, str]) -> dict[str, str | None]:
     """The variables of the runner that `env` asks for, each with its default."""
-    matches = (_TEMPLATE.fullmatch(value) for value in env.values())
+    matches = (TEMPLATE.fullmatch(value) for value in env.values())
     return {match[1]: match[2] for match in matches if match is not None}

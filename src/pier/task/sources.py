@@ -31,8 +31,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pier.errors import TaskError, UsageError
 from pier.files import locked
 from pier.home import pier_home
-from pier.task.load import describe, load_task
-from pier.task.model import Origin, Task
+from pier.task.load import Origin, Task, describe, load_task
 
 
 class _Row(BaseModel):

@@ -11,6 +11,7 @@ its version, else null.
 from __future__ import annotations
 
 from base64 import b64decode
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -20,7 +21,7 @@ from typing import Any
 
 from pier.record.reader import Reader, find
 from pier.trajectory import model as atif
-from pier.trajectory.lineage import Lineage, Node, Priced, ReadCall, Thread, read_call, settle
+from pier.trajectory.lineage import Lineage, Node, Thread, read_call, settle
 from pier.trajectory.model import whole_characters
 from pier.trajectory.rules import IMAGES
 from pier.tree import Tree
@@ -38,6 +39,8 @@ from pier.wire.turn import (
     Turn,
 )
 
+_SIDE_TEXT = 400
+
 
 @dataclass
 class StepBuilder:
@@ -48,7 +51,7 @@ class StepBuilder:
     _by_call: dict[str, tuple[atif.Step, str]] = field(default_factory=dict)
     """By the id on the wire: the latest step with that call, and the call's id there."""
 
-    def take(self, node: Node, priced: Priced) -> None:
+    def take(self, node: Node) -> None:
         """Add what one call brought: first what the agent sent, then what the model said."""
         if not self.steps and node.request.system:
             texts = [Text(text) for text in node.request.system if text]
@@ -57,7 +60,7 @@ class StepBuilder:
         for message in node.new_messages:
             self._take_message(message, node, renamed)
         if node.turn is not None:
-            self._take_turn(node, node.turn, priced)
+            self._take_turn(node, node.turn)
 
     def overhear(self, node: Node) -> None:
         """Take only the tool results from a side call: a summary may be asked for right after a tool ran."""
@@ -128,7 +131,7 @@ class StepBuilder:
         ref = atif.SubagentTrajectoryRef(trajectory_id=trajectory_id)
         result.subagent_trajectory_ref = [*(result.subagent_trajectory_ref or ()), ref]
 
-    def _take_turn(self, node: Node, turn: Turn, priced: Priced) -> None:
+    def _take_turn(self, node: Node, turn: Turn) -> None:
         said = [part for part in turn.parts if isinstance(part, Text | Refusal)]
         step = self._add("agent", whole_characters("".join(part.text for part in said)), node.ended or node.at)
         step.model_name = turn.model or node.request.model
@@ -136,7 +139,7 @@ class StepBuilder:
         thoughts = [part.text for part in turn.parts if isinstance(part, Reasoning) and part.text]
         step.reasoning_content = whole_characters("\n\n".join(thoughts)) or None
         step.reasoning_effort = node.request.sampling.effort
-        step.metrics = _metrics(turn, priced)
+        step.metrics = _metrics(node, turn)
         step.extra = {"call": node.number, "stop_reason": turn.native_stop or turn.stop}
         self._call_tools(step, turn.calls)
 
@@ -205,19 +208,19 @@ def _tool_call(call: ToolCall) -> atif.StepToolCall:
     return atif.StepToolCall(tool_call_id=call.id, function_name=call.name, arguments=arguments, extra=extra or None)
 
 
-def _metrics(turn: Turn, priced: Priced) -> atif.Metrics | None:
+def _metrics(node: Node, turn: Turn) -> atif.Metrics | None:
     usage, tokens = turn.usage, turn.tokens
     extra = {
         "cache_write_tokens": usage.cache_write_tokens,
         "reasoning_tokens": usage.reasoning_tokens,
-        "cost_source": priced.source,
+        "cost_source": node.cost_source,
     }
     known = {name: value for name, value in extra.items() if value is not None}
     metrics = atif.Metrics(
         prompt_tokens=usage.input_tokens,
         completion_tokens=usage.output_tokens,
         cached_tokens=usage.cached_tokens,
-        cost_usd=priced.cost_usd,
+        cost_usd=node.cost_usd,
         prompt_token_ids=list(tokens.prompt_ids) if tokens and tokens.prompt_ids is not None else None,
         completion_token_ids=list(tokens.completion_ids) if tokens and tokens.completion_ids is not None else None,
         logprobs=list(tokens.logprobs) if tokens and tokens.logprobs is not None else None,
@@ -261,15 +264,12 @@ class StepTotals:
     cost_usd: float | None = None
     unpriced: int = 0
 
-    def add(self, turn: Turn, priced: Priced) -> None:
-        usage = turn.usage
-        self.calls += 1
-        self.prompt_tokens = _sum(self.prompt_tokens, usage.input_tokens)
-        self.completion_tokens = _sum(self.completion_tokens, usage.output_tokens)
-        self.cached_tokens = _sum(self.cached_tokens, usage.cached_tokens)
-        self.unpriced += priced.cost_usd is None
-        known = _sum(self.cost_usd, priced.cost_usd)
-        self.cost_usd = None if self.unpriced else known
+    def add(self, node: Node) -> None:
+        """Add a call, if it was answered."""
+        if node.turn is not None:
+            usage, unpriced = node.turn.usage, int(node.cost_usd is None)
+            counts = (usage.input_tokens, usage.output_tokens, usage.cached_tokens)
+            self.merge(StepTotals(1, *counts, node.cost_usd, unpriced))
 
     def merge(self, other: StepTotals) -> None:
         self.calls += other.calls
@@ -309,7 +309,7 @@ class Derivation:
         self._reader = Reader(find(recording))
         self._target = target
         self._about = about
-        self._read: dict[int, ReadCall] = {}
+        self._read: dict[int, Node] = {}
         self._recent: list[Node] = []
         self.trajectory: atif.Trajectory | None = None
 
@@ -317,17 +317,17 @@ class Derivation:
         """Take in what was recorded since the last time and write the file, if there is anything to say; with
         `durable`, wait until it is on disk."""
         for call in self._reader.poll():
-            if call.kind == "generate" and (read := read_call(call)):
-                settle(read.node, self._recent)
-                self._recent = [*self._recent[-7:], read.node]
-                self._read[call.number] = read
+            if call.kind == "generate" and (node := read_call(call)):
+                settle(node, self._recent)
+                self._recent = [*self._recent[-7:], node]
+                self._read[call.number] = node
         lineage = Lineage()
         for number in sorted(self._read):
-            lineage.add(self._read[number].node)
+            lineage.add(self._read[number])
         threads = lineage.threads()
         if not threads:
             return TrajectorySummary(None)
-        self.trajectory, media = _Builder(self._read, threads, self._about).build()
+        self.trajectory, media = _Builder(threads, self._about).build()
         if not self.trajectory.steps:
             return TrajectorySummary(None, calls=_kinds(lineage))
         self._target.parent.mkdir(parents=True, exist_ok=True)
@@ -357,8 +357,7 @@ def write_trajectory(
 class _Builder:
     """Makes one trajectory of sorted threads: the main one, with sub-agents embedded where they were begun."""
 
-    def __init__(self, read: dict[int, ReadCall], threads: list[Thread], about: About) -> None:
-        self._read = read
+    def __init__(self, threads: list[Thread], about: About) -> None:
         self._threads = threads
         self._about = about
         self._media: dict[str, bytes] = {}
@@ -373,9 +372,24 @@ class _Builder:
             for node in thread.nodes:
                 if node.turn is not None:
                     kind = "main" if node.kind == "compaction" else node.kind
-                    breakdown.setdefault(kind, StepTotals()).add(node.turn, self._read[node.number].priced)
+                    breakdown.setdefault(kind, StepTotals()).add(node)
         trajectory.final_metrics = self._final(trajectory, main, breakdown)
+        if side_calls := self._side_calls():
+            trajectory.extra = {"side_calls": side_calls}
         return trajectory, self._media
+
+    def _side_calls(self) -> list[dict[str, Any]]:
+        """The calls that no step stands for, by number: what each was for, what was answered and what it used."""
+        nodes = [node for thread in self._threads for node in thread.nodes if node.kind in ("side", "foreign", "retry")]
+        found: list[dict[str, Any]] = []
+        for node in sorted(nodes, key=lambda node: node.number):
+            row: dict[str, Any] = {"call": node.number, "kind": node.kind, "model_name": node.request.model}
+            if node.turn is not None:
+                used = StepTotals()
+                used.add(node)
+                row |= {"message": whole_characters(node.turn.text[:_SIDE_TEXT]), "metrics": _plain(used)}
+            found.append({**row, "timestamp": iso(node.at)})
+        return found
 
     def _subs_of(self, thread: Thread, *, top: bool) -> list[Thread]:
         inside = {id(node) for node in thread.nodes}
@@ -388,7 +402,7 @@ class _Builder:
             if node.kind == "side":
                 steps.overhear(node)
             elif node.kind != "retry":
-                steps.take(node, self._read[node.number].priced)
+                steps.take(node)
         self._media.update(steps.media)
         embedded = [self._embedded(sub, session, name, number, steps) for number, sub in enumerate(subs, 1)]
         first = thread.root.request
@@ -412,8 +426,8 @@ class _Builder:
         inner = self._trajectory(sub, session, label, self._subs_of(sub, top=False))
         totals = StepTotals()
         for node in sub.nodes:
-            if node.turn is not None and node.kind != "retry":
-                totals.add(node.turn, self._read[node.number].priced)
+            if node.kind != "retry":
+                totals.add(node)
         inner.final_metrics = self._final(inner, sub, {"main": totals})
         if sub.root.spawned_by is not None:
             steps.refer(sub.root.spawned_by[1], label)
@@ -447,7 +461,8 @@ class _Builder:
         )
 
     def _cost_source(self) -> str:
-        sources = {read.priced.source for read in self._read.values() if read.priced.source}
+        nodes = (node for thread in self._threads for node in thread.nodes)
+        sources = {node.cost_source for node in nodes if node.cost_source}
         return ", ".join(sorted(sources))
 
 
@@ -456,10 +471,7 @@ def _plain(totals: StepTotals) -> dict[str, Any]:
 
 
 def _kinds(lineage: Lineage) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for node in lineage.nodes:
-        counts[node.kind] = counts.get(node.kind, 0) + 1
-    return counts
+    return dict(Counter(node.kind for node in lineage.nodes))
 
 
 def _summary(path: Path, trajectory: atif.Trajectory, kinds: dict[str, int]) -> TrajectorySummary:

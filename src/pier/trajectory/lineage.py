@@ -75,6 +75,14 @@ class Node:
     """`chain[i]` stands for the first i messages."""
     id_chain: tuple[bytes, ...] = ()
     """The same, with tool calls and results by their ids only."""
+    cost_usd: float | None = None
+    cost_source: str | None = None
+    """Where the cost comes from: the provider, or a table of prices."""
+
+    @property
+    def question(self) -> tuple[bytes, bool, str]:
+        """The same for calls that ask the same."""
+        return self.chain[-1], bool(self.request.tools), self.request.model
 
     @property
     def new_messages(self) -> tuple[Message, ...]:
@@ -99,22 +107,6 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
-    """What one call used and cost, with where the figure comes from."""
-
-    cost_usd: float | None
-    source: str | None
-
-
-@dataclass(slots=True)
-class ReadCall:
-    """One call of a recording as a node, with its price."""
-
-    node: Node
-    priced: Priced
-
-
-@dataclass(frozen=True, slots=True)
 class Generation:
     """A call that is over, as the gateway saw it or as a recording has it: what was asked and answered, and how it
     ended. `answered` says that the agent got some of an answer or an error."""
@@ -135,9 +127,9 @@ OnGeneration = Callable[[Generation], None]
 def generations_of(recording: Path) -> list[Generation]:
     """The generations of a recording, in the order of their requests."""
     return [
-        Generation(found.node, call.outcome, call.status or 0, call.error, call.fault, call.answer is not None)
+        Generation(node, call.outcome, call.status or 0, call.error, call.fault, call.answer is not None)
         for call in read(recording).generations()
-        if (found := read_call(call))
+        if (node := read_call(call))
     ]
 
 
@@ -148,8 +140,8 @@ def with_version(turn: Turn, version: str | None) -> Turn:
     return replace(turn, tokens=replace(turn.tokens, weights=version))
 
 
-def read_call(call: Call) -> ReadCall | None:
-    """A generation as a node of the lineage, with its price; None if its request cannot be read."""
+def read_call(call: Call) -> Node | None:
+    """A generation as a node of the lineage; None if its request cannot be read."""
     parsed = _request_of(call)
     if parsed is None:
         return None
@@ -161,7 +153,15 @@ def read_call(call: Call) -> ReadCall | None:
         used = {name: tuple(value) if isinstance(value, list) else value for name, value in used.items()}
         parsed = replace(parsed, sampling=replace(parsed.sampling, **used))
     node = Node(call.number, parsed, turn, call.at, _end_of(call), headers)
-    return ReadCall(node, _price(call, turn))
+    if turn is not None:
+        node.cost_usd = turn.usage.cost_usd
+        if node.cost_usd is None and call.usage is not None:
+            node.cost_usd = call.usage.cost_usd  # not every dialect has a place for it in its answers
+        node.cost_source = "provider" if node.cost_usd is not None else None
+        if node.cost_usd is None and call.upstream is not None:
+            node.cost_usd = cost_of(turn.usage, call.upstream.model, call.upstream.provider)
+            node.cost_source = f"genai-prices {version('genai-prices')}" if node.cost_usd is not None else None
+    return node
 
 
 def _request_of(call: Call) -> Request | None:
@@ -224,15 +224,6 @@ def _end_of(call: Call) -> float | None:
     if call.ended is not None:
         return call.ended
     return call.answer.chunks[-1].at if call.answer and call.answer.chunks else None
-
-
-def _price(call: Call, turn: Turn | None) -> Priced:
-    if turn is None or call.upstream is None:
-        return Priced(None, None)
-    if turn.usage.cost_usd is not None:
-        return Priced(turn.usage.cost_usd, "provider")
-    cost = cost_of(turn.usage, call.upstream.model, call.upstream.provider)
-    return Priced(cost, None if cost is None else f"genai-prices {version('genai-prices')}")
 
 
 def settle(node: Node, recent: Sequence[Node]) -> None:
@@ -382,7 +373,7 @@ class Lineage:
         continued = {id(node.parent) for node in self.nodes if node.parent is not None}
         groups: dict[tuple[bytes, bool, str], list[Node]] = {}
         for node in self.nodes:
-            groups.setdefault((node.chain[-1], bool(node.request.tools), node.request.model), []).append(node)
+            groups.setdefault(node.question, []).append(node)
         for group in groups.values():
             if len(group) == 1:
                 continue
@@ -394,27 +385,18 @@ class Lineage:
 
     def _split(self) -> list[Thread]:
         by_node: dict[int, Thread] = {}
+        by_question: dict[tuple[bytes, bool, str], Thread] = {}
         threads: list[Thread] = []
         for node in self.nodes:
-            thread = by_node.get(id(node.parent)) if node.parent is not None else None
-            if thread is None:
-                thread = self._twin(node, by_node)
+            # A retried first call begins no second thread.
+            thread = by_node.get(id(node.parent)) or by_question.get(node.question)
             if thread is None:
                 thread = Thread([])
                 threads.append(thread)
             thread.nodes.append(node)
             by_node[id(node)] = thread
+            by_question.setdefault(node.question, thread)
         return threads
-
-    def _twin(self, node: Node, by_node: dict[int, Thread]) -> Thread | None:
-        """The thread of an earlier call that asked the same: a retried first call begins no second thread."""
-        for other in self.nodes:
-            if other is node:
-                return None
-            same = other.chain[-1] == node.chain[-1] and bool(other.request.tools) == bool(node.request.tools)
-            if same and other.request.model == node.request.model:
-                return by_node[id(other)]
-        return None
 
     def _mark_asides(self, threads: list[Thread]) -> None:
         """Calls amid work with tools whose answers nothing builds on, and that offer no tools or want a summary."""

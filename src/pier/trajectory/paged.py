@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -19,10 +19,11 @@ from pydantic_core import from_json
 
 from pier.trajectory.model import FinalMetrics, Step, TrajectoryAgent
 
-_CHUNK = 4 << 20
+_CHUNK = 1 << 20
 _STEP_LIMIT = 1 << 30
 _HEAD_LIMIT = 4 << 20
 _DEEPEST = 16
+_WIDEST = 64
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODE = json.JSONDecoder(strict=False).raw_decode
 
@@ -57,108 +58,131 @@ class TrajectoryMap:
         )
 
 
-class _Window:
-    """A part of a file as text with one character per byte, so that places in it are places in the file."""
+class JsonWindow:
+    """A place in a file of JSON, and the text around it with one character per byte, so that places in the text are
+    places in the file. `ValueError` where the file is not what it should be, or ends."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    def __init__(self, stream: IO[bytes], chunk: int = _CHUNK) -> None:
         self._stream = stream
-        self._base = 0
+        self._chunk = chunk
+        self._base = self._at = 0
         self._text = ""
         self._is_last = False
 
-    def _extend(self, at: int, size: int) -> None:
-        """Have more text, from `at` on; ValueError at the end of the file."""
+    def _extend(self) -> None:
+        """Have more text, from the place on: twice as much of a long value."""
         if self._is_last:
             raise ValueError("not a whole JSON object")
+        size = max(self._chunk, len(self._text) - (self._at - self._base))
         data = self._stream.read(size)
         self._is_last = len(data) < size
-        self._text = self._text[at - self._base :] + data.decode("latin-1")
-        self._base = at
+        self._text = self._text[self._at - self._base :] + data.decode("latin-1")
+        self._base = self._at
         if len(self._text) > _STEP_LIMIT:
             raise ValueError(f"a value of more than {_STEP_LIMIT} bytes")
 
-    def next(self, at: int) -> tuple[str, int]:
-        """The next character that is not white space, and its place."""
+    def peek(self) -> str:
+        """The next character that is not white space; the place is there now."""
         while True:
-            found = _SPACE.match(self._text, at - self._base)
-            end = found.end() if found else 0
-            if end < len(self._text):
-                return self._text[end], self._base + end
-            self._extend(max(at, self._base), _CHUNK)
+            found = _SPACE.match(self._text, self._at - self._base)
+            self._at = self._base + (found.end() if found else 0)
+            if self._at - self._base < len(self._text):
+                return self._text[self._at - self._base]
+            self._extend()
 
-    def value(self, at: int) -> tuple[Any, int]:
-        """The JSON value that begins at `at`, and where it ends. Texts in it are as their bytes are."""
+    def expect(self, character: str) -> None:
+        if self.peek() != character:
+            raise ValueError(f"not JSON: {character} was expected at {self._at}")
+        self._at += 1
+
+    def skip(self) -> tuple[int, int]:
+        """Pass over a value; where it begins and ends."""
+        self.peek()
         while True:
             try:
-                value, end = _DECODE(self._text, at - self._base)
-                if end < len(self._text) or self._is_last:
-                    return value, self._base + end
+                _, end = _DECODE(self._text, self._at - self._base)
+                # More digits may have been lost with the end of a torn file.
+                if end < len(self._text) or (self._is_last and not self._text[-1].isdigit()):
+                    start, self._at = self._at, self._base + end
+                    return start, self._at
             except (ValueError, IndexError, StopIteration):
-                if self._is_last:
-                    raise ValueError("not a whole JSON object") from None
+                pass
             except RecursionError:
                 raise ValueError("nested too deep") from None
-            self._extend(at, max(_CHUNK, len(self._text)))
+            self._extend()
+
+    def skip_indented(self) -> tuple[int, int]:
+        """Pass over a value; where it begins and ends. An object of several lines whose first line is indented, as
+        `json.dumps(indent=2)` writes it, ends with the next line that is indented alike and has its bracket: no string
+        has a line break in it, so nothing needs to be decoded."""
+        self.peek()
+        lead = self._lead()
+        while lead:
+            start = self._at - self._base
+            found = self._text.find(lead + "}", start)
+            if found >= 0 and self._text.find(lead + "{", start, found) < 0:
+                begin, self._at = self._at, self._base + found + len(lead) + 1
+                return begin, self._at
+            if found >= 0 or self._is_last:
+                break
+            self._extend()
+        return self.skip()
+
+    def _lead(self) -> str:
+        """The line break and the white space before an object whose second line is indented further; else empty."""
+        start = self._at - self._base
+        line = self._text.rfind("\n", max(0, start - _WIDEST), start)
+        lead = self._text[line:start] if line >= 0 else ""
+        is_indented = len(lead) > 1 and not lead.strip(" \t\n")
+        return lead if is_indented and self._text.startswith((f"{{{lead} ", f"{{{lead}\t"), start) else ""
+
+    def value(self) -> Any:
+        start, end = self.skip()
+        text = self._text[start - self._base : end - self._base]
+        return json.loads(text.encode("latin-1").decode(errors="replace"), strict=False)
+
+    def elements(self, brackets: str = "[]") -> Iterator[None]:
+        """Stops before each element of a list, which is to be taken before the next."""
+        self.expect(brackets[0])
+        if self.peek() != brackets[1]:
+            yield
+            while self.peek() == ",":
+                self.expect(",")
+                yield
+        self.expect(brackets[1])
+
+    def members(self) -> Iterator[str]:
+        """The keys of an object, with the place before the value of each, which is to be taken before the next."""
+        for _ in self.elements("{}"):
+            key = self.value()
+            self.expect(":")
+            if not isinstance(key, str):
+                raise ValueError("not a JSON object")
+            yield key
 
 
 def scan(stream: IO[bytes]) -> TrajectoryMap:
     """Where the parts of a trajectory are; ValueError if the file is not one whole JSON object."""
-    window = _Window(stream)
-    first, at = window.next(0)
-    if first != "{":
-        raise ValueError("a trajectory is a JSON object")
-    return _object(window, at, 0)[0]
+    return _scan_object(JsonWindow(stream), 0)
 
 
-def _object(window: _Window, at: int, depth: int) -> tuple[TrajectoryMap, int]:
-    """The trajectory whose bracket is at `at`, and where it ends."""
+def _scan_object(window: JsonWindow, depth: int) -> TrajectoryMap:
     if depth > _DEEPEST:
         raise ValueError("nested too deep")
     found = TrajectoryMap()
-    char, at = window.next(at + 1)
-    while char != "}":
-        char, at = window.next(at + 1) if char == "," else (char, at)
-        key, end = window.value(at)
-        char, at = window.next(end)
-        if char != ":" or not isinstance(key, str):
-            raise ValueError("not a JSON object")
-        char, at = window.next(at + 1)
-        if char == "[" and key == "steps":
-            at = _list(window, at, lambda place: _add_step(window, found, place))
-        elif char == "[" and key == "subagent_trajectories":
-            at = _list(window, at, lambda place: _add_sub(window, found, place, depth))
+    for key in window.members():
+        if key == "steps" and window.peek() == "[":
+            for _ in window.elements():
+                found.spans.extend(window.skip_indented())
+        elif key == "subagent_trajectories" and window.peek() == "[":
+            for _ in window.elements():
+                if window.peek() == "{":
+                    found.subs.append(_scan_object(window, depth + 1))
+                else:
+                    window.skip()
         else:
-            start, (_, at) = at, window.value(at)
-            found.head[key] = (start, at)
-        char, at = window.next(at)
-        if char not in ",}":
-            raise ValueError("not a JSON object")
-    return found, at + 1
-
-
-def _list(window: _Window, at: int, take: Callable[[int], int]) -> int:
-    """Take each item of the list whose bracket is at `at`; where the list ends."""
-    char, at = window.next(at + 1)
-    while char != "]":
-        char, at = window.next(at + 1) if char == "," else (char, at)
-        char, at = window.next(take(at))
-        if char not in ",]":
-            raise ValueError("not a JSON list")
-    return at + 1
-
-
-def _add_step(window: _Window, found: TrajectoryMap, at: int) -> int:
-    _, end = window.value(at)
-    found.spans.extend((at, end))
-    return end
-
-
-def _add_sub(window: _Window, found: TrajectoryMap, at: int, depth: int) -> int:
-    if window.next(at)[0] != "{":
-        return window.value(at)[1]
-    sub, end = _object(window, at, depth + 1)
-    found.subs.append(sub)
-    return end
+            found.head[key] = window.skip()
+    return found
 
 
 class PagedTrajectory:
@@ -199,7 +223,7 @@ class PagedTrajectory:
         if span is None or span[1] - span[0] > _HEAD_LIMIT:
             return None
         try:
-            return json.loads(self._read(*span).strip().rstrip(b",").strip())
+            return json.loads(self._read(*span))
         except (ValueError, RecursionError):
             return None
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pier import __version__
-from pier.agent.contract import PACK_PATH, Agent, AgentRun, McpServer
+from pier.agent.contract import PACK_PATH, Agent, AgentRun, McpServer, check_options, find_agent
 from pier.agent.oracle import OracleAgent
-from pier.agent.registry import check_options, find_agent
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import AgentError, JobError, PierError, ProviderError, StorageError, UsageError
 from pier.record import RECORDING

@@ -136,6 +136,7 @@ class SandboxStarter:
             name=name,
             on_progress=self.report,
             on_decision=note,
+            keep=self.choice.keep if not suffix else None,
             compose=plan.compose and await self._in_time(self._compose(plan.compose, plan, name if suffix else "")),
         )
         return await self._in_time(backend.start(spec))

@@ -14,7 +14,7 @@ from pier.network.policy import NONE, PUBLIC, NetworkPolicy
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend, BuildOrder
 from pier.sandbox.opening import resolve_image
-from pier.task.digest import tree_digest
+from pier.task.load import tree_digest
 
 
 @dataclass(frozen=True, slots=True)

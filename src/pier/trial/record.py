@@ -86,9 +86,9 @@ class TrialRecord:
     def write_exception(self, text: str) -> None:
         files.write(self.directory / "exception.txt", self.redactor.text(text), durable=False)
 
-    def write_result(self, result: TrialResult) -> None:
-        """Seal the trial: `result.json` is the last file, and on disk before this returns."""
-        self._write("result.json", result, durable=True)
+    def write_result(self, result: TrialResult, *, durable: bool = True) -> None:
+        """Seal the trial: `result.json` is the last file, and on disk before this returns if it is `durable`."""
+        self._write("result.json", result, durable=durable)
 
     def _write(self, name: str, value: dict[str, Any] | TrialResult, *, durable: bool) -> None:
         try:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pier import __version__
 from pier.agent.contract import AGENT_LOGS, Agent
+from pier.agent.oracle import OracleAgent
 from pier.agent.packed import install
 from pier.errors import AgentError, SandboxError, StorageError
 from pier.image.model import OnProgress
@@ -45,6 +46,7 @@ from pier.trial.agent import (
     usage_of,
 )
 from pier.trial.collect import STATE, collect, keep_state, seal_artifacts, take_logs
+from pier.trial.diff import CHANGES, keep_diff
 from pier.trial.environment import TaskSandbox, open_environment, task_secrets
 from pier.trial.plan import NetworkPlan, plan_network
 from pier.trial.record import Clock, TrialRecord, limit, now, task_reference, trial_config, trial_lock
@@ -247,6 +249,8 @@ class _Trial:
         spec, steps = self.spec, self.spec.task.steps
         with self.clock.phase("collect"):
             collected = await collect(environment, index, directory / "artifacts", spec.artifacts)
+            if self.result.agent_info.name not in ("oracle", "nop") and spec.recorded:
+                await keep_diff(environment, index, directory / CHANGES)
             if spec.keep_state:
                 try:
                     await keep_state(environment.sandbox, directory / STATE)
@@ -279,7 +283,8 @@ class _Trial:
         with self.clock.phase("setup") as outcome.agent_setup:
             env = resolve_env(spec.agent.env, where="the agent's variables", environ=self.environ)
             solution = resolve_env(spec.task.config.solution.env, where="solution.env", environ=self.environ)
-            home = await home_of(sandbox, user_text(step.agent.user))
+            asks_home = not isinstance(agent, OracleAgent)
+            home = await home_of(sandbox, user_text(step.agent.user)) if asks_home else ""
             workdir = environment.workdir
             run = describe_run(
                 spec, step, agent, workdir=workdir, home=home, env=env, solution_env=solution, environ=self.environ
@@ -289,7 +294,8 @@ class _Trial:
 
         async def keep_logs() -> None:
             outcome.agent_result = await add_trajectory(logs, header, outcome.agent_result, record)
-            await take_logs(sandbox, AGENT_LOGS, logs, record)
+            if spec.recorded or spec.agent.direct:
+                await take_logs(sandbox, AGENT_LOGS, logs, record)
             if spec.agent.direct:
                 outcome.agent_result = await add_native_trajectory(logs, header, outcome.agent_result, record)
 
@@ -379,7 +385,7 @@ class _Trial:
             network_refused=dict(self.record.refused.most_common(100)),
         )
         self.record.log(f"rewards {result.rewards}")
-        self.record.write_result(result)
+        self.record.write_result(result, durable=spec.recorded)
 
 
 @functools.lru_cache(maxsize=16)

@@ -87,7 +87,8 @@ class SandboxChoice:
     """Where the trial runs. `image` replaces the task's own image; `limits` and `gpus` replace those of the task that
     they name; `network` replaces the baseline policy; `hosts` are added to it. `hidden` are directories of this machine
     that no sandbox may see, in addition to the trial's and its task's own. `snapshot` is an earlier sandbox,
-    whose files the agent's sandbox begins with; what the task would bring or set up is there already."""
+    whose files the agent's sandbox begins with; what the task would bring or set up is there already. `keep`: see
+    `SandboxSpec`."""
 
     backend: str = "local"
     image: str | None = None
@@ -100,6 +101,7 @@ class SandboxChoice:
     mounts: tuple[Mount, ...] = ()
     hidden: tuple[Path, ...] = ()
     snapshot: Image | None = None
+    keep: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class TrialSpec:
     accept: Accept | None = None
     """Checks the agent's output before the trial goes on; None takes whatever it is."""
     recorded: bool = True
-    """Whether model calls are recorded on disk, with the trajectory that is derived from them."""
+    """Whether model calls are recorded on disk, with the trajectory that is derived from them and the agent's logs."""
     on_sandbox: Callable[[Sandbox], None] | None = None
     """Is called with the agent's sandbox when it runs."""
     on_generation: Callable[[str | None, Generation], None] | None = None

@@ -56,6 +56,13 @@ def limited(notes: list[Note]) -> list[Note]:
     return kept
 
 
+def changed_since(before: Iterable[Change], after: Iterable[Change]) -> list[Change]:
+    """What happened between two looks at a sandbox."""
+    old = {change.path: change for change in before}
+    gone = [Change(path, "removed") for path in old.keys() - {change.path for change in after}]
+    return [change for change in after if old.get(change.path) != change] + gone
+
+
 STARTUP = frozenset(f"{stem}customize{end}" for stem in ("site", "user") for end in (".py", ".pyc", ".so"))
 PYTEST = frozenset({"conftest.py", "pytest.ini", "pytest.toml", ".pytest.ini"})
 

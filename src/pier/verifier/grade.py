@@ -22,7 +22,7 @@ from typing import Any
 from pier.errors import SandboxError, StorageError, TaskError, VerifierError
 from pier.sandbox.contract import DISK_FAULTS, OnOutput, Result, Sandbox
 from pier.sandbox.upload import upload_scripts
-from pier.task.digest import without_ignored
+from pier.task.load import without_ignored
 from pier.tree import Tree, TreeError
 from pier.verifier.changes import TESTS, VERIFIER_LOGS, Note
 

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from pier.errors import SandboxError, VerifierError
 from pier.sandbox.contract import Change, Isolation, Sandbox
-from pier.verifier.changes import LOGS, TESTS, VERIFIER_LOGS, Note, Suspicion, judge, limited
+from pier.verifier.changes import LOGS, TESTS, VERIFIER_LOGS, Note, Suspicion, changed_since, judge, limited
 
 Pristine = Callable[[], AbstractAsyncContextManager[Sandbox]]
 """Opens a sandbox of the same image that no agent has touched."""
@@ -76,7 +76,7 @@ async def secure(
     view, notes = await _isolate(sandbox, tests) if keep_processes else (None, await _kill(sandbox))
     after = await sandbox.changes()
     if after is not None:
-        changed = _since(before or (), after)
+        changed = changed_since(before or (), after)
         notes += _prepared(changed)
         notes += await _undo(sandbox, judge(changed, workdir=workdir), pristine)
     else:
@@ -94,7 +94,7 @@ async def look_again(sandbox: Sandbox, secured: Secured, workdir: str) -> list[N
     after = await sandbox.changes() if secured.changed is not None else None
     if after is None:
         return []
-    found = judge(_since(secured.changed or (), after), workdir=workdir)
+    found = judge(changed_since(secured.changed or (), after), workdir=workdir)
     aside = "; it changed while processes of the agent ran next to the tests"
     return limited([Note(each.kind, each.detail + aside, each.path) for each in found if each.action != "note"])
 
@@ -137,12 +137,6 @@ def _fit(sandbox: Sandbox, tests: Iterable[Path]) -> bool:
             if left < 0:
                 return False
     return True
-
-
-def _since(before: Iterable[Change], after: Iterable[Change]) -> list[Change]:
-    old = {change.path: change for change in before}
-    gone = [Change(path, "removed") for path in old.keys() - {change.path for change in after}]
-    return [change for change in after if old.get(change.path) != change] + gone
 
 
 def _prepared(changed: Iterable[Change]) -> list[Note]:

@@ -6,7 +6,9 @@ Arguments of tool calls are sorted into blocks: a command, an edit, the content 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pier.trajectory.model import ObservationResult, Step, StepToolCall, text_of
@@ -54,6 +56,7 @@ def step_card(
         "reasoning_tokens": (metrics.extra or {}).get("reasoning_tokens") if metrics else None,
         "cost": metrics.cost_usd if metrics else None,
         "call": call if isinstance(call, int) else None,
+        "side_calls": [],
         "stop_reason": extra.pop("stop_reason", None),
         "compaction": bool(extra.pop("compaction", False)),
         "copied": bool(step.is_copied_context),
@@ -159,3 +162,88 @@ def edits_of(trajectory: PagedTrajectory, limit: int = 2_000) -> list[dict[str, 
         if len(found) >= limit:
             break
     return found
+
+
+def side_calls(trajectory: PagedTrajectory) -> list[dict[str, Any]]:
+    """The calls that no step stands for: titles, summaries, retries and calls of other programs."""
+    extra = trajectory.value("extra")
+    rows = extra.get("side_calls") if isinstance(extra, dict) else None
+    kept = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return [_side_call(row) for row in kept if isinstance(row.get("call"), int)]
+
+
+def _side_call(row: Mapping[str, Any]) -> dict[str, Any]:
+    metrics = row["metrics"] if isinstance(row.get("metrics"), dict) else {}
+    used = {key: metrics.get(f"{key}_tokens") for key in ("prompt", "completion")} | {"cost": metrics.get("cost_usd")}
+    numbers = {key: value if isinstance(value, int | float) else None for key, value in used.items()}
+    texts = {key: str(row.get(key) or "") for key in ("kind", "model_name", "message")}
+    return {"call": row["call"], **texts, **numbers}
+
+
+def place_side_calls(
+    found: Sequence[dict[str, Any]], cards: Sequence[dict[str, Any]], last: int
+) -> list[dict[str, Any]]:
+    """Give each card the side calls that were made between the step before and its own call; those after all cards are
+    the result. `last` is the last call before the first card."""
+    for card in cards:
+        if card["call"] is not None:
+            card["side_calls"] = [each for each in found if last < each["call"] < card["call"]]
+            last = card["call"]
+    return [each for each in found if each["call"] > last]
+
+
+def call_before(trajectory: PagedTrajectory, index: int) -> int:
+    """The number of the last call before a step."""
+    for place in range(index - 1, -1, -1):
+        call = (trajectory.step(place).extra or {}).get("call")
+        if isinstance(call, int):
+            return call
+    return 0
+
+
+def subs_in(holder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The sub-agents that the results of a call, or of a card, refer to."""
+    return [sub for result in holder["results"] for sub in result["subs"]]
+
+
+_HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+
+
+def diff_files(text: str) -> list[dict[str, Any]]:
+    """The parts of a diff, one for each file: its path, the lines added and removed, and the text. Lines inside of a
+    hunk begin no part, whatever they look like."""
+    found: list[_DiffPart] = []
+    old = new = 0
+    for line in text.removesuffix("\n").split("\n"):
+        sign = line[:1]
+        if old > 0 or new > 0:
+            old -= sign in ("-", " ", "")
+            new -= sign in ("+", " ", "")
+            found[-1].removed += sign == "-"
+            found[-1].added += sign == "+"
+        elif not found or line.startswith(_PART_STARTS) or (line.startswith("--- ") and not found[-1].is_begun):
+            found.append(_DiffPart(line, is_begun=line.startswith("diff --git ")))
+        elif hunk := _HUNK.match(line):
+            old, new = (int(count) if count is not None else 1 for count in hunk.groups())
+            found[-1].is_begun = False
+        if line.startswith(("--- ", "+++ ")) and not found[-1].added + found[-1].removed and "/dev/null" not in line:
+            found[-1].path = line[4:].partition("\t")[0].removeprefix("a/").removeprefix("b/")
+        found[-1].lines.append(line)
+    return [part.plain() for part in found]
+
+
+@dataclass(slots=True)
+class _DiffPart:
+    path: str
+    is_begun: bool = False
+    """Whether the names of the files are still to come."""
+    added: int = 0
+    removed: int = 0
+    lines: list[str] = field(default_factory=list)
+
+    def plain(self) -> dict[str, Any]:
+        text = "\n".join(self.lines) if len(self.lines) > 1 else ""
+        return {"path": self.path, "added": self.added, "removed": self.removed, "text": text}
+
+
+_PART_STARTS = ("diff --git ", "Binary or large file ", "Empty file ", "# ")

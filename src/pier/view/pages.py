@@ -25,7 +25,7 @@ from pier.view.library import Library, NotFoundError
 from pier.view.steps import StepReader, file_stamp, text_at, texts_of
 from pier.view.trial import TrialPage, _number, _text
 
-GRID_ROWS, TRIAL_ROWS = 100, 200
+GRID_CELLS, TRIAL_ROWS = 240, 100
 TEXT_CHUNK = 200_000
 _SEARCH_TRIALS = 400
 """How many transcripts one search adds to the full-text index."""
@@ -110,9 +110,9 @@ class Pages:
 
     def _grid(self, job: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
         page = _number(query.get("page"), 1) or 1
-        start = (page - 1) * GRID_ROWS
-        rows, total = self.index.cells(job["id"], query.get("q", ""), query.get("sort", ""), start, GRID_ROWS)
         columns = list(dict.fromkeys((group["agent"], group["model"]) for group in job["groups"]))
+        size = max(25, min(100, GRID_CELLS // max(1, len(columns))))
+        rows, total = self.index.cells(job["id"], query.get("q", ""), query.get("sort", ""), (page - 1) * size, size)
         datasets = {group["dataset"] for group in job["groups"]}
         lines = []
         for task, dataset, cells in rows:
@@ -124,7 +124,7 @@ class Pages:
                     "cells": [by_column.get(column) for column in columns],
                 }
             )
-        return {"columns": columns, "rows": lines, **_paging(page, GRID_ROWS, total)}
+        return {"columns": columns, "rows": lines, **_paging(page, size, total)}
 
     def _trials(self, job: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
         names = ("standing", "blame", "task", "agent", "model", "sort")

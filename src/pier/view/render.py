@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -40,6 +40,7 @@ TAB_NAMES = {
     "reviews": "Reviews",
     "config": "Configuration",
     "notes": "Notes",
+    "file": "File",
 }
 
 
@@ -52,17 +53,17 @@ class Links:
         return "/" + _query(query)
 
     def job(self, job: str, **query: Any) -> str:
-        return f"/jobs/{quote(job, safe='')}" + _query(query)
+        return f"/jobs/{_quoted(job)}" + _query(query)
 
     def trial(self, job: str, trial: str, tab: str = "steps", **query: Any) -> str:
         tail = "" if tab == "steps" else f"/{tab}"
-        return f"/jobs/{quote(job, safe='')}/{quote(trial, safe='')}{tail}" + _query(query)
+        return f"/jobs/{_quoted(job)}/{_quoted(trial)}{tail}" + _query(query)
 
     def piece(self, job: str, trial: str, piece: str, **query: Any) -> str:
-        return f"/jobs/{quote(job, safe='')}/{quote(trial, safe='')}/steps/{piece}" + _query(query)
+        return f"/jobs/{_quoted(job)}/{_quoted(trial)}/steps/{piece}" + _query(query)
 
     def file(self, job: str, trial: str, path: str) -> str:
-        return f"/files/{quote(job, safe='')}/{quote(trial, safe='')}/{quote(path)}"
+        return f"/files/{_quoted(job)}/{_quoted(trial)}/{quote(path)}"
 
     def compare(self, names: list[str]) -> str:
         return "/compare" + ("?" + urlencode([("job", name) for name in names]) if names else "")
@@ -84,8 +85,12 @@ class Links:
 
 
 def _query(values: Mapping[str, Any]) -> str:
-    kept = {key: value for key, value in values.items() if value not in ("", None)}
-    return "?" + urlencode(kept) if kept else ""
+    kept = [f"{key}={_quoted(str(value))}" for key, value in values.items() if value not in ("", None)]
+    return "?" + "&".join(kept) if kept else ""
+
+
+_quoted = lru_cache(4096)(partial(quote, safe=""))
+"""A list has the same few names in hundreds of addresses."""
 
 
 @cache
@@ -146,7 +151,7 @@ def short(value: float | None) -> str:
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.3g}{unit}" if value < 999.5 * limit else f"{value / limit:.0f}{unit}"
-    return f"{value:g}"
+    return f"{value:g}" if value == int(value) else f"{value:.3g}"
 
 
 def money(value: float | None) -> str:

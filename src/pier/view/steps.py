@@ -12,7 +12,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,9 @@ class OutlineRow:
     failed: bool = False
     mark: str = ""
     """`compaction`, `copied`, `sub-agent` or empty."""
+
+    def plain(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(slots=True)
@@ -131,7 +134,7 @@ class StepReader:
         with self.open(part, sub) as found:
             made = [_outline_row(number, found.raw(number)) for number in range(len(found))]
             if not sub and (known is not None or part.path.stat().st_size >= _KEPT):
-                plain = json.dumps([asdict(row) for row in made])
+                plain = json.dumps([row.plain() for row in made])
                 self.index.keep_map(part.path, stamp, found.map.to_json(), plain)
         return made
 

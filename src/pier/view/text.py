@@ -7,7 +7,6 @@ rendered without HTML; pictures are not loaded and links lead nowhere. Sizes are
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterator
@@ -17,9 +16,10 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from pier.trial.diff import unified
+
 MARKDOWN_LIMIT = 40_000
 CODE_LIMIT = 40_000
-DIFF_LINES = 2_000
 CLIP = 6_000
 """How many characters of one text a page shows at first."""
 
@@ -32,7 +32,7 @@ _NAMES = {**{chr(code): chr(0x2400 + code) for code in range(0x20)}, "\x7f": "\u
 
 def visible(text: str) -> Markup:
     """A text escaped, with what a browser would not show made visible."""
-    return _mark(escape(text))
+    return escape(text) if text.isascii() and text.isprintable() else _mark(escape(text))
 
 
 def _mark(html: str) -> Markup:
@@ -220,9 +220,5 @@ def _diff_line(line: str) -> str:
 
 def edit(old: str, new: str, limit: int = CLIP) -> Clip:
     """What an edit changed, as a diff."""
-    before, after = old.splitlines(), new.splitlines()
-    if len(before) + len(after) > DIFF_LINES:
-        lines = [*(f"-{line}" for line in before), *(f"+{line}" for line in after)]
-    else:
-        lines = [line.rstrip("\n") for line in difflib.unified_diff(before, after, n=3, lineterm="")][2:]
-    return diff("\n".join(lines), limit)
+    found = unified("", *(f"{text.removesuffix(chr(10))}\n" for text in (old, new)))
+    return diff("\n".join(found.removesuffix("\n").split("\n")[2:]), limit)

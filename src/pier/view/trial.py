@@ -11,8 +11,9 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic_core import to_jsonable_python
 
@@ -24,7 +25,17 @@ from pier.record.reader import read as read_recording
 from pier.review.read import critiques_of, read_analysis
 from pier.trajectory.paged import PagedTrajectory
 from pier.tree import Entry, Tree, TreeError
-from pier.view.cards import edits_of, step_card, sub_agents
+from pier.trial.diff import CHANGES
+from pier.view.cards import (
+    call_before,
+    diff_files,
+    edits_of,
+    place_side_calls,
+    side_calls,
+    step_card,
+    sub_agents,
+    subs_in,
+)
 from pier.view.index import Index
 from pier.view.library import NotFoundError
 from pier.view.notes import read_notes
@@ -34,6 +45,8 @@ PAGE_STEPS, PAGE_BYTES = 50, 3 << 20
 LOG_BYTES = 200_000
 _JSON_LIMIT = 64 << 20
 _LISTED = 2_000
+_DIFF_BYTES = 2_500_000
+_LINES_BEFORE, _LINES_SHOWN, _LONGEST_LINE = 200, 1_000, 20_000
 PICTURES = {
     ".png": "image/png",
     ".jpg": "image/jpeg",
@@ -138,6 +151,7 @@ class TrialPage:
             "terminal": lambda _: {"casts": self._casts()},
             "reviews": lambda _: self.reviews(),
             "config": self._config,
+            "file": self._file,
             "notes": lambda _: {"list": self.notes()},
         }
         if name not in builders:
@@ -171,7 +185,7 @@ class TrialPage:
         parts = self.parts()
         part, sub = self.part(query), query.get("sub", "")
         base = {"parts": [each.name for each in parts], "part": part.name if part else "", "sub": sub, "cards": []}
-        base |= {"total": 0, "from": 0, "to": 0, "running": self.view.state == "running"}
+        base |= {"total": 0, "from": 0, "to": 0, "subs": [], "loose": [], "side_calls": []}
         if part is None:
             return {**base, "missing": self._why_no_steps()}
         try:
@@ -200,12 +214,17 @@ class TrialPage:
             step = trajectory.step(index)
             cards.append(step_card(step, index, previous, subs, times))
             previous = step.timestamp
+        aside = side_calls(trajectory)
+        last = place_side_calls(aside, cards, call_before(trajectory, start) if aside and start else 0)
+        shown = {each["place"] for card in cards for call in (*card["calls"], card) for each in subs_in(call)}
         return {
             "source": part.source,
             "agent": agent.model_dump(exclude={"tool_definitions", "extra"}) if agent else None,
             "tools": _tools(agent.tool_definitions if agent else None),
             "final": final.model_dump(exclude_none=True) if final else None,
             "subs": subs,
+            "loose": [each for each in subs if self.whole and each["place"] not in shown],
+            "side_calls": last if stop == total else [],
             "total": total,
             "from": start,
             "to": stop,
@@ -242,7 +261,7 @@ class TrialPage:
         return {
             "part": part.name if part else "",
             "sub": query.get("sub", ""),
-            "rows": [asdict(row) for row in rows],
+            "rows": [row.plain() for row in rows],
             "tool_counts": Counter(tool for row in rows for tool in row.tools).most_common(12),
         }
 
@@ -290,12 +309,14 @@ class TrialPage:
         patches, edits = list[dict[str, Any]](), list[dict[str, Any]]()
         if self.index.library.file is None:
             with self.tree() as tree:
-                for entry in _files_below(tree, self.places(tree), "artifacts"):
-                    if entry.path.endswith((".diff", ".patch")):
-                        patches.append({"path": entry.path, **(_text(tree, entry.path, tail=False) or {})})
-                for name in ("changes.diff", "agent/changes.diff"):
-                    if (text := _text(tree, name, tail=False)) is not None:
-                        patches.insert(0, {"path": name, **text})
+                places = self.places(tree)
+                names = [f"{prefix}{CHANGES}" for _, prefix in places]
+                artifacts = (entry.path for entry in _files_below(tree, places, "artifacts"))
+                names += [path for path in artifacts if path.endswith((".diff", ".patch"))]
+                for name in names:
+                    if (text := _text(tree, name, tail=False, limit=_DIFF_BYTES)) is not None:
+                        files = diff_files(text.pop("text"))
+                        patches.append({**text, "files": files})
         for part in self.parts():
             try:
                 with self.reader.open(part) as trajectory:
@@ -303,7 +324,8 @@ class TrialPage:
             except ValueError:
                 continue
         notes = [note for each in self._integrity() for note in each["notes"] if note["path"]]
-        return {"patches": patches, "edits": edits, "noted": notes}
+        is_ours = self.view.result is not None and self.view.result.pier is not None
+        return {"patches": patches, "edits": edits, "noted": notes, "is_ours": is_ours}
 
     def _artifacts(self, _: Mapping[str, str]) -> dict[str, Any]:
         with self.tree() as tree:
@@ -358,7 +380,26 @@ class TrialPage:
         if self.index.library.file is not None:
             return {"critiques": [], "analysis": None}
         critiques, analysis = critiques_of(self.directory.parent, self.view.name), read_analysis(self.directory)
-        return {"critiques": to_jsonable_python(critiques), "analysis": to_jsonable_python(analysis)}
+        found = {"critiques": to_jsonable_python(critiques), "analysis": to_jsonable_python(analysis)}
+        for review in (*found["critiques"], found["analysis"]):
+            for finding in review["findings"] if review else ():
+                for proof in finding["evidence"]:
+                    proof |= _place_of(proof["file"] or "")
+        return found
+
+    def _file(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Lines of one file of the trial, around the one that is asked for."""
+        path, wanted = query.get("path", ""), _number(query.get("line"), 1)
+        first, lines = max(1, wanted - _LINES_BEFORE), list[str]()
+        try:
+            with self.tree() as tree, tree.open(path) as stream:
+                size = stream.seek(0, 2)
+                stream.seek(0)
+                for line in islice(_lines_of(stream), first - 1, first - 1 + _LINES_SHOWN):
+                    lines.append(line.decode(errors="replace").rstrip("\r\n"))
+        except (OSError, TreeError) as error:
+            raise NotFoundError(f"{self.view.name} has no file {path}") from error
+        return {"path": path, "size": size, "line": wanted, "first": first, "lines": lines}
 
     # Calls
 
@@ -385,6 +426,24 @@ class TrialPage:
 def _part_of(view: TrialView, path: Path) -> str:
     parts = path.relative_to(view.directory).parts
     return parts[1] if parts[0] == "steps" else ""
+
+
+def _place_of(file: str) -> dict[str, str]:
+    """Where evidence is found: `path` of a file of the trial, and the `part` of the trial that it belongs to."""
+    top, _, path = file.partition("/")
+    if top != "trial":
+        return {"path": "", "part": ""}
+    parts = path.split("/")
+    return {"path": path, "part": parts[1] if parts[0] == "steps" and len(parts) > 2 else ""}
+
+
+def _lines_of(stream: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file, each without what is longer than a screen."""
+    while line := stream.readline(_LONGEST_LINE):
+        rest = line
+        while rest and not rest.endswith(b"\n"):
+            rest = stream.readline(_LONGEST_LINE)
+        yield line
 
 
 def _page_end(trajectory: PagedTrajectory, start: int, most: int) -> int:

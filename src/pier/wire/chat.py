@@ -94,6 +94,7 @@ _FIELDS = (
     *("frequency_penalty", "reasoning_effort", "logprobs", "top_logprobs", "response_format"),
 )
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
+_PROSE = ("text", "refusal", "thinking", "content", "annotations")
 _CONTENT = AnswerProgress(content=True)
 
 
@@ -606,10 +607,10 @@ class Chat(OpenAI):
     unknown_sampling = ("top_k", "thinking_budget")
     count_fields = ("n",)
     local_fields = f"""{LOCAL_FIELDS}
-        model models messages tools tool_choice parallel_tool_calls functions function_call stream stream_options n
+        model messages tools tool_choice parallel_tool_calls functions function_call stream stream_options n
         max_tokens max_completion_tokens response_format reasoning reasoning_effort include_reasoning thinking
         enable_thinking thinking_budget verbosity modalities audio prediction user safety_identifier metadata store
-        service_tier prompt_cache_key prompt_cache_retention provider route transforms usage options keep_alive
+        service_tier prompt_cache_key prompt_cache_retention provider transforms usage options keep_alive
     """
     file_places = ("messages",)
 
@@ -709,14 +710,15 @@ class Chat(OpenAI):
         return None if answer.get("choices") else "choices"
 
     def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Servers fetch pictures, sounds and films alike: whatever is called `..._url`."""
+        """Servers fetch pictures, sounds and films alike: what is called `..._url`, and any other link in a part."""
         file = part.get("file")
-        if isinstance(file, dict) and (file.get("file_id") or _is_link(file.get("file_data"))):
-            return {"type": "text", "text": REMOVED}
         named = {**part, **file} if isinstance(file, dict) else part
-        links = [value for key, value in named.items() if key.endswith("_url")]
+        links = (value for key, value in named.items() if key.endswith("_url"))
         urls = (link.get("url") if isinstance(link, dict) else link for link in links)
-        return {"type": "text", "text": REMOVED} if any(is_web(url) for url in urls) else None
+        is_message = "role" in part and "type" not in part
+        linked = has_link(file) or (not is_message and has_link(part))
+        away = linked or any(is_web(url) for url in urls) or (isinstance(file, dict) and file.get("file_id"))
+        return {"type": "text", "text": REMOVED} if away else None
 
 
 def is_web(value: Any) -> bool:
@@ -724,7 +726,12 @@ def is_web(value: Any) -> bool:
     return isinstance(value, str) and not value.startswith("data:")
 
 
-def _is_link(value: Any) -> bool:
+def has_link(value: Any) -> bool:
+    """Whether a part refers to something elsewhere, under whatever name. Texts and their sources do not count."""
+    if isinstance(value, dict):
+        return any(has_link(inner) for key, inner in value.items() if key not in _PROSE)
+    if isinstance(value, list):
+        return any(has_link(inner) for inner in value)
     return isinstance(value, str) and _SCHEME.match(value) is not None
 
 

@@ -8,6 +8,7 @@ have a shape that the dialect does not know is refused, since a provider may rea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,15 +16,10 @@ from pier.wire.contract import REMOVED, BadRequest, Dialect
 from pier.wire.dialects import DIALECTS
 from pier.wire.turn import DialectName, Edit, Sampling
 
-__all__ = ["REMOVED", "check_recordable", "close_book", "is_closed", "prescribe"]
+__all__ = ["REMOVED", "close_book", "is_closed", "offline", "prescribe"]
 
 _WHY = "this session has no internet"
 _NESTED = ("content", "parts", "output", "source", "functionResponse", "function_response")
-
-
-def check_recordable(dialect: DialectName, body: Mapping[str, Any]) -> None:
-    """`BadRequest` for a request that cannot be recorded as one turn with its whole prompt."""
-    DIALECTS[dialect].check_recordable(body)
 
 
 def close_book(dialect: DialectName, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[Edit]]:
@@ -36,10 +32,10 @@ def close_book(dialect: DialectName, body: Mapping[str, Any]) -> tuple[dict[str,
     for name in unknown:
         del closed[name]
     edits.extend(Edit("removed", name, _WHY) for name in unknown)
-    if "model" in closed:
-        closed["model"] = _offline(closed["model"], edits)
-    if isinstance(closed.get("models"), list):
-        closed["models"] = [_offline(model, edits) for model in closed["models"]]
+    model = closed.get("model")
+    if isinstance(model, str) and offline(model) != model:
+        closed["model"] = offline(model)
+        edits.append(Edit("changed", f"model {model}", _WHY))
     _close_tools(own, closed, edits)
     for place in own.file_places:
         if place in closed:
@@ -70,20 +66,19 @@ def is_closed(dialect: DialectName, body: Mapping[str, Any]) -> bool:
     return not close_book(dialect, body)[1] and (not isinstance(inner, dict) or is_closed(dialect, inner))
 
 
-def _offline(model: Any, edits: list[Edit]) -> Any:
-    if not isinstance(model, str) or not model.endswith(":online"):
-        return model
-    edits.append(Edit("changed", f"model {model}", _WHY))
-    return model.removesuffix(":online")
+_ONLINE = re.compile(r":online(?=:|\s*$)\s*", re.IGNORECASE)
+
+
+def offline(model: str) -> str:
+    """A model's name without OpenRouter's mark for a web search, wherever and however often it stands."""
+    return _ONLINE.sub("", model)
 
 
 def _close_tools(dialect: Dialect, body: dict[str, Any], edits: list[Edit]) -> None:
     tools = body.get("tools")
     if tools is None:
         return
-    if not isinstance(tools, list):
-        raise BadRequest("invalid value for tools: expected a list")
-    if not all(isinstance(tool, dict) for tool in tools):
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRequest("invalid value for tools: expected a list of objects")
     removed: list[str] = []
     kept = [tool for raw in tools if (tool := dialect.close_tool(raw, removed)) is not None]
@@ -120,7 +115,7 @@ def _close_item(item: Any, dialect: Dialect, edits: list[Edit]) -> Any:
     if replacement is not None:
         edits.append(Edit("removed", f"remote {item.get('type') or 'file'}", _WHY))
         return replacement
-    if item.get("type") == "tool_search_output":
+    if item.get("tools") is not None:
         item = dict(item)
         _close_tools(dialect, item, edits)
     return {key: _close_item(value, dialect, edits) if key in _NESTED else value for key, value in item.items()}

@@ -332,13 +332,18 @@ def fault(value: Any, allowed: _Allowed | None = None, where: str = "") -> str |
                 return problem
     elif kind not in _PLAIN:
         for name, inner in _fields(kind):
-            if problem := fault(getattr(value, name), inner, f"{where}.{name}" if where else name):
+            held = getattr(value, name)
+            if type(held) in _LEAVES and type(held) in inner.kinds and inner.texts is None:
+                continue
+            if problem := fault(held, inner, f"{where}.{name}" if where else name):
                 return problem
     return None
 
 
 _PLAIN = frozenset({int, str, float})
 """Of these a tuple may hold very many."""
+_LEAVES = _PLAIN | {bool, types.NoneType}
+"""Nothing is inside of these."""
 
 
 def _allowed(hint: Any) -> _Allowed:

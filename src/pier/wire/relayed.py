@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from json.decoder import JSONDecoder
-from typing import Any, Literal
+from typing import Any
 
 from pier.wire.body import Body, dump
 from pier.wire.contract import AnswerProgress, compact, need_dict, need_list
@@ -100,23 +100,6 @@ def _decoded(data: bytes, before: int) -> Any:
     if end != len(text):
         raise MalformedAnswer("the provider sent an event that is not JSON", before)
     return value
-
-
-def progress_of(dialect: DialectName, value: object) -> Literal["error", "prelude", "content"]:
-    """What an event at the beginning of a stream is."""
-    return DIALECTS[dialect].first_event(value) if isinstance(value, Mapping) else "content"
-
-
-def nothing_in(dialect: DialectName, value: Mapping[str, Any]) -> str | None:
-    """What a whole answer lacks that every answer of its dialect has; None if it lacks nothing."""
-    return DIALECTS[dialect].missing_in(value)
-
-
-def error_instead(dialect: DialectName, value: object) -> Mapping[str, Any] | None:
-    """The error that a whole answer of status 200 holds instead of a turn; None if it holds none."""
-    if isinstance(value, Mapping) and value.get("status") != "failed" and nothing_in(dialect, value) is None:
-        return None
-    return error_in(value)
 
 
 _EXTRAS = (b"usage", b"token_ids", b"logprobs")

@@ -15,6 +15,7 @@ from typing import Any
 from pier.wire.chat import (
     LOCAL_FIELDS,
     OpenAI,
+    has_link,
     is_web,
     parse_choice,
     parse_format,
@@ -694,7 +695,8 @@ class Responses(OpenAI):
     def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
         if part.get("type") == "item_reference":
             return {"type": "message", "role": "user", "content": REMOVED}
-        away = part.get("file_id") or any(is_web(value) for key, value in part.items() if key.endswith("_url"))
+        urls = (value for key, value in part.items() if key.endswith("_url"))
+        away = part.get("file_id") or has_link(part.get("file_data")) or any(is_web(url) for url in urls)
         return {"type": "input_text", "text": REMOVED} if away else None
 
 

@@ -97,8 +97,6 @@ def events_of(block: bytes) -> list[bytes]:
 
 def data_of(event: bytes) -> bytes | None:
     """The data of an event; None for a comment."""
-    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2:
-        return event[6:-2]
     return _field(event, b"data:")
 
 

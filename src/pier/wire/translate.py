@@ -315,9 +315,7 @@ class Memory:
 
     def arguments(self, id_: str, written: str) -> str:
         """The arguments of a call as sampled, if what is written says the same."""
-        known = self._calls.get(id_)
-        same = known is not None and parse_arguments(known.arguments) == parse_arguments(written)
-        return known.arguments if known is not None and same else written
+        return self._sampled(ToolCall(id_, "", written)).arguments
 
     def _sampled(self, call: ToolCall) -> ToolCall:
         known = self._calls.get(call.id)

@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pier.agent.contract import PACK_PATH, Agent, AgentFile, AgentRun, Launch
+from pier.agent.contract import PACK_PATH, Agent, AgentFile, AgentRun, Launch, find_agent
 from pier.agent.packed import PackedAgent, place
-from pier.agent.registry import find_agent
 from pier.errors import AgentError, SandboxError, UsageError
 from pier.files import write_json
 from pier.home import packs_home
@@ -49,6 +48,12 @@ _PACKS = "/opt/pier/packs"
 _SHARED = ("ld.so", "ca.pem", "tools", "C.utf8", "lib")
 """The parts of a pack that programs look for at `PACK_PATH`, wherever the rest is."""
 _KEPT_FLAGS = ("--mcp-config",)
+_ADDED_FLAGS = {"codex": ("--no-daemon",)}
+"""Flags without which an agent does not start from a pack: Codex would run a server of a package that is whole."""
+
+
+HOMES_IN_LOGS = frozenset({"codex"})
+"""Agents whose own directory a variable chooses: it is in the kept logs, not in the home directory."""
 
 
 def recognise(word: str) -> str | None:
@@ -76,7 +81,7 @@ class InstalledAgent:
     def launch(self, run: AgentRun) -> Launch:
         """How it is started without arguments of pier's: its program, and flags that hand it the task's tools."""
         planned = self.agent.launch(_for_people(self.agent, run))
-        argv = [*_program(planned.argv), *_kept(planned.argv)]
+        argv = [*_program(planned.argv), *_kept(planned.argv), *_ADDED_FLAGS.get(self.name, ())]
         files = (*planned.files, *_first_files(self.agent, run))
         env = {**planned.env, **_own_env(self.agent, run)}
         if self.location == PACK_PATH:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import posixpath
 import shutil
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from pier import __version__
 from pier.agent.contract import AGENT_LOGS
@@ -26,6 +29,7 @@ from pier.trajectory.native.convert import READERS, convert, find_sessions
 from pier.tree import FAULTS, Tree, TreeError
 from pier.trial.agent import RECORDING, TRAJECTORY, TrajectoryHeader, derive, summary_usage
 from pier.trial.result import AgentInfo, AgentResult, ModelInfo, PierInfo, TimingInfo, TrialResult, judge_as_harbor
+from pier.workspace.client import fetch
 from pier.workspace.host_sessions import FINDERS, find_host_sessions
 from pier.workspace.workspace import CAST, PIER, new_directory
 
@@ -35,6 +39,9 @@ if TYPE_CHECKING:
 
 _LATE = 10.0
 """Seconds after the end of a session in which its log may still be written."""
+_MOST = 1 << 30
+"""Bytes of logs that are taken out of a sandbox's reach."""
+_CHUNK = 1 << 20
 _LOGS = (".jsonl", ".json")
 """Logs of one session each. A database holds those of others too, so it is not kept."""
 
@@ -98,10 +105,60 @@ def _from_directory(place: Path, logs: Path, agent: str | None, session: str | N
 
 def _from_workspace(workspace: Workspace, logs: Path, agent: str | None, session: str | None) -> CapturedSession | None:
     recorded = workspace.session(session, agent)
+    if workspace.is_host and recorded is None:
+        return None
+    since = recorded.info.started_at.timestamp() if recorded else 0.0
+    with tempfile.TemporaryDirectory(prefix="pier-logs.") as name:
+        place = take_logs(workspace.agent_logs, ".", Path(name) / "logs", since)
+        found = _from_copy(recorded, place, logs, agent, session)
+    if found is None or not found.source.startswith(f"{place}/"):
+        return found
+    return replace(found, source=f"{workspace.agent_logs}{found.source[len(str(place)) :]}")
+
+
+def take_logs(home: Path, below: str, target: Path, since: float = 0.0) -> Path:
+    """Copy logs that a sandbox can write to out to `target`: those below a path that were written to `since` then. No
+    link is followed, and what is too large is left out, so what reads the copy reads nothing else."""
+    target.mkdir()
+    if not home.is_dir():
+        return target
+    left = _MOST
+    with Tree(home) as tree, suppress(FileNotFoundError, NotADirectoryError, TreeError):
+        top = tree.find(below) if below != "." else None
+        alone = below != "." and (top is None or top.kind != "directory")
+        for entry in [top] if alone else tree.entries("" if below == "." else below):
+            if entry is not None and entry.kind == "file" and entry.size <= left:
+                left -= _take_log(tree, entry.path, target / entry.path, since, left)
+    return target
+
+
+def _take_log(tree: Tree, path: str, target: Path, since: float, most: int) -> int:
+    """Copy one log with its time; how many bytes that were."""
+    with suppress(FileNotFoundError, TreeError), tree.open(path) as stream:
+        found = os.fstat(stream.fileno())
+        if since <= found.st_mtime and found.st_size <= most:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _copy_bytes(stream, target, found.st_size)
+            os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
+            return found.st_size
+    return 0
+
+
+def _copy_bytes(stream: IO[bytes], target: Path, size: int) -> None:
+    """Copy `size` bytes, or fewer if the file became shorter meanwhile."""
+    with target.open("wb") as out:
+        while data := stream.read(min(_CHUNK, size)):
+            out.write(data)
+            size -= len(data)
+
+
+def _from_copy(
+    recorded: WorkspaceSession | None, place: Path, logs: Path, agent: str | None, session: str | None
+) -> CapturedSession | None:
     if recorded is None:
-        return None if workspace.is_host else _newest_log(workspace.agent_logs, logs, agent, session)
+        return _newest_log(place, logs, agent, session)
     info = recorded.info
-    own = _log_of(workspace.agent_logs, recorded)
+    own = _log_of(place, recorded)
     found = None
     if recorded.recording.is_file():
         found = _derive(recorded.recording, logs, info.agent, info.version, info.model, info.id)
@@ -306,11 +363,11 @@ def _session_place(workspace: Workspace | None, path: str, scratch: Path) -> Pat
     if workspace is None or workspace.is_host:
         return Path(path).expanduser()
     if path == AGENT_LOGS or path.startswith(f"{AGENT_LOGS}/"):
-        place = workspace.agent_logs / path[len(AGENT_LOGS) :].lstrip("/")
-        if not place.resolve().is_relative_to(workspace.agent_logs.resolve()):
+        below = posixpath.normpath(path[len(AGENT_LOGS) :].lstrip("/") or ".")
+        if below.startswith(".."):
             raise UsageError(f"{path} leads out of the agents' logs", code="no-session")
-        return place
-    workspace.fetch(path, scratch)
+        return take_logs(workspace.agent_logs, below, scratch) / below
+    fetch(workspace, path, scratch)
     if scratch.is_symlink():
         raise UsageError(f"{path} is a link in the sandbox: name where it leads", code="no-session")
     return scratch
@@ -321,7 +378,7 @@ def known_secrets(environ: Mapping[str, str], workspace: Workspace | None) -> li
     from pier.gateway.login import Login, LoginRefused
     from pier.gateway.logins import LOGINS, find_login
 
-    found = [*workspace.secret_env().values()] if workspace else []
+    found = [*secret_values(workspace.secret_env(), environ, given=True)] if workspace else []
     for kind in LOGINS:
         login = find_login(kind, environ)
         if isinstance(login, str):

@@ -1,23 +1,85 @@
-"""One `pier exec` on the supervisor's side: passes the command's streams on, and keeps those of an agent."""
+"""Commands in a workspace on the supervisor's side: passes their streams on, keeps the terminals of agents, and runs
+some in the background (`pier exec -d`).
+
+A terminal is kept as an asciinema cast (version 2): output and changes of size with their times, no input. Each
+command in the background has a number, a log, and a line that says how it ended.
+
+    .pier/background/<number>/info.json     the command, when it began and how it ended
+    .pier/background/<number>/output.log    what it printed
+"""
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
+import json
+import os
+import signal
 import struct
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
+from pier import frames
+from pier.beneath import write_all
 from pier.errors import WorkspaceError
-from pier.redact import Redactor
+from pier.files import write_json
+from pier.redact import Redactor, StreamRedactor
 from pier.sandbox import remote
 from pier.sandbox.contract import Process
+from pier.trial.record import OutputFile
 from pier.workspace.agents import recognise
-from pier.workspace.client import SIGNAL
 from pier.workspace.live import CommandOrder, LiveWorkspace
-from pier.workspace.terminal import CastWriter
-from pier.workspace.workspace import CAST, WorkspaceSession
+from pier.workspace.workspace import CAST, Workspace, WorkspaceSession
+
+LIMIT = 64 * 1024 * 1024
+"""How many bytes of a terminal are kept."""
+
+
+class CastWriter:
+    """Appends to a cast while the terminal is used. A disk that is full ends the cast, not the command: `fault` says
+    why."""
+
+    def __init__(self, path: Path, rows: int, columns: int, env: Mapping[str, str], redactor: Redactor) -> None:
+        self.fault: OSError | None = None
+        self._begun = time.monotonic()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._redactor = StreamRedactor(redactor) if redactor else None
+        self._left = LIMIT
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        head = {"version": 2, "width": columns, "height": rows, "timestamp": int(time.time()), "env": dict(env)}
+        self._append(json.dumps(head))
+
+    def output(self, data: bytes) -> None:
+        """Add what the command printed."""
+        self._event("o", self._decoder.decode(self._redactor.feed(data) if self._redactor else data))
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Add a change of the terminal's size."""
+        self._event("r", f"{columns}x{rows}")
+
+    def close(self) -> None:
+        if self._redactor is not None:
+            self._event("o", self._decoder.decode(self._redactor.close()))
+        os.close(self._fd)
+
+    def _event(self, kind: str, text: str) -> None:
+        if text and self._left > 0:
+            self._left -= len(text)
+            self._append(json.dumps([round(time.monotonic() - self._begun, 6), kind, text], ensure_ascii=False))
+
+    def _append(self, line: str) -> None:
+        if self.fault is None:
+            try:
+                write_all(self._fd, line.encode(errors="replace") + b"\n")
+            except OSError as error:
+                self.fault = error
+
 
 _NOT_FOUND = 127
 
@@ -45,7 +107,7 @@ async def run_command(
             if cast is not None:
                 cast.output(data if order.tty else data.replace(b"\n", b"\r\n"))
             with contextlib.suppress(ConnectionError):
-                await remote.send(writer, remote.STDOUT if stream == "stdout" else remote.STDERR, data)
+                await remote.send(writer, frames.STDOUT if stream == "stdout" else frames.STDERR, data)
 
         code: int | None = None
         try:
@@ -53,7 +115,7 @@ async def run_command(
             async with process:
                 if order.tty:
                     await process.resize(rows, columns)
-                feeding = asyncio.create_task(_feed(process, reader, cast))
+                feeding = asyncio.create_task(_feed(process, reader, writer, cast))
                 try:
                     code = (await process.wait()).exit_code
                 finally:
@@ -85,19 +147,192 @@ def _finish(kept: WorkspaceSession | None, code: int | None) -> None:
             kept.write()
 
 
-async def _feed(process: Process, reader: asyncio.StreamReader, cast: CastWriter | None) -> None:
-    """Pass on what the client sends; when it is gone, so is the command."""
-    while (frame := await remote.receive(reader)) is not None:
-        kind, payload = frame
-        if kind == remote.STDIN:
-            await process.write(payload)
-        elif kind == remote.STDIN_END:
-            await process.close_stdin()
-        elif kind == remote.RESIZE and len(payload) == 4:
-            rows, columns = struct.unpack("!HH", payload)
-            await process.resize(rows, columns)
-            if cast is not None:
-                cast.resize(rows, columns)
-        elif kind == SIGNAL and len(payload) == 1:
-            await process.signal(payload[0])
-    await process.kill()
+async def _feed(
+    process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, cast: CastWriter | None
+) -> None:
+    """Pass on what the client sends; when it is gone, so is the command. Input that the command does not read yet holds
+    up nothing else."""
+    unread: asyncio.Queue[bytes | None] = asyncio.Queue(frames.WINDOW + 1)
+    typing = asyncio.create_task(_type(process, unread, writer))
+    try:
+        while (frame := await remote.receive(reader)) is not None:
+            kind, payload = frame
+            if kind in (frames.STDIN, frames.STDIN_END):
+                await unread.put(payload if kind == frames.STDIN else None)
+            elif kind == frames.RESIZE and len(payload) == 4:
+                rows, columns = struct.unpack("!HH", payload)
+                await process.resize(rows, columns)
+                if cast is not None:
+                    cast.resize(rows, columns)
+            elif kind == frames.SIGNAL and len(payload) == 1:
+                await process.signal(payload[0])
+        await process.kill()
+    finally:
+        typing.cancel()
+
+
+async def _type(process: Process, unread: asyncio.Queue[bytes | None], writer: asyncio.StreamWriter) -> None:
+    """Write a client's input to a command, and tell the client what was taken."""
+    while (data := await unread.get()) is not None:
+        await process.write(data)
+        writer.write(frames.pack(frames.TAKEN))
+    await process.close_stdin()
+
+
+LOG, INFO = "output.log", "info.json"
+_GRACE = 10.0
+
+
+class BackgroundCommand(BaseModel):
+    """A command in the background. `exit_code` is None while it runs; `lost`: its end was not seen."""
+
+    id: str
+    command: list[str]
+    started_at: datetime
+    ended_at: datetime | None = None
+    exit_code: int | None = None
+    pid: int | None = None
+    """Its process on this machine, in host mode."""
+    lost: bool = False
+
+    @property
+    def state(self) -> str:
+        if self.exit_code is not None:
+            return f"exited {self.exit_code}"
+        return "lost" if self.lost else "running"
+
+
+def background_home(workspace: Workspace) -> Path:
+    return workspace.pier / "background"
+
+
+def new_background(workspace: Workspace, command: list[str]) -> tuple[BackgroundCommand, Path]:
+    """A number and a directory for a command."""
+    home = background_home(workspace)
+    home.mkdir(parents=True, exist_ok=True)
+    while True:
+        number = 1 + max((int(path.name) for path in home.iterdir() if path.name.isdigit()), default=0)
+        directory = home / str(number)
+        with contextlib.suppress(FileExistsError):  # another command took the number meanwhile
+            directory.mkdir()
+            return BackgroundCommand(id=str(number), command=command, started_at=datetime.now(UTC)), directory
+
+
+def write_info(directory: Path, info: BackgroundCommand) -> None:
+    write_json(directory / INFO, info.model_dump(mode="json"), durable=False)
+
+
+def read_background(workspace: Workspace, live: frozenset[str] | None = None) -> list[BackgroundCommand]:
+    """All commands in the background, oldest first. `live` are those that run now; in host mode that is looked up."""
+    found = []
+    home = background_home(workspace)
+    names = sorted((path.name for path in home.iterdir() if path.name.isdigit()), key=int) if home.is_dir() else []
+    for name in names:
+        try:
+            info = BackgroundCommand.model_validate_json((home / name / INFO).read_bytes())
+        except (OSError, ValidationError):
+            continue
+        if info.exit_code is None:
+            info.lost = not _is_alive(info.pid) if live is None else name not in live
+        found.append(info)
+    return found
+
+
+def find_background(workspace: Workspace, id: str) -> Path:
+    """The directory of a command in the background."""
+    directory = background_home(workspace) / id
+    if not id.isdigit() or not directory.is_dir():
+        raise WorkspaceError(f"unknown background command {id!r}", hint="pier exec --list", code="no-command")
+    return directory
+
+
+def _is_alive(pid: int | None) -> bool:
+    if pid is None:
+        return False
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
+def end_on_host(workspace: Workspace, id: str) -> None:
+    """End a command of a workspace without a sandbox, and all that it started."""
+    info = next((row for row in read_background(workspace) if row.id == id), None)
+    if info is None or info.pid is None or info.state != "running":
+        return
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(info.pid, number)
+        deadline = time.monotonic() + _GRACE / 2
+        while time.monotonic() < deadline:
+            if not _is_alive(info.pid):
+                return
+            time.sleep(0.05)
+
+
+class Background:
+    """The commands in the background of one sandbox."""
+
+    def __init__(self, live: LiveWorkspace) -> None:
+        self._live = live
+        self._running: dict[str, tuple[Process, asyncio.Task[None]]] = {}
+
+    async def start(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Start a command that goes on when its client is gone."""
+        order = order_of(request)
+        info, directory = new_background(self._live.workspace, list(order.argv))
+        write_info(directory, info)
+        started: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._run(order, info, directory, started))
+        process = await asyncio.shield(started)
+        if info.ended_at is None:
+            self._running[info.id] = (process, task)
+        return {"id": info.id, "log": str(directory / LOG)}
+
+    async def _run(
+        self, order: Any, info: BackgroundCommand, directory: Path, started: asyncio.Future[Process]
+    ) -> None:
+        try:
+            async with self._live.session(recognise(order.argv[0]), order) as recorded:
+                with OutputFile(directory / LOG, self._live.redactor) as output:
+                    process = await self._live.spawn(order, recorded.endpoint, output)
+                    await process.close_stdin()
+                    async with process:
+                        started.set_result(process)
+                        info.exit_code = (await process.wait()).exit_code
+                if recorded.kept is not None:
+                    recorded.kept.info.exit_code, recorded.kept.info.ended_at = info.exit_code, datetime.now(UTC)
+                    recorded.kept.write()
+        except Exception as error:  # noqa: BLE001 - the outcome of the start goes to the client that asked for it
+            if not started.done():
+                started.set_exception(error)
+        finally:
+            info.ended_at = datetime.now(UTC)
+            with contextlib.suppress(OSError):
+                write_info(directory, info)
+            self._running.pop(info.id, None)
+            with contextlib.suppress(Exception):
+                await self._live.adopt()
+
+    async def list(self) -> dict[str, Any]:
+        rows = read_background(self._live.workspace, frozenset(self._running))
+        return {"commands": [row.model_dump(mode="json") | {"state": row.state} for row in rows]}
+
+    async def stop(self, id: str) -> dict[str, Any]:
+        """Ask a command to end, and kill it if it does not."""
+        find_background(self._live.workspace, id)
+        await self._end(id)
+        return {}
+
+    async def _end(self, id: str) -> None:
+        if id in self._running:
+            process, task = self._running[id]
+            await process.signal(signal.SIGTERM)
+            await asyncio.wait({task}, timeout=_GRACE)
+            await process.kill()
+            await asyncio.wait({task})
+
+    async def close(self) -> None:
+        for id in list(self._running):
+            await self._end(id)

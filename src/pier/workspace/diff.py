@@ -6,7 +6,6 @@ their lines. No link is followed, since what runs in the sandbox may have made i
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -19,7 +18,9 @@ from pier.beneath import TreeError, remove
 from pier.errors import WorkspaceError
 from pier.files import write, write_json
 from pier.tree import Entry, Tree
-from pier.workspace.workspace import PIER, TASK, Workspace
+from pier.trial.diff import unified
+from pier.workspace.client import call, fetch, is_running
+from pier.workspace.workspace import PIER, TASK, Workspace, new_directory
 
 SEED, INDEX, FILES = "seed", "files.json", "files"
 _KEPT = 1 << 20
@@ -127,6 +128,23 @@ def _kept(seed: Path, path: str) -> bytes | None:
 def _lines(path: str, before: bytes | None, after: bytes | None) -> str:
     if before is None or after is None or b"\0" in before or b"\0" in after:
         return ""
-    old, new = (part.decode(errors="replace").splitlines(keepends=True) for part in (before, after))
-    rows = difflib.unified_diff(old, new, f"a/{path}", f"b/{path}")
-    return "".join(row if row.endswith("\n") else f"{row}\n\\ No newline at end of file\n" for row in rows)
+    return unified(path, before.decode(errors="replace"), after.decode(errors="replace"))
+
+
+def workspace_changes(workspace: Workspace) -> list[FileChange]:
+    """What changed in the workspace's directory since the start, wherever its files are now."""
+    if workspace.config.mounted or not is_running(workspace):
+        return changes_since_start(workspace)
+    scratch = new_directory(workspace.pier / "incoming")
+    try:
+        fetch(workspace, workspace.config.workdir or "/", scratch / "files")
+        return changes_since_start(workspace, scratch / "files")
+    finally:
+        remove(str(scratch))
+
+
+def outside_changes(workspace: Workspace) -> list[dict[str, str]]:
+    """What changed elsewhere in the sandbox since it was started; nothing if it does not run."""
+    if workspace.is_host or not is_running(workspace):
+        return []
+    return call(workspace, {"op": "outside"})["changes"]

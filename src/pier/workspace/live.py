@@ -21,9 +21,10 @@ from pier.agent.packed import DEFAULT_PATH
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import SandboxError, WorkspaceError
 from pier.files import write, write_json
+from pier.lease import sweep
 from pier.network.policy import NetworkPolicy
 from pier.redact import Redactor
-from pier.sandbox.contract import Mount, OnOutput, Process, Sandbox
+from pier.sandbox.contract import Mount, OnOutput, Process, Sandbox, SandboxSpec
 from pier.secret import secret_values
 from pier.task import Origin, Task, load_task
 from pier.trial.agent import RECORDING, describe_run, home_of
@@ -34,6 +35,7 @@ from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec
 from pier.workspace import state
 from pier.workspace.agents import (
     BIN,
+    HOMES_IN_LOGS,
     InstalledAgent,
     PlacedFiles,
     add_programs,
@@ -42,7 +44,7 @@ from pier.workspace.agents import (
     recognise,
 )
 from pier.workspace.diff import keep_seed, marks_of
-from pier.workspace.files import check_directory, merge_tree, remove_tree, replace_tree
+from pier.workspace.state import SAVE_FAILURES, check_directory, merge_tree, remove_tree, replace_tree
 from pier.workspace.workspace import PIER, TASK, Workspace, WorkspaceConfig, WorkspaceSession, new_directory
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
 DEFAULT_WORKDIR = "/app"
 """Where the directory is mounted if the image names no working directory, or the root."""
 STATE = "state"
+RUNNING = "sandbox"
+"""The file that holds the id of the sandbox while its files are nowhere else: after a crash it is opened again."""
 REPLACED = "replaced"
 """Files of the directory that `pier stop` replaced with those of the sandbox, if they had been edited."""
 _COPIED = "copied.json"
@@ -161,7 +165,7 @@ class LiveWorkspace:
             task.steps[0],
             installed.agent,
             workdir=self.environment.workdir,
-            home=self.identity.home,
+            home=AGENT_LOGS if installed.name in HOMES_IN_LOGS else self.identity.home,
             env={},
             solution_env={},
             environ=self.environment.starter.environ,
@@ -200,7 +204,7 @@ class LiveWorkspace:
 
     async def _keep_logs(self, installed: InstalledAgent) -> None:
         """Session logs that no variable moves to the kept directory get there by a link."""
-        for source, target in getattr(installed.agent, "logs", ()):
+        for source, target in getattr(installed.agent, "logs", ()) if installed.name not in HOMES_IN_LOGS else ():
             place = f"{self.identity.home.rstrip('/')}/{source}"
             script = 'mkdir -p "$2" "${1%/*}" && { [ -e "$1" ] || ln -s "$2" "$1"; }'
             command = ["/bin/sh", "-c", script, "sh", place, f"{AGENT_LOGS}/{target}"]
@@ -216,26 +220,63 @@ class LiveWorkspace:
             if not result.ok:
                 self.environment.record.warn(f"cannot give the files in {path} to their owner: {result.error_text}")
 
-    async def save(self, target: Path) -> None:
-        """Keep what differs from the image outside of the mounted directories, for the next start."""
-        await state.keep(self.sandbox, target)
 
-    async def copy_back(self) -> str | None:
-        """Copy the files of a workspace that is not mounted out to its directory, in place of the files there. If some
-        of those were made or edited since the start, the old files are kept: a note says where."""
-        workspace = self.workspace
-        scratch = new_directory(workspace.pier / "incoming")
-        await self.sandbox.download(self.environment.workdir, scratch / "files")
-        check_directory(scratch / "files")
-        edited = await asyncio.to_thread(_edited_outside, workspace, scratch / "files")
-        aside = new_directory(workspace.pier / (REPLACED if edited else "incoming"))
-        await asyncio.to_thread(replace_tree, scratch / "files", workspace.root, aside)
-        await asyncio.to_thread(remove_tree, scratch)
-        if not edited:
-            await asyncio.to_thread(remove_tree, aside)
-            return None
-        more = f" and {len(edited) - 1} more" if len(edited) > 1 else ""
-        return f"{edited[0]}{more} changed in the directory while the workspace ran: the old files are in {aside}"
+async def save(workspace: Workspace, sandbox: Sandbox, workdir: str) -> str | None:
+    """Keep what is in the sandbox alone, for the next start: what differs from the image outside of the mounted
+    directories, and the files of a workspace that is not mounted. A note if there is something to know."""
+    await state.keep(sandbox, workspace.pier / STATE)
+    return await _copy_back(workspace, sandbox, workdir) if not workspace.config.mounted else None
+
+
+async def _copy_back(workspace: Workspace, sandbox: Sandbox, workdir: str) -> str | None:
+    """Copy the files of a workspace that is not mounted out to its directory, in place of the files there. If some of
+    those were made or edited since the start, the old files are kept: a note says where."""
+    scratch = new_directory(workspace.pier / "incoming")
+    await sandbox.download(workdir, scratch / "files")
+    check_directory(scratch / "files")
+    edited = await asyncio.to_thread(_edited_outside, workspace, scratch / "files")
+    aside = new_directory(workspace.pier / (REPLACED if edited else "incoming"))
+    await asyncio.to_thread(replace_tree, scratch / "files", workspace.root, aside)
+    await asyncio.to_thread(remove_tree, scratch)
+    if not edited:
+        await asyncio.to_thread(remove_tree, aside)
+        return None
+    more = f" and {len(edited) - 1} more" if len(edited) > 1 else ""
+    return f"{edited[0]}{more} changed in the directory while the workspace ran: the old files are in {aside}"
+
+
+async def _recover(workspace: Workspace, starter: SandboxStarter, plan: SandboxPlan, say: Say) -> None:
+    """Save what a sandbox held whose supervisor was killed, or did not manage to save it."""
+    mark, config, backend = workspace.state / RUNNING, workspace.config, starter.services.backend
+    try:
+        id = mark.read_text()
+    except FileNotFoundError:
+        return
+    if config.seeded and config.workdir:
+        say("the workspace was not stopped: saving what its sandbox held")
+        image = await starter.get_image(plan)
+        if image.digest != config.image_digest:
+            raise WorkspaceError(
+                "cannot save what the sandbox of this workspace held when it was not stopped: its image was another",
+                hint=f"start with the image it had (--image, or the task as it was); rm {mark} gives the files up",
+                code="not-recovered",
+            )
+        spec = SandboxSpec(image)
+        try:
+            async with await backend.reopen(id, spec) as sandbox:
+                if note := await save(workspace, sandbox, config.workdir):
+                    say(f"warning: {note}")
+        except SAVE_FAILURES as error:
+            if not isinstance(error, SandboxError) or error.code != "cannot_reopen":
+                raise WorkspaceError(
+                    f"cannot save what the sandbox of this workspace held when it was not stopped: {error}",
+                    hint=f"pier start tries again; rm {mark} gives it up",
+                    code="not-recovered",
+                    blame="infra",
+                ) from error
+            say(f"warning: what was only in the sandbox of the last run is lost: {error}")
+    mark.unlink()
+    await sweep(dict.fromkeys(backend.kinds, backend.destroy))
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +330,9 @@ def in_directory(task: Task, workdir: str) -> Task:
 
 def sandbox_choice(workspace: Workspace) -> SandboxChoice:
     config = workspace.config
-    return SandboxChoice(backend=config.backend, image=config.image, hidden=(workspace.pier,))
+    return SandboxChoice(
+        backend=config.backend, image=config.image, hidden=(workspace.pier,), keep=workspace.state / RUNNING
+    )
 
 
 def parse_mount(text: str) -> Mount:
@@ -345,6 +388,7 @@ async def _opened(
     say: Say,
 ) -> AsyncIterator[TaskSandbox]:
     config, choice, backend = workspace.config, sandbox_choice(workspace), services.backend
+    _check_links(workspace)
     task = workspace_task(workspace)
     await check_support(task, backend, choice)
     capabilities = await backend.capabilities()
@@ -370,6 +414,7 @@ async def _opened(
         say("copying the image's files")
         await seed(workspace, starter, plan, network.baseline, workdir)
     kept = workspace.pier / STATE
+    await _recover(workspace, starter, plan, say)
     if config.image_digest != image.digest and state.is_kept(kept):
         kept.rename(new_directory(workspace.pier / "older-state") / STATE)
         say("the image has changed: what was kept outside of the workspace is in .pier/older-state")
@@ -380,25 +425,45 @@ async def _opened(
         own.append(Mount(workdir, workspace.root, read_only=False))
     own += [*mounts, *map(parse_mount, config.mounts)]
     say("starting the sandbox")
-    async with starter.open(_for_live(plan, config, fresh), network.baseline, mounts=own) as (sandbox, _):
-        environment = TaskSandbox(sandbox, workdir, starter, network, network.baseline)
-        if fresh:
-            await prepare_step(starter, 0, sandbox, workdir)
-        elif state.is_kept(kept):
-            await state.restore(sandbox, kept)
-        if not config.mounted:
-            await asyncio.to_thread(_note_copied, workspace)
-        if not config.mounted and not fresh:
-            await _copy_in(sandbox, workspace.root, workdir)
-        if plan.table.healthcheck is not None:
-            say("waiting for the health check")
-            await wait_until_healthy(sandbox, plan.table.healthcheck, cwd=workdir)
-        if fresh:
-            await _finish_seed(workspace, sandbox, workdir)
-        config.workdir, config.image_digest, config.seeded = workdir, image.digest, True
-        workspace.save()
-        await environment.switch_network(network.steps[0].agent)
-        yield environment
+    try:
+        async with starter.open(_for_live(plan, config, fresh), network.baseline, mounts=own) as (sandbox, _):
+            environment = TaskSandbox(sandbox, workdir, starter, network, network.baseline)
+            if fresh:
+                await prepare_step(starter, 0, sandbox, workdir)
+            elif state.is_kept(kept):
+                await state.restore(sandbox, kept)
+            await _fill(workspace, sandbox, workdir, fresh=fresh)
+            if plan.table.healthcheck is not None:
+                say("waiting for the health check")
+                await wait_until_healthy(sandbox, plan.table.healthcheck, cwd=workdir)
+            if fresh:
+                await _finish_seed(workspace, sandbox, workdir)
+            if len(sandbox.services()) == 1:  # not before everything is in: it would be taken for the user's files
+                write(workspace.state / RUNNING, sandbox.id, mode=0o600)
+            config.workdir, config.image_digest, config.seeded = workdir, image.digest, True
+            workspace.save()
+            await environment.switch_network(network.steps[0].agent)
+            yield environment
+    finally:
+        (workspace.state / RUNNING).unlink(missing_ok=True)
+
+
+def _check_links(workspace: Workspace) -> None:
+    """Refuse a workspace whose own directories lead elsewhere: one is opened to all users and mounted."""
+    for path in (workspace.pier, workspace.agent_logs):
+        if path.is_symlink():
+            raise WorkspaceError(
+                f"{path} is a link", hint=f"rm {path}, or move what it leads to there", code="workspace-link"
+            )
+
+
+async def _fill(workspace: Workspace, sandbox: Sandbox, workdir: str, *, fresh: bool) -> None:
+    """Copy the files of a workspace that is not mounted into its sandbox."""
+    if workspace.config.mounted:
+        return
+    await asyncio.to_thread(_note_copied, workspace)
+    if not fresh:
+        await _copy_in(sandbox, workspace.root, workdir)
 
 
 def _for_live(plan: SandboxPlan, config: WorkspaceConfig, fresh: bool) -> SandboxPlan:

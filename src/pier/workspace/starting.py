@@ -1,4 +1,4 @@
-"""`pier start`: makes a workspace, or brings one back with what it is asked to add.
+"""`pier start` and `pier fork`: make a workspace, or bring one back with what it is asked to add.
 
 Everything that can be refused is refused before anything is made. The settings are on disk before a sandbox starts, so
 a start that is interrupted is continued by the next `pier start`.
@@ -10,23 +10,28 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pier.beneath import remove
 from pier.errors import PierError, UsageError, WorkspaceError
 from pier.files import write
-from pier.secret import is_secret, looks_secret
+from pier.secret import secret_values
 from pier.task import Task, load_task
 from pier.task.sources import find_tasks
 from pier.trial.environment import SandboxStarter, ServiceLogs
 from pier.trial.plan import agent_plan
 from pier.workspace.agents import check_agents
 from pier.workspace.client import call, is_running, launch
-from pier.workspace.diff import keep_seed
+from pier.workspace.diff import SEED, keep_seed
+from pier.workspace.live import RUNNING, STATE
 from pier.workspace.ports import add_ports, check_free, parse_port
+from pier.workspace.state import check_directory, copy_tree
 from pier.workspace.workspace import PIER, TASK, Workspace, WorkspaceConfig, enclosing, new_directory
+
+PLACED = "placed.json"
 
 Say = Callable[[str], None]
 
@@ -67,19 +72,18 @@ async def start(order: StartOrder, say: Say) -> tuple[Workspace, dict[str, Any]]
     if workspace.is_host:
         workspace.save()
         return workspace, {}
-    workspace.settle()
     if changed:
         workspace.save()
     if is_running(workspace):
         if not changed:
             say("the workspace is running already")
-            return workspace, await call(workspace, {"op": "wait"}, say)
+            return workspace, call(workspace, {"op": "wait"}, say)
         say("restarting the sandbox")
-        for note in (await call(workspace, {"op": "stop"}))["notes"]:
+        for note in call(workspace, {"op": "stop"})["notes"]:
             say(f"warning: {note}")
         await _gone(workspace)
     launch(workspace)
-    answer = await call(workspace, {"op": "wait"}, say)
+    answer = call(workspace, {"op": "wait"}, say)
     return Workspace.open(workspace.root), answer
 
 
@@ -114,15 +118,8 @@ def _existing(order: StartOrder) -> tuple[Workspace, bool]:
     workspace = Workspace.open(order.directory) if order.directory else Workspace.find(Path.cwd())
     config = workspace.config
     _check_names(order)
-    if not workspace.is_known() and not order.yes:
-        brought = {"mounts": config.mounts, "variables": sorted(config.env), "skills": [*map(str, config.skills)]}
-        named = "; ".join(f"{kind}: {', '.join(values)}" for kind, values in brought.items() if values)
-        raise WorkspaceError(
-            f"{workspace.root} was not made on this machine, and its settings decide what its sandbox gets"
-            + (f" ({named})" if named else ""),
-            hint="look at .pier/workspace.json, then pier start -y",
-            code="foreign-workspace",
-        )
+    if not order.yes:
+        workspace.check_known()
     if order.task is not None and config.task != _task_text(order.task):
         raise WorkspaceError(
             f"{workspace.root} is a workspace of {config.task or config.image} already",
@@ -140,6 +137,7 @@ def _existing(order: StartOrder) -> tuple[Workspace, bool]:
             code="other-workspace",
         )
     check_free(order.ports, config.ports if not workspace.is_host and is_running(workspace) else ())
+    workspace.settle()
     before = config.model_dump()
     secret_count = dict(workspace.secret_env())
     config.agents = list(dict.fromkeys((*config.agents, *order.agents)))
@@ -150,9 +148,15 @@ def _existing(order: StartOrder) -> tuple[Workspace, bool]:
     config.image = order.image or config.image
     config.direct = config.direct or order.direct
     if order.backend and order.backend != config.backend:
+        if (workspace.state / RUNNING).exists() and not is_running(workspace):
+            raise WorkspaceError(
+                f"{workspace.root} was not stopped: its sandbox on {config.backend} may hold files of yours",
+                hint=f"pier start, then pier start --env {order.backend}",
+                code="not-recovered",
+            )
         config.backend = order.backend
     _set_env(workspace, order.env)
-    if config.task_path is not None and config.task_path.is_dir() and not workspace.is_host:
+    if config.task_path is not None and config.task_path.is_dir():
         given = {**workspace.environment(), **order.env}
         workspace.agree(_ask_consent(order, load_task(config.task_path), given.keys() | workspace.agreed()))
     return workspace, config.model_dump() != before or workspace.secret_env() != secret_count
@@ -164,8 +168,9 @@ async def _create(order: StartOrder, say: Say) -> Workspace:
     _check_names(order)
     _check_place(root, order, task)
     check_free(order.ports)
-    agreed = _ask_consent(order, task, order.env.keys()) if task is not None and not order.host else set[str]()
+    agreed = _ask_consent(order, task, order.env.keys()) if task is not None else set[str]()
     made = not root.exists()
+    before = {name: os.listdir(root / name) for name in (PIER, TASK) if (root / name).is_dir()}
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     config = WorkspaceConfig(
         mode="host" if order.host else "sandbox",
@@ -193,7 +198,7 @@ async def _create(order: StartOrder, say: Say) -> Workspace:
         if order.host:
             await seed_host(workspace, task, say)
     except BaseException:
-        _undo(workspace, made)
+        _undo(workspace, made, before)
         raise
     return workspace
 
@@ -210,11 +215,16 @@ def _ask_consent(order: StartOrder, task: Task, given: Collection[str]) -> set[s
     return wanted
 
 
-def _undo(workspace: Workspace, made: bool) -> None:
-    """Take back a workspace that could not be made; files that it did not make stay."""
+def _undo(workspace: Workspace, made: bool, before: Mapping[str, Collection[str]]) -> None:
+    """Take back a workspace that could not be made; what was in its own directories `before` stays."""
     shutil.rmtree(workspace.state, ignore_errors=True)
-    shutil.rmtree(workspace.pier, ignore_errors=True)
-    shutil.rmtree(workspace.root / TASK, ignore_errors=True)
+    for name in (PIER, TASK):
+        place = workspace.root / name
+        if name not in before:
+            shutil.rmtree(place, ignore_errors=True)
+            continue
+        for new in set(os.listdir(place)) - set(before[name]):
+            remove(str(place / new))
     if made and not any(workspace.root.iterdir()):
         workspace.root.rmdir()
 
@@ -297,11 +307,9 @@ def _check_place(root: Path, order: StartOrder, task: Task | None) -> None:
 
 
 def _set_env(workspace: Workspace, env: Mapping[str, str]) -> None:
-    """Add variables: values that look secret, and empty ones, are kept on this machine only."""
+    """Add variables: values that are or hold a secret, and empty ones, are kept on this machine only."""
     hidden = {
-        name: value
-        for name, value in env.items()
-        if not value or looks_secret(name) or is_secret(name, value, given=True)
+        name: value for name, value in env.items() if not value or any(secret_values({name: value}, {}, given=True))
     }
     for name, value in env.items():
         workspace.config.env[name] = "" if name in hidden else value
@@ -335,12 +343,13 @@ async def seed_host(workspace: Workspace, task: Task | None, say: Say) -> None:
 
     if task is not None:
         try:
-            async with open_services(workspace.config.backend, label=f"workspace {workspace.root}") as services:
+            async with open_services(workspace.config.backend, label=f"workspace {workspace.root}") as opened:
+                services = replace(opened, environ={**os.environ, **workspace.environment()})
                 record = TrialRecord(new_directory(workspace.state / "runs"), Redactor())
                 choice = sandbox_choice(workspace)
                 logs = ServiceLogs(record.directory / "services", record)
                 starter = SandboxStarter(task, services, record, f"seed-{workspace.config.id}", choice, logs, 1.0, say)
-                plan = agent_plan(task, choice, os.environ)
+                plan = agent_plan(task, choice, starter.environ)
                 image = await starter.get_image(plan)
                 workdir = task.config.environment.workdir or image.config.workdir or "/"
                 workdir = DEFAULT_WORKDIR if workdir == "/" else workdir
@@ -392,3 +401,57 @@ def _mount_text(row: Any) -> str:
     if not path.exists():
         raise UsageError(f"cannot mount {path}: it does not exist", code="mounts")
     return f"{path}:{target}:{mode or 'rw'}"
+
+
+async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Callable[[str], None]) -> Workspace:
+    """Copy the workspace to `target`, which must be new or empty, and start the copy."""
+    workspace.check_known()
+    if target.exists() and any(target.iterdir()):
+        raise WorkspaceError(f"{target} is not empty", hint="choose another directory", code="not-empty")
+    if enclosing(target) is not None:
+        raise WorkspaceError(
+            f"{target} lies in a workspace", hint="choose a directory elsewhere", code="nested-workspace"
+        )
+    check_free(ports)
+    running = not workspace.is_host and is_running(workspace)
+    own = workspace.is_settled() or workspace.was_moved()
+    if own and not running and (workspace.state / RUNNING).exists():
+        raise WorkspaceError(
+            f"{workspace.root} was not stopped: its sandbox may hold files that its directory does not have",
+            hint="pier start, then pier fork",
+            code="not-recovered",
+        )
+    target.mkdir(parents=True, exist_ok=True, mode=0o700)
+    made = Workspace(target.resolve(), workspace.config.model_copy(deep=True))
+    made.config.id = type(workspace.config)().id
+    made.config.ports = list(ports)
+    made.pier.mkdir(mode=0o700)
+    try:
+        say("copying the files")
+        if running:
+            files = made.root / ".incoming"
+            request = {"op": "save", "target": str(made.pier / STATE), "files": str(files)}
+            call(workspace, request)
+            if os.path.lexists(files):
+                check_directory(files)
+                for child in files.iterdir():
+                    if child.name not in (PIER, files.name):
+                        child.rename(made.root / child.name)
+                await asyncio.to_thread(remove, str(files))
+        elif (workspace.pier / STATE).is_dir():
+            await asyncio.to_thread(copy_tree, workspace.pier / STATE, made.pier / STATE)
+        if not running or workspace.config.mounted:
+            await asyncio.to_thread(copy_tree, workspace.root, made.root, (PIER,))
+        for name in (SEED, "agent"):
+            if (workspace.pier / name).is_dir():
+                await asyncio.to_thread(copy_tree, workspace.pier / name, made.pier / name)
+        if (workspace.pier / PLACED).is_file():
+            shutil.copy2(workspace.pier / PLACED, made.pier / PLACED)
+        made.save()
+        made.keep_secrets(workspace.secret_env())
+        made.agree(workspace.agreed())
+    except BaseException:
+        await asyncio.to_thread(remove, str(made.root))
+        raise
+    found, _ = await start(StartOrder(directory=made.root), say)
+    return found

@@ -15,20 +15,21 @@ import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from pier import frames
 from pier.errors import PierError, SandboxError, StorageError, WorkspaceError
 from pier.files import locked
 from pier.sandbox import remote
-from pier.workspace.background import Background
-from pier.workspace.client import HELD, LOG, PROGRESS, error_fields
-from pier.workspace.commands import run_command
-from pier.workspace.files import remove_tree
-from pier.workspace.live import STATE, LiveWorkspace, open_live
+from pier.workspace import state
+from pier.workspace.client import HELD, LOG, error_payload
+from pier.workspace.commands import Background, run_command
+from pier.workspace.live import RUNNING, LiveWorkspace, open_live, save
 from pier.workspace.ports import forward_ports
+from pier.workspace.state import SAVE_FAILURES, remove_tree
 from pier.workspace.verify import VerifyOrder, verify
 from pier.workspace.workspace import Workspace, new_directory
 
@@ -58,13 +59,15 @@ class Supervisor:
     """The workspace's directory was deleted."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _root: int = -1
+    _stoppers: set[asyncio.StreamWriter] = field(default_factory=set)
+    """Clients that wait for the end."""
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         self._root = os.open(self.workspace.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self.stopping.set)
-        server = await asyncio.start_unix_server(self._answer, sock=remote.bind(self.workspace.state))
+        server = await asyncio.start_unix_server(self._answer, sock=frames.listen(str(self.workspace.state)))
         try:
             await self._hold()
         except PierError as error:
@@ -80,7 +83,7 @@ class Supervisor:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.heard.wait(), 0 if self.gone else 10)
             server.close()
-            (self.workspace.state / remote.SOCKET).unlink(missing_ok=True)
+            (self.workspace.state / frames.SOCKET).unlink(missing_ok=True)
         return 1 if self.failure else 0
 
     async def _hold(self) -> None:
@@ -93,7 +96,8 @@ class Supervisor:
                 self._changed.set()
                 await self._wait_for_stop()
             await self.background.close()
-            await self._save(live)
+            if not await self._save(live):
+                self._leave_as_it_is()
         self.live = None
 
     async def _wait_for_stop(self) -> None:
@@ -118,20 +122,30 @@ class Supervisor:
         if self.live is not None:
             self.live.placed.path = self.workspace.pier / self.live.placed.path.name
 
-    async def _save(self, live: LiveWorkspace) -> None:
-        """Keep what is in the sandbox alone. What cannot be kept is reported by `pier stop`."""
+    async def _save(self, live: LiveWorkspace) -> bool:
+        """Keep what is in the sandbox alone; whether that is done, or can never be."""
         self._follow_root()
         if self.gone:
             await self._rescue(live)
-            return
+            return True
+        can_wait = (self.workspace.state / RUNNING).exists()
         try:
             await live.adopt()
-            await live.save(self.workspace.pier / STATE)
-            if not self.workspace.config.mounted and (note := await live.copy_back()):
+            if note := await save(self.workspace, live.sandbox, live.environment.workdir):
                 self.notes.append(note)
-        except (SandboxError, OSError) as error:
-            self.notes.append(f"changes outside of the workspace's directory are not kept: {error}")
+        except SAVE_FAILURES as error:
+            later = "saved by the next pier start" if can_wait else "not kept"
+            self.notes.append(f"changes outside of the workspace's directory are {later}: {error}")
             self._log(self.notes[-1])
+            return not can_wait
+        return True
+
+    def _leave_as_it_is(self) -> NoReturn:
+        """End at once, as a crash would, so that the sandbox's files stay on disk for the next start."""
+        for writer in self._stoppers:
+            writer.write(frames.pack(frames.EXIT, json.dumps({"notes": self.notes}).encode()))
+        sys.stderr.flush()
+        os._exit(1)
 
     async def _rescue(self, live: LiveWorkspace) -> None:
         """Keep the files of a workspace that is not mounted when its directory was deleted."""
@@ -141,7 +155,7 @@ class Supervisor:
         try:
             await live.sandbox.download(live.environment.workdir, target / "files")
             self._log(f"the files of the sandbox are in {target / 'files'}")
-        except (SandboxError, OSError) as error:
+        except SAVE_FAILURES as error:
             self._log(f"cannot keep the files of the sandbox: {error}")
 
     def _say(self, line: str) -> None:
@@ -157,10 +171,10 @@ class Supervisor:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             frame = await remote.receive(reader)
-            if frame is not None and frame[0] == remote.REQUEST:
+            if frame is not None and frame[0] == frames.REQUEST:
                 request = json.loads(frame[1])
                 answer = await self._serve(request, reader, writer)
-                await remote.send(writer, remote.EXIT, json.dumps(answer).encode())
+                await remote.send(writer, frames.EXIT, json.dumps(answer).encode())
         except PierError as error:
             await _send_error(writer, error)
             if error.code in _GONE:
@@ -183,6 +197,7 @@ class Supervisor:
         if op == "status":
             return self._status()
         if op == "stop":
+            self._stoppers.add(writer)
             self.stopping.set()
             await self.stopped.wait()
             return {"notes": self.notes}
@@ -219,7 +234,7 @@ class Supervisor:
         while not self.ready.is_set() or sent < len(self.lines):
             changed = self._changed
             while sent < len(self.lines):
-                await remote.send(writer, PROGRESS, self.lines[sent].encode())
+                await remote.send(writer, frames.PROGRESS, self.lines[sent].encode())
                 sent += 1
             if not self.ready.is_set():
                 await changed.wait()
@@ -260,14 +275,16 @@ class Supervisor:
         )
 
         def say(line: str) -> None:
-            writer.write(PROGRESS + len(line.encode()).to_bytes(4, "big") + line.encode())
+            writer.write(frames.pack(frames.PROGRESS, line.encode()))
+
+        def show(data: bytes) -> None:
+            writer.write(frames.pack(frames.STDOUT, data))
 
         try:
-            path = await verify(self.workspace, live.services, order, say, live)
+            return asdict(await verify(self.workspace, live.services, order, say, live, show))
         finally:
             if scratch is not None:
                 await asyncio.to_thread(remove_tree, scratch)
-        return {"directory": str(path)}
 
     async def _fetch(self, live: LiveWorkspace, request: dict[str, Any]) -> dict[str, Any]:
         return {"left_out": await live.sandbox.download(request["path"], Path(request["target"]))}
@@ -276,7 +293,7 @@ class Supervisor:
         """Keep the present state for another workspace: files that are not mounted, and changes elsewhere."""
         if not self.workspace.config.mounted:
             await live.sandbox.download(live.environment.workdir, Path(request["files"]))
-        await live.save(Path(request["target"]))
+        await state.keep(live.sandbox, Path(request["target"]))
         return {}
 
     async def _outside(self, live: LiveWorkspace) -> dict[str, Any]:
@@ -302,7 +319,7 @@ def _is_at(directory: int, path: Path) -> bool:
 
 async def _send_error(writer: asyncio.StreamWriter, error: PierError) -> None:
     with contextlib.suppress(OSError):
-        await remote.send(writer, remote.ERROR, json.dumps(error_fields(error)).encode())
+        await remote.send(writer, frames.ERROR, error_payload(error))
 
 
 def main(root: str) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from pier.workspace.capture import CapturedSession
 
 STDOUT = "verifier/test-stdout.txt"
+_CHUNK = 1 << 16
+_LOOK = 0.1
+"""Seconds between two looks at the tests' output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +67,28 @@ class VerifyOrder:
     capture: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What `pier verify` prints of a trial."""
+
+    directory: str
+    rewards: dict[str, float] | None
+    error: dict[str, str | None] | None
+    notes: list[str]
+    warnings: list[str]
+    has_verdict: bool
+
+
 async def verify(
     workspace: Workspace,
     services: TrialServices,
     order: VerifyOrder,
     say: Callable[[str], None],
     live: LiveWorkspace | None = None,
-) -> Path:
-    """Grade the workspace; the directory of the trial, whose result is written last. `live` is None in host mode."""
+    on_output: Callable[[bytes], None] | None = None,
+) -> Verification:
+    """Grade the workspace. The result is written last. `live` is None in host mode; `on_output` gets what the tests
+    print while they run."""
     if workspace.config.task_path is None:
         raise WorkspaceError(
             "this workspace has no task, so there is nothing to verify",
@@ -82,9 +99,60 @@ async def verify(
     index = _step_index(task, order.step)
     directory = order.trial_dir or workspace.new_trial_directory()
     environ = services.environ or {}
-    own = secret_values(workspace.environment(), environ, given=True)
-    redactor = Redactor((*own, *task_secrets(task, environ)))
-    return await _Verification(workspace, services, order, live, task, index, directory, redactor, say).run()
+    own = [*secret_values(workspace.environment(), environ, given=True), *task_secrets(task, environ)]
+    if live is None:
+        from pier.workspace.capture import known_secrets
+
+        own += known_secrets(environ, workspace)
+    redactor = Redactor(own)
+    verification = _Verification(workspace, services, order, live, task, index, directory, redactor, say)
+    async with _tailing(directory / STDOUT, on_output):
+        return _verdict(directory, await verification.run())
+
+
+def _verdict(directory: Path, result: TrialResult) -> Verification:
+    error = result.exception_info
+    return Verification(
+        str(directory),
+        dict(result.rewards) if result.rewards is not None else None,
+        {"code": error.code, "message": error.exception_message} if error else None,
+        [note.detail for note in result.integrity.notes] if result.integrity else [],
+        list(result.pier.warnings) if result.pier else [],
+        result.has_verdict,
+    )
+
+
+@asynccontextmanager
+async def _tailing(path: Path, on_output: Callable[[bytes], None] | None) -> AsyncIterator[None]:
+    """Pass on whole lines that are added to a file, and the rest at the end."""
+    if on_output is None:
+        yield
+        return
+    at = 0
+
+    def read(*, last: bool = False) -> None:
+        nonlocal at
+        with suppress(OSError), path.open("rb") as stream:
+            stream.seek(at)
+            while data := stream.read(_CHUNK):
+                data = data if last else data[: data.rfind(b"\n") + 1]
+                if not data:
+                    return
+                at += len(data)
+                stream.seek(at)
+                on_output(data)
+
+    async def follow() -> None:
+        while True:
+            await asyncio.sleep(_LOOK)
+            read()
+
+    following = asyncio.create_task(follow())
+    try:
+        yield
+    finally:
+        following.cancel()
+        read(last=True)
 
 
 def _step_index(task: Task, name: str | None) -> int:
@@ -109,7 +177,7 @@ class _Verification:
     redactor: Redactor
     say: Callable[[str], None]
 
-    async def run(self) -> Path:
+    async def run(self) -> TrialResult:
         record = TrialRecord(self.directory, self.redactor)
         record.open()
         clock = Clock(record)
@@ -132,7 +200,7 @@ class _Verification:
             self._seal(result, record, clock)
         finally:
             record.close()
-        return self.directory
+        return result
 
     def _spec(self) -> TrialSpec:
         config = self.workspace.config

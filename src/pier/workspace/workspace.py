@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,16 +26,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pier.errors import WorkspaceError
 from pier.files import write_json
 from pier.home import pier_home
+from pier.workspace.client import CONFIG, GONE, LINK, PIER, find_root, linked, list_places
 
-PIER = ".pier"
 TASK = ".task"
-CONFIG, SESSION, CAST, LINK, SECRETS = "workspace.json", "session.json", "terminal.cast", "link.json", "secrets.json"
+SESSION, CAST, SECRETS = "session.json", "terminal.cast", "secrets.json"
 CONSENT = "consent.json"
 RECORDING = "recording.jsonl"
 STAMP = "%Y-%m-%d_%H-%M-%S"
 _SUFFIXES = 1000
-_GONE = "gone"
-"""Marks a workspace whose missing directory was reported."""
 
 
 class _Part(BaseModel):
@@ -158,12 +156,11 @@ class Workspace:
     def find(cls, path: Path | None = None) -> Workspace:
         """The workspace that `path` (or the working directory) lies in, else the only one of this user."""
         start = (path or Path.cwd()).resolve()
-        for directory in (start, *start.parents):
-            if (directory / PIER / CONFIG).is_file():
-                return cls.open(directory)
-        known = list_workspaces() if path is None else []
+        if root := find_root(str(start)):
+            return cls.open(Path(root))
+        known = list_places() if path is None else []
         if len(known) == 1:
-            return known[0]
+            return cls.open(Path(known[0].root))
         where = f"{start} lies in no workspace"
         if known:
             where += f", and there are {len(known)} to choose from"
@@ -180,7 +177,7 @@ class Workspace:
         """Write the link from this machine's index."""
         self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(self.state / LINK, {"path": str(self.root)}, mode=0o600)
-        (self.state / _GONE).unlink(missing_ok=True)
+        (self.state / GONE).unlink(missing_ok=True)
 
     def settle(self) -> bool:
         """See to it that this machine's part belongs to this directory; whether it did already.
@@ -196,8 +193,27 @@ class Workspace:
         return False
 
     def is_known(self) -> bool:
-        """Whether the workspace was made on this machine: the id of one from elsewhere has no part here."""
-        return _linked(self.state) is not None
+        """Whether the user made these settings on this machine: here, before a move, or in the original of a copy. The
+        id of a workspace from elsewhere has no part here."""
+        known = _linked(self.state)
+        if known is None or known == self.root or self.was_moved():
+            return known is not None
+        original = _try_open(known)
+        return original is not None and original.config == self.config
+
+    def check_known(self) -> None:
+        """Refuse settings from elsewhere: they name variables of commands, and what of this machine is mounted."""
+        if self.is_known():
+            return
+        config = self.config
+        brought = {"mounts": config.mounts, "variables": sorted(config.env), "skills": [*map(str, config.skills)]}
+        named = "; ".join(f"{kind}: {', '.join(values)}" for kind, values in brought.items() if values)
+        raise WorkspaceError(
+            f"the settings of {self.root} were not made on this machine, and they decide what its commands get"
+            + (f" ({named})" if named else ""),
+            hint="read .pier/workspace.json, then pier start -y",
+            code="foreign-workspace",
+        )
 
     def agreed(self) -> set[str]:
         """The variables of this machine that the user let the task have."""
@@ -272,12 +288,6 @@ class Workspace:
         """An empty directory for a trial, named after the time."""
         return new_directory(self.trials)
 
-    def fetch(self, path: str, target: Path) -> None:
-        """Copy a file or directory of the running sandbox out to `target`, which must not exist."""
-        from pier.workspace.client import call_now
-
-        call_now(self, {"op": "fetch", "path": path, "target": str(target.absolute())})
-
 
 def new_directory(parent: Path) -> Path:
     """A new directory named after the time; a number is added if two are made within a second."""
@@ -297,38 +307,10 @@ def workspaces_home() -> Path:
     return pier_home() / "workspaces"
 
 
-def list_workspaces(on_dropped: Callable[[Path], None] | None = None) -> list[Workspace]:
-    """All workspaces of this user on this machine, by their directories. One whose directory is gone is left out, and
-    reported once: it may have been moved, so its secrets are kept for the next start."""
-    found: list[Workspace] = []
-    for state in sorted(_children(workspaces_home())):
-        root = _linked(state)
-        workspace = _try_open(root) if root is not None else None
-        if workspace is not None and workspace.config.id == state.name:
-            found.append(workspace)
-        elif root is not None and on_dropped is not None and not (state / _GONE).exists() and not is_served(state):
-            (state / _GONE).touch()
-            on_dropped(root)
-    return sorted(found, key=lambda workspace: workspace.root)
-
-
-def is_served(state: Path) -> bool:
-    """Whether a supervisor answers at the socket of a workspace."""
-    from pier.sandbox.remote import dial_control
-
-    try:
-        dial_control(state).close()
-    except OSError:
-        return False
-    return True
-
-
 def enclosing(path: Path) -> Workspace | None:
     """The workspace that a directory lies in, without being one itself."""
-    for directory in path.resolve().parents:
-        if (directory / PIER / CONFIG).is_file():
-            return _try_open(directory)
-    return None
+    outer = find_root(str(path.resolve().parent))
+    return _try_open(Path(outer)) if outer else None
 
 
 def _try_open(root: Path) -> Workspace | None:
@@ -339,10 +321,8 @@ def _try_open(root: Path) -> Workspace | None:
 
 
 def _linked(state: Path) -> Path | None:
-    try:
-        return Path(str(json.loads((state / LINK).read_text())["path"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    found = linked(str(state))
+    return Path(found) if found else None
 
 
 def _children(directory: Path) -> Iterator[Path]:

@@ -34,11 +34,6 @@ def named(template: str) -> str:
     return template.replace("{arch}", architecture())
 
 
-def newest_on_npm(spec: PackSpec) -> str:
-    """The newest version that the registry has."""
-    return run_tool(["npm", "view", "--json", named(spec.package), "version"]).strip().strip('"')
-
-
 def build_from_npm(spec: PackSpec, root: Path, scratch: Path) -> None:
     """Put the package below `root`."""
     modules = _install(f"{named(spec.package)}@{spec.version}", scratch / "agent")
@@ -71,22 +66,8 @@ def _install(what: str, directory: Path) -> Path:
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     (directory / "package.json").write_text(json.dumps({"name": "pack", "private": True}))
-    run_tool(
-        [
-            "npm",
-            "install",
-            "--ignore-scripts",
-            "--omit=dev",
-            "--no-audit",
-            "--no-fund",
-            "--no-save",
-            "--no-package-lock",
-            "--engine-strict=false",
-            "--loglevel=error",
-            what,
-        ],
-        cwd=directory,
-    )
+    quiet = ["--no-audit", "--no-fund", "--no-save", "--no-package-lock", "--engine-strict=false", "--loglevel=error"]
+    run_tool(["npm", "install", "--ignore-scripts", "--omit=dev", *quiet, what], cwd=directory)
     return directory / "node_modules"
 
 
@@ -130,8 +111,10 @@ class Python:
     minor: str
 
 
-def newest_on_pypi(spec: PackSpec) -> str:
-    """The newest version that the index has for the Python that the pack would get."""
+def newest(spec: PackSpec) -> str:
+    """The newest version that the registry has; of PyPI, for the Python that the pack would get."""
+    if spec.source == "npm":
+        return run_tool(["npm", "view", "--json", named(spec.package), "version"]).strip().strip('"')
     python = find_python(spec.pythons)
     pip = [str(python.program), "-m", "pip", "install"]
     report = run_tool([*pip, "--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--report", "-", spec.package])
@@ -206,8 +189,3 @@ def _probe(program: Path) -> Python | None:
 def build(spec: PackSpec, root: Path, scratch: Path) -> None:
     """Put the package of `spec` below `root`."""
     (build_from_npm if spec.source == "npm" else build_from_pypi)(spec, root, scratch)
-
-
-def newest(spec: PackSpec) -> str:
-    """The newest version that the registry has."""
-    return (newest_on_npm if spec.source == "npm" else newest_on_pypi)(spec)

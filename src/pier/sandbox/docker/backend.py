@@ -23,10 +23,9 @@ from pier.errors import PierError, PolicyError, SandboxError, UsageError
 from pier.image.fetch import engine_address
 from pier.image.model import Image, ImageConfig, OnProgress
 from pier.image.reach import shown
-from pier.lease import Held, Lease
+from pier.lease import Held, Lease, close_all, close_in_turn
 from pier.network.policy import Rules
 from pier.sandbox import arguments
-from pier.sandbox.closing import close_all, close_in_turn
 from pier.sandbox.contract import Backend, BuildOrder, Capabilities, Change, Finding, Limits, Sandbox, SandboxSpec
 from pier.sandbox.docker.box import IMAGE_MISSING, KIND, LABEL, ContainerBox, remove
 from pier.sandbox.docker.building import build_there
@@ -143,6 +142,27 @@ class DockerBackend(Backend):
     async def start(self, spec: SandboxSpec) -> Sandbox:
         return await self.start_container(spec) if spec.compose is None else await start_services(self, spec)
 
+    async def reopen(self, id: str, spec: SandboxSpec) -> DockerSandbox:
+        """The dead sandbox's container, started again as it was."""
+        engine = await self._engine()
+        box = ContainerBox(self._lease, await engine.entrance(), engine.docker, engine.address, reopened=id)
+        try:
+            await box.start({}, attendant_plan(spec))
+        except SandboxError as error:
+            await asyncio.shield(box.stop())
+            if isinstance(error.__cause__, DockerError) and error.__cause__.status == 404:
+                raise SandboxError(
+                    f"the container {box.name} is gone", code="cannot_reopen", retryable=False
+                ) from error
+            raise
+        except BaseException:
+            await asyncio.shield(box.stop())
+            raise
+        sandbox = DockerSandbox(spec, box, self)
+        self._sandboxes.add(sandbox)
+        await sandbox.begin()
+        return sandbox
+
     async def start_container(
         self, spec: SandboxSpec, more: Mapping[str, Any] | None = None, kind: type[DockerSandbox] = DockerSandbox
     ) -> DockerSandbox:
@@ -198,12 +218,12 @@ class DockerBackend(Backend):
                     more = {"StorageOpt": {"size": str(spec.limits.disk + own)}, **more}
                 config = container_config(spec, image, placing, labels, more)
                 try:
-                    await box.start(config, attendant_plan(spec))
+                    await box.start(config, attendant_plan(spec), spec.keep)
                 except SandboxError as error:
                     if error.code != IMAGE_MISSING:
                         raise
                     await engine.images.ensure(spec.image, spec.on_progress)
-                    await box.start(config, attendant_plan(spec))
+                    await box.start(config, attendant_plan(spec), spec.keep)
         except DockerError as error:
             await asyncio.shield(box.stop())
             raise engine_error(error) from error

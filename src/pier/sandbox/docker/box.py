@@ -38,8 +38,11 @@ _CHANGES = {0: "changed", 1: "added", 2: "removed"}
 class ContainerBox:
     """A container that is entered. `start` it once, `stop` it at any moment."""
 
-    def __init__(self, lease: Lease, entrance: Entrance, docker: aiodocker.Docker, address: str) -> None:
-        self.id = secrets.token_hex(6)
+    def __init__(
+        self, lease: Lease, entrance: Entrance, docker: aiodocker.Docker, address: str, reopened: str = ""
+    ) -> None:
+        self.id = reopened or secrets.token_hex(6)
+        self._stays = bool(reopened)
         self.name = f"pier-{self.id}"
         self.entered: Entered
         self._lease = lease
@@ -62,9 +65,12 @@ class ContainerBox:
     def watching(self) -> list[int]:
         return self.entered.watching
 
-    async def start(self, config: dict[str, Any], plan: dict[str, Any]) -> None:
-        """Make the container and enter it; when this raises or is cancelled, `stop` removes what was made."""
-        self._lease.write(KIND, self.id, {"engine": self._address, "name": self.name})
+    async def start(self, config: dict[str, Any], plan: dict[str, Any], keep: Path | None = None) -> None:
+        """Make the container and enter it; when this raises or is cancelled, `stop` removes what was made. One that is
+        opened again is only entered, and stays."""
+        if not self._stays:
+            kept = {"keep": str(keep)} if keep else {}
+            self._lease.write(KIND, self.id, {"engine": self._address, "name": self.name, **kept})
         try:
             async with asyncio.timeout(_START_SECONDS):
                 self._running = asyncio.ensure_future(self._run(config))
@@ -77,17 +83,24 @@ class ContainerBox:
             raise engine_error(error) from error
 
     async def _run(self, config: dict[str, Any]) -> tuple[str, int]:
-        try:
-            container = await self._docker.containers.create(config, name=self.name)
-        except DockerError as error:
-            if error.status != 404:
-                raise
-            raise SandboxError(f"the engine has no image {config['Image']}", code=IMAGE_MISSING) from error
-        await container.start()
+        if self._stays:
+            container = self._docker.containers.container(self.name)
+            await container.restart(timeout=0)
+        else:
+            container = await self._create(config)
+            await container.start()
         found = await container.show()
         if not found["State"]["Pid"]:
             raise SandboxError(f"the container {self.name} ended at once", code=CONTAINER_ENDED)
         return found["Id"], found["State"]["Pid"]
+
+    async def _create(self, config: dict[str, Any]) -> DockerContainer:
+        try:
+            return await self._docker.containers.create(config, name=self.name)
+        except DockerError as error:
+            if error.status != 404:
+                raise
+            raise SandboxError(f"the engine has no image {config['Image']}", code=IMAGE_MISSING) from error
 
     def oom_kills(self) -> int:
         """How many processes the limit on memory has killed."""
@@ -145,8 +158,9 @@ class ContainerBox:
             await asyncio.wait([self._running], timeout=_STOP_SECONDS)
             if self._running.done() and not self._running.cancelled():
                 self._running.exception()
-        await remove(self._docker, self.name)
-        self._lease.strike(KIND, self.id)
+        if not self._stays:
+            await remove(self._docker, self.name)
+            self._lease.strike(KIND, self.id)
 
 
 @asynccontextmanager

@@ -14,9 +14,8 @@ from pier.home import pier_home
 from pier.idmap import IdMap
 from pier.image.model import OnProgress
 from pier.image.reach import is_socket, shown
-from pier.lease import Lease
+from pier.lease import Lease, close_in_turn
 from pier.network.policy import NetworkMode
-from pier.sandbox.closing import close_in_turn
 from pier.sandbox.contract import Mount
 from pier.sandbox.docker import idle
 from pier.sandbox.docker.client import Client, connect

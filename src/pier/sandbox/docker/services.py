@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pier.errors import SandboxError, TaskError
 from pier.image.model import Image
+from pier.lease import close_all, close_in_turn
 from pier.network import plumbing
 from pier.network.policy import NONE, Decision, NetworkPolicy, OnDecision
-from pier.sandbox.closing import close_all, close_in_turn
 from pier.sandbox.compose.model import MAIN, Compose, Composition, Health, Service
 from pier.sandbox.contract import Change, Limits, Result, Sandbox, SandboxSpec, Stream
 from pier.sandbox.docker.sandbox import DockerSandbox

@@ -28,8 +28,7 @@ from aiodocker.exceptions import DockerError
 
 from pier.errors import SandboxError
 from pier.image.model import OnProgress
-from pier.lease import Lease
-from pier.sandbox.closing import close_all
+from pier.lease import Lease, close_all
 from pier.sandbox.docker.box import LABEL, passing_container
 from pier.sandbox.docker.client import Client, engine_error
 from pier.sandbox.docker.holding import holding, letting_go, making, sending

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import io
 import os
+import secrets
 import shutil
 import stat
 import tarfile
@@ -18,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
-from pier.beneath import DIRECTORY
+from pier.beneath import DIRECTORY, remove
 from pier.errors import (
     ArgumentError,
     DeniedPathError,
@@ -32,7 +33,6 @@ from pier.errors import (
 from pier.sandbox import tree
 from pier.sandbox.arguments import check_bytes
 from pier.sandbox.linux.channel import Channel
-from pier.sandbox.tree.receive import receive
 from pier.tree import FAULTS, open_regular
 
 T = TypeVar("T")
@@ -332,7 +332,7 @@ def _refusal(error: tree.TreeError) -> SandboxError:
 
 def unpack(stream: IO[bytes], target: Path, max_bytes: int | None, keep_empty: bool) -> list[str]:
     """The near half of a download."""
-    if not keep_empty and isinstance(stream, io.BytesIO) and _is_bare(stream.getvalue()):
+    if not keep_empty and isinstance(stream, io.BytesIO) and not stream.getbuffer():
         return []
     try:
         left_out = receive(stream, target, max_bytes=max_bytes)
@@ -346,11 +346,6 @@ def unpack(stream: IO[bytes], target: Path, max_bytes: int | None, keep_empty: b
         with contextlib.suppress(OSError):
             target.rmdir()
     return left_out
-
-
-def _is_bare(archive: bytes) -> bool:
-    """Whether a tar archive has one entry, a directory. Making and removing one is dear on some file systems."""
-    return archive[156:157] == tarfile.DIRTYPE and not archive[tarfile.BLOCKSIZE :].strip(b"\0")
 
 
 async def feed_stream(fd: int, stream: AsyncIterator[bytes]) -> None:
@@ -418,3 +413,46 @@ async def stream(channel: Channel, request: dict[str, Any]) -> AsyncIterator[byt
                 if not chunks.empty():
                     chunks.get_nowait()
                 await asyncio.wait([work], timeout=0.01)
+
+
+_SINGLE = "content"
+
+
+def receive(stream: IO[bytes], target: Path, *, max_bytes: int | None = None) -> list[str]:
+    """Unpack what `pack` made to the host path `target`, which must not exist or be an empty directory. Parents are
+    made. Answers what was left out. Raises FileExistsError if something is there already."""
+    if target.is_symlink() or (target.exists() and not _is_empty(target)):
+        raise FileExistsError(f"{target} exists already")
+    unborn = _make_beside(target)
+    try:
+        root = os.open(unborn, DIRECTORY)
+        try:
+            unpacked = tree.unpack(stream, root, max_bytes=max_bytes, single=_SINGLE)
+        finally:
+            os.close(root)
+        if unpacked.alone and not unpacked.skipped:
+            if target.is_dir():
+                target.rmdir()
+            (unborn / _SINGLE).rename(target)
+        elif not unpacked.alone:
+            unborn.chmod(0o755)
+            unborn.rename(target)
+    finally:
+        with contextlib.suppress(OSError):
+            remove(str(unborn))
+    return unpacked.skipped
+
+
+def _make_beside(target: Path) -> Path:
+    """A new directory next to `target`. Parents are made."""
+    unborn = target.with_name(f".pier-{secrets.token_hex(6)}.tmp")
+    try:
+        unborn.mkdir(0o700)
+    except FileNotFoundError:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unborn.mkdir(0o700)
+    return unborn
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())

@@ -99,7 +99,8 @@ def build(plan: dict[str, Any], texts: dict[str, tuple[int, int]], trees: list[i
     for number in range(plan["layers"]):
         kernel.attach(trees[1 + number], f"/x/{number}")
     lowers = ":".join(reversed(plan["lowers"]))
-    kernel.mount("overlay", "/m", "overlay", 0, f"lowerdir={lowers},upperdir=u,workdir=w,userxattr,volatile")
+    synced = ",volatile" if plan["volatile"] else ""
+    kernel.mount("overlay", "/m", "overlay", 0, f"lowerdir={lowers},upperdir=u,workdir=w,userxattr{synced}")
     for bound in plan["binds"]:
         _put(trees[bound["tree"]], "/m/" + bound["to"].strip("/"))
     for name in ("proc", "sys", "dev"):

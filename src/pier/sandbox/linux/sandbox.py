@@ -14,9 +14,9 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from pier.errors import SandboxError
 from pier.image.model import Image
+from pier.lease import close_in_turn
 from pier.network.policy import NetworkPolicy
 from pier.sandbox import arguments
-from pier.sandbox.closing import close_in_turn
 from pier.sandbox.contract import (
     OUTPUT_LIMIT,
     Change,
@@ -300,7 +300,7 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         arguments.check_size("max_bytes", max_bytes, optional=True)
         arguments.check_flag("keep_empty", keep_empty)
         request = {"op": "pack", "source": self._place(source), "exclude": list(exclude), "max_bytes": max_bytes}
-        request |= self._as(user)
+        request |= {"keep_empty": keep_empty} | self._as(user)
         far, near = await copying.take(
             self.box.channel, request, lambda stream: copying.unpack(stream, target, max_bytes, keep_empty)
         )

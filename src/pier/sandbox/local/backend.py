@@ -22,11 +22,10 @@ from pier.errors import PolicyError, SandboxError
 from pier.home import pier_home
 from pier.idmap import IdMap
 from pier.image.model import Image
-from pier.lease import Held, Lease
+from pier.lease import Held, Lease, close_all, close_in_turn
 from pier.network.policy import NetworkMode, Rules
 from pier.sandbox import arguments, cgroup
 from pier.sandbox.cgroup import ControlGroup
-from pier.sandbox.closing import close_all, close_in_turn
 from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Limits, SandboxSpec
 from pier.sandbox.host import HostRoot, host_image, prepare
 from pier.sandbox.linux.changes import merge
@@ -140,9 +139,21 @@ class LocalBackend(Backend):
         return replace(await super().share(), memory=machine_memory() // 2, disk=free_bytes(self._base) // 2 or None)
 
     async def start(self, spec: SandboxSpec) -> LinuxSandbox[LocalBox]:
+        return await self._start(spec, ())
+
+    async def reopen(self, id: str, spec: SandboxSpec) -> LinuxSandbox[LocalBox]:
+        """The writable layer of the dead sandbox becomes the topmost of those below a new one."""
+        directory = self._base / id
+        await wait_for_end(directory)
+        if not (directory / "u").is_dir():
+            raise SandboxError(f"{directory} is not there", code="cannot_reopen", retryable=False)
+        return await self._start(spec, (directory / "u",))
+
+    async def _start(self, spec: SandboxSpec, frozen: tuple[Path, ...]) -> LinuxSandbox[LocalBox]:
         _refuse_what_lacks(spec, self._capabilities)
-        box = await self._start_box(spec, ())
+        box = await self._start_box(spec, frozen)
         sandbox = LinuxSandbox[LocalBox](spec, box, self)
+        sandbox.frozen = frozen
         self._snapshots.hold(sandbox.id, spec.image.layers)
         self._sandboxes.add(sandbox)
         await sandbox.begin()
@@ -159,7 +170,7 @@ class LocalBackend(Backend):
             plan = make_plan(spec, host, enforced_by=self._capabilities.limits)
             box = LocalBox(self._lease, self._zygotes, self._base)
             try:
-                await box.start(plan, layers, cage)
+                await box.start(plan, layers, cage, spec.keep)
             except BaseException as error:
                 await asyncio.shield(box.stop())
                 if isinstance(error, SandboxError) and error.code in _LOST and not last:

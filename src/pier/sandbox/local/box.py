@@ -60,11 +60,18 @@ class LocalBox:
         self.shifted = True
         """Whether ids inside are others outside; root's are not where a file system cannot be mounted so."""
 
-    async def start(self, plan: dict[str, Any], layers: list[str], cage: tuple[Hierarchies, Limits] | None) -> None:
+    async def start(
+        self,
+        plan: dict[str, Any],
+        layers: list[str],
+        cage: tuple[Hierarchies, Limits] | None,
+        keep: Path | None = None,
+    ) -> None:
         """Make everything; when this raises or is cancelled, `stop` removes what was made. `cage`: where to make a
         control group, and with which limits."""
         groups = cage[0].place(self.id) if cage else ()
-        self._lease.write(KIND, self.id, {"directory": str(self.directory), "groups": groups})
+        kept = {"keep": str(keep)} if keep else {}
+        self._lease.write(KIND, self.id, {"directory": str(self.directory), "groups": groups, **kept})
         make_private(self.directory)
         if cage is not None:
             self._group = cage[0].make(self.id, cage[1], own_processes=_OWN_PROCESSES)
@@ -204,6 +211,7 @@ def make_plan(spec: SandboxSpec, host: HostRoot | None, *, enforced_by: Mapping[
             "hostname": spec.hostname + "\n",
         },
         "hostname": spec.hostname,
+        "volatile": spec.keep is None,
         "rlimits": rlimits,
         "processes": (by_init or 0) + _SLACK if by_init else 0,
         "no_new_privileges": spec.no_new_privileges,

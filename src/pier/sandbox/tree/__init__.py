@@ -38,7 +38,7 @@ from pier.beneath import (
 from pier.sandbox.tree.pack import CHUNK, pack, pack_entry
 from pier.sandbox.tree.unpack import unpack
 
-__all__ = ["TreeError", "pack", "pack_entry", "serve", "unpack", "warm"]
+__all__ = ["TreeError", "pack", "pack_entry", "pack_options", "serve", "unpack", "warm"]
 
 _INSIDE = IN_ROOT | NO_MAGICLINKS
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
@@ -58,7 +58,8 @@ def warm() -> None:
 def serve(request: dict[str, Any], fd: int) -> dict[str, Any]:
     """Do one request with `fd` as its data stream; the answer is JSON-able, errors included. Closes `fd`.
 
-    {"op": "pack", "source", "exclude": [], "max_bytes": null}    writes a tar stream; answers what was "skipped"
+    {"op": "pack", "source", "exclude": [], "max_bytes": null}    writes a tar stream; answers what was "skipped". With
+                                                            "keep_empty": false an empty directory is no bytes
     {"op": "unpack", "target", "owner": null | [uid, gid], "max_bytes": null}    reads one; answers "skipped". With
                                                             "clear": [] each of these is first removed, as below
     {"op": "read", "source", "max_bytes"}    writes the file's content
@@ -93,8 +94,12 @@ def _name(error: OSError, request: dict[str, Any]) -> str:
 
 
 def _serve_pack(root: int, fd: int, request: dict[str, Any]) -> list[str]:
-    limits = {"max_bytes": request["max_bytes"], "most": ENTRIES}
-    return pack(root, request["source"], fd, exclude=request["exclude"], **limits)
+    return pack(root, request["source"], fd, most=ENTRIES, **pack_options(request))
+
+
+def pack_options(request: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `pack` that a request has."""
+    return {name: request[name] for name in ("exclude", "max_bytes", "keep_empty") if name in request}
 
 
 def _serve_unpack(root: int, fd: int, request: dict[str, Any]) -> list[str]:

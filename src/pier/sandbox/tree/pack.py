@@ -11,7 +11,17 @@ import tarfile
 from collections.abc import Collection, Sequence
 from typing import IO, Any
 
-from pier.beneath import DIRECTORY, IN_ROOT, NO_MAGICLINKS, Descent, TreeError, open_in, visit, write_all
+from pier.beneath import (
+    DIRECTORY,
+    IN_ROOT,
+    NO_MAGICLINKS,
+    READ_DIRECTORY,
+    Descent,
+    TreeError,
+    open_in,
+    visit,
+    write_all,
+)
 
 CHUNK = 1 << 20
 BUFFER = 1 << 15
@@ -34,17 +44,32 @@ def pack(
     most: int | None = None,
     whole: bool = False,
     leave_out: Collection[str] = (),
+    keep_empty: bool = True,
 ) -> list[str]:
     """Write `source` as a tar stream to a descriptor or a file: a directory as `.` and what is below, anything else as
     one entry called `.`. Answers what was left out: devices, fifos, sockets, and what could not be read; the first
     `SKIPPED` of them. A tree with more entries than `most` is given up; a `whole` one if it is too deep. `exclude` are
-    patterns, `leave_out` are paths below the source."""
+    patterns, `leave_out` are paths below the source. An empty directory is nothing at all without `keep_empty`."""
     parent, _, name = source.rstrip("/").rpartition("/")
     if name in ("", ".", ".."):
         parent, name = source, "."
     fd = open_in(root, parent or ".", DIRECTORY, IN_ROOT | NO_MAGICLINKS)
     try:
+        if not keep_empty and _is_empty(fd, name):
+            return []
         return pack_entry(fd, name, out, exclude, leave_out, max_bytes=max_bytes, most=most, whole=whole)
+    finally:
+        os.close(fd)
+
+
+def _is_empty(parent: int, name: str) -> bool:
+    try:
+        fd = os.open(name, READ_DIRECTORY, dir_fd=parent)
+    except OSError:
+        return False
+    try:
+        with os.scandir(fd) as entries:
+            return next(entries, None) is None
     finally:
         os.close(fd)
 
@@ -137,7 +162,7 @@ class _Packer:
 
     def _write(self, entry: tarfile.TarInfo, content: Any = None) -> None:
         self._archive.addfile(entry, content)
-        forget_members(self._archive)
+        self._archive.members = []  # type: ignore[attr-defined] # tarfile's list would grow with the tree
 
     def _add_directory(self, entry: tarfile.TarInfo) -> bool:
         if entry.name.count("/") < DEPTH and len(os.fsencode(entry.name)) <= LENGTH:
@@ -205,8 +230,3 @@ class _Whole:
     def write(self, data: bytes) -> int:
         write_all(self._fd, data)
         return len(data)
-
-
-def forget_members(archive: tarfile.TarFile) -> None:
-    """Drop the list of entries that `tarfile` keeps, which would grow with the tree."""
-    archive.members = []  # type: ignore[attr-defined]

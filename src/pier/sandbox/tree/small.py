@@ -12,7 +12,7 @@ import stat
 from typing import Any
 
 from pier.beneath import DIRECTORY, IN_ROOT, NO_MAGICLINKS, NO_SYMLINKS, open_in, write_all
-from pier.sandbox.tree import serve
+from pier.sandbox.tree import pack_options, serve
 from pier.sandbox.tree.pack import pack
 
 _IN = 1 << 17
@@ -53,8 +53,7 @@ def serve_small(request: dict[str, Any], fd: int) -> dict[str, Any] | None:
 
 def _pack(root: int, request: dict[str, Any], fd: int) -> dict[str, Any]:
     kept: Any = _Kept()
-    limits = {"exclude": request["exclude"], "max_bytes": request["max_bytes"], "most": _ENTRIES}
-    skipped = pack(root, request["source"], kept, **limits)
+    skipped = pack(root, request["source"], kept, most=_ENTRIES, **pack_options(request))
     write_all(fd, kept.data)
     os.close(fd)
     return {"ok": True, "skipped": skipped}

@@ -21,7 +21,7 @@ from pier.beneath import (
     open_in,
     write_sparse,
 )
-from pier.sandbox.tree.pack import BUFFER, CHUNK, SKIPPED, forget_members
+from pier.sandbox.tree.pack import BUFFER, CHUNK, SKIPPED
 
 _NOT_HERE = (errno.ENAMETOOLONG, errno.EILSEQ, errno.EINVAL, errno.EMLINK, errno.EOPNOTSUPP)
 """What a file system says of an entry that it cannot hold, however much space it has."""
@@ -239,7 +239,7 @@ def _set_time(target: int | str, mtime: float, **options: Any) -> None:
 def _entries(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     while (entry := archive.next()) is not None:
         yield entry
-        forget_members(archive)
+        archive.members = []  # type: ignore[attr-defined] # tarfile's list would grow with the tree
 
 
 def split(name: str) -> list[str]:
