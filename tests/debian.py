@@ -44,7 +44,7 @@ def _bootstrap(archive: Path) -> None:
     part = archive.with_suffix(".part")
     try:
         done = subprocess.run(
-            ["debootstrap", "--variant=minbase", suite[1], str(root), mirror()],
+            ["unshare", "--mount", "debootstrap", "--variant=minbase", suite[1], str(root), mirror()],
             capture_output=True,
             text=True,
             timeout=900,
