@@ -37,7 +37,7 @@ def chain() -> bytes:
 
 
 async def _running(sandbox: Sandbox) -> int:
-    told = await sandbox.exec("cat /proc/[0-9]*/comm 2>/dev/null | grep -c '^chain$'", timeout=60)
+    told = await sandbox.exec("cat /proc/[0-9]*/stat 2>/dev/null | grep -c '(chain) [^ZX]'", timeout=60)
     return int(told.text)
 
 

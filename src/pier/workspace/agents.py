@@ -18,9 +18,9 @@ from pathlib import Path
 
 from pier.agent.contract import PACK_PATH, Agent, AgentFile, AgentRun, Launch, find_agent
 from pier.agent.packed import PackedAgent, place
-from pier.errors import AgentError, SandboxError, UsageError
+from pier.errors import SandboxError, UsageError
 from pier.files import write_json
-from pier.home import packs_home
+from pier.home import pier_home
 from pier.sandbox.contract import Mount, Sandbox
 from pier.trial.agent import make_agent, prepare_agent
 from pier.trial.spec import AgentChoice
@@ -180,22 +180,15 @@ async def install_agents(
 
 
 def combine(packs: Sequence[Path]) -> Path:
-    """A directory with the loader, the libraries and the tools of several packs, made once for each set of them."""
+    """A directory with the loader, the libraries and the tools of several packs, made once for each set of them.
+    It is in pier's home: the packs may be someone else's, shared by all users of a machine."""
     key = hashlib.sha256("\n".join(sorted(path.name for path in packs)).encode()).hexdigest()[:24]
-    home = packs_home() / "combined"
+    home = pier_home() / "combined"
     final = home / key
     if final.is_dir():
         return final
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".", dir=home))
-    except OSError as error:
-        raise AgentError(
-            f"cannot put several packs together in {home}: {error}",
-            hint="set PIER_PACKS to a directory that you may write to",
-            code="pack",
-            blame="infra",
-        ) from error
+    home.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".", dir=home))
     try:
         for pack in packs:
             for name in _SHARED:
