@@ -28,7 +28,12 @@ def packs_home() -> Path:
     """Where the packs of agents are kept: `$PIER_PACKS`, else in pier's home."""
     from pathlib import Path
 
-    return Path(os.environ.get("PIER_PACKS") or pier_home() / "packs").absolute()
+    return Path(os.environ.get("PIER_PACKS") or own_packs()).absolute()
+
+
+def own_packs() -> Path:
+    """Packs in pier's home, for what cannot be kept in a store that others share."""
+    return pier_home() / "packs"
 
 
 def private_directories() -> tuple[Path, ...]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pier.errors import SandboxError
-from pier.home import packs_home, private_directories
+from pier.home import own_packs, packs_home, private_directories
 from pier.image.model import host_image
 from pier.sandbox.contract import Mount
 
@@ -218,9 +218,10 @@ def masks(mounts: Sequence[Mount], hidden: Iterable[Path], trees: Sequence[str] 
 
 def refuse_hidden(mounts: Iterable[Mount], hidden: Iterable[Path] = ()) -> None:
     """Refuse to mount what no sandbox may see, apart from a pack."""
+    packs = tuple(f"{_real(path)}/" for path in (packs_home(), own_packs()))
     for mount in mounts:
         source = _real(mount.source) if mount.source is not None else ""
-        if not source or source.startswith(f"{_real(packs_home())}/"):
+        if not source or source.startswith(packs):
             continue
         for path in _directories(hidden):
             if source == path or source.startswith(f"{path}/"):

@@ -20,7 +20,7 @@ from pier.agent.contract import PACK_PATH, Agent, AgentFile, AgentRun, Launch, f
 from pier.agent.packed import PackedAgent, place
 from pier.errors import SandboxError, UsageError
 from pier.files import write_json
-from pier.home import pier_home
+from pier.home import own_packs
 from pier.sandbox.contract import Mount, Sandbox
 from pier.trial.agent import make_agent, prepare_agent
 from pier.trial.spec import AgentChoice
@@ -183,7 +183,7 @@ def combine(packs: Sequence[Path]) -> Path:
     """A directory with the loader, the libraries and the tools of several packs, made once for each set of them.
     It is in pier's home: the packs may be someone else's, shared by all users of a machine."""
     key = hashlib.sha256("\n".join(sorted(path.name for path in packs)).encode()).hexdigest()[:24]
-    home = pier_home() / "combined"
+    home = own_packs() / "combined"
     final = home / key
     if final.is_dir():
         return final
