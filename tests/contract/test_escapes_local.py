@@ -139,6 +139,9 @@ for kind, major, minor in (
     (0o20000, 10, 229),
 ):
     attempt(f"device {kind:o} {major}:{minor}")(lambda: device(kind, major, minor))
+for path in ("/dev/null", "/dev/urandom", "/dev/tty", "/proc/kcore"):
+    attempt(f"device: the mode of {path}")(lambda: os.chmod(path, 0o666))
+    attempt(f"device: the time of {path}")(lambda: os.utime(path, (2000000000, 2000000000)))
 for path in (
     "/dev/mem",
     "/dev/kmem",
@@ -306,7 +309,7 @@ async def attempts(
 
 
 GROUPS = (
-    "mount", "unmount", "new mount calls", "pivot_root", "write ", "make a cgroup", "init: ", "device ", "open ",
+    "mount", "unmount", "new mount calls", "pivot_root", "write ", "make a cgroup", "init: ", "device", "open ",
     "secret of the kernel", "socket ", "call ", "new ", "set the host name", "read the host", "break out",
 )  # fmt: skip
 

@@ -53,6 +53,7 @@ _LINKS = (
     ("stdout", "/proc/self/fd/1"), ("stderr", "/proc/self/fd/2"),
 )  # fmt: skip
 _PLAIN = MS_NOSUID | MS_NODEV | MS_NOEXEC
+_EMPTY = "/e"
 _SHM = 64 << 20
 _RESERVED_PIDS = 300
 
@@ -77,7 +78,7 @@ def find_masks() -> list[tuple[str, str]]:
     for name in _MASKED:
         with contextlib.suppress(OSError):
             kind = os.stat(f"{HOST}/{name}").st_mode
-            found.append((name, "/e" if stat.S_ISDIR(kind) else f"{HOST}/dev/null"))
+            found.append((name, _EMPTY if stat.S_ISDIR(kind) else f"{HOST}/dev/null"))
     return found
 
 
@@ -166,7 +167,7 @@ def _mount_dev(many_ids: bool) -> None:
     kernel.mount("tmpfs", "/b/dev", "tmpfs", MS_NOSUID, "mode=755,size=64k")
     for name in _DEVICES:
         os.close(os.open(f"/b/dev/{name}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
-        kernel.bind(f"{HOST}/dev/{name}", f"/b/dev/{name}")
+        _bind_node(f"{HOST}/dev/{name}", f"/b/dev/{name}")
     os.mkdir("/b/dev/pts", 0o755)
     tty = ",gid=5" if many_ids else ""
     kernel.mount("devpts", "/b/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, f"newinstance,ptmxmode=0666,mode=0620{tty}")
@@ -177,10 +178,15 @@ def _mount_dev(many_ids: bool) -> None:
         os.symlink(target, f"/b/dev/{name}")
 
 
+def _bind_node(source: str, target: str) -> None:
+    """Make the node read-only, not the device: root inside may have the id that owns the machine's own node."""
+    kernel.bind(source, target, read_only=True, flags=MS_NOSUID | MS_NOEXEC)
+
+
 def _seal(masks: list[tuple[str, str]]) -> None:
     """Hide and freeze the parts of /proc and /sys that tell of, or change, the machine."""
     for name, mask in masks:
-        kernel.bind(mask, f"/b/{name}")
+        (kernel.bind if mask == _EMPTY else _bind_node)(mask, f"/b/{name}")
     for name in _READ_ONLY:
         path = f"/b/{name}"
         if os.path.isdir(path):
