@@ -159,7 +159,7 @@ def test_a_base_image_and_a_remote_task(backend: str, task: Path, tmp_path: Path
     assert all(text[-1] == "finished-by-script" for text in texts)
     ask("start", "--agent", "codex", cwd=workspace)
     terminal = Terminal("exec", "codex", "--dangerously-bypass-approvals-and-sandbox", cwd=workspace)
-    terminal.wait_for("YOLO")
+    terminal.wait_for("Ask Codex to do anything")
     terminal.type("Do the task")
     terminal.wait_for("Do the task")
     terminal.type("\r")
