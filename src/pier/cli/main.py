@@ -192,12 +192,9 @@ def _expected(kind: click.ParamType[object]) -> str | None:
     if not ranged and kind not in (click.INT, click.FLOAT):
         return None
     noun = "an integer" if kind is click.INT or isinstance(kind, click.IntRange) else "a number"
-    bounds: list[str] = []
-    if ranged and kind.min is not None:
-        bounds.append(f"{'>' if kind.min_open else '>='} {kind.min}")
-    if ranged and kind.max is not None:
-        bounds.append(f"{'<' if kind.max_open else '<='} {kind.max}")
-    return " ".join([noun, " and ".join(bounds)]).rstrip()
+    low = [f"{'>' if kind.min_open else '>='} {kind.min}"] if ranged and kind.min is not None else []
+    high = [f"{'<' if kind.max_open else '<='} {kind.max}"] if ranged and kind.max is not None else []
+    return f"{noun} {' and '.join(low + high)}".rstrip()
 
 
 def _invalid_value(error: click.ClickException) -> str | None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pier.cli.output import JSON
+
 if TYPE_CHECKING:
     from pier.task import Task
     from pier.task.check import Problem
@@ -51,7 +53,7 @@ def init(directory: Path, org: str) -> None:
 @click.option("-n", "--concurrency", default=2, show_default=True, type=click.IntRange(1), help="Trials at once.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Keep the trials' files in this directory.")
 @click.option("--all", "show_all", is_flag=True, help="List every finding instead of grouping many by rule.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 def check(
     sources: tuple[str, ...],
     run: bool,
@@ -190,7 +192,7 @@ def list_tasks(
 
 @task.command()
 @click.argument("source")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 def show(source: str, as_json: bool) -> None:
     """Show one task: its settings with every default filled in, and its instruction."""
     from pier.errors import UsageError

@@ -76,10 +76,10 @@ async def pump(on_data: Callable[[bytes], Awaitable[None]], on_end: Callable[[],
 def resizing(on_resize: Callable[[int, int], Awaitable[None]]) -> Iterator[None]:
     """Report each change of this terminal's size."""
     loop = asyncio.get_running_loop()
-    telling: set[asyncio.Task[None]] = set()
+    telling: set[asyncio.Future[None]] = set()
 
     def changed() -> None:
-        task = loop.create_task(_tell(on_resize))
+        task = asyncio.ensure_future(on_resize(*size()))
         telling.add(task)
         task.add_done_callback(telling.discard)
 
@@ -88,7 +88,3 @@ def resizing(on_resize: Callable[[int, int], Awaitable[None]]) -> Iterator[None]
         yield
     finally:
         loop.remove_signal_handler(signal.SIGWINCH)
-
-
-async def _tell(on_resize: Callable[[int, int], Awaitable[None]]) -> None:
-    await on_resize(*size())

@@ -45,7 +45,7 @@ from pier.trial.result import AgentResult, ExceptionInfo, TrialResult, failure_c
 
 JOURNAL = "journal.jsonl"
 VERSION = 2
-"""Of the identities of trials: 1 left out values that are 0 or false, the content of files, and secrets."""
+"""Of the identities of trials, which are not the same in jobs of other versions."""
 
 
 class Used(NamedTuple):
@@ -80,7 +80,6 @@ class Ledger:
     used: Used = field(default_factory=Used)
     """The usage of a job that has a budget."""
     n_retries: int = 0
-    version: int = VERSION
     finished_at: str | None = None
     lost_lines: int = 0
     _journal: Journal | None = None
@@ -129,7 +128,7 @@ class Ledger:
         elif event == "plan":
             self.plan = Plan.from_line(line)
         elif event == "job":
-            self.id, self.created_at, self.version = line["id"], line["at"], line.get("v", 1)
+            self.id, self.created_at = line["id"], line["at"]
         elif event == "used":
             self.used = Used(line["turns"], line["input"], line["output"], line["cost"], line.get("seconds", 0.0))
         elif event == "done":
@@ -404,7 +403,7 @@ class Outcome:
 
 def outcome_of(result: TrialResult, directory: Path) -> Outcome:
     """The outcome of a trial with this result in this directory."""
-    info = result.exception_info
+    info, pier = result.exception_info, result.pier
     used = [result.agent_result] if result.agent_result else [step.agent_result for step in result.step_results or ()]
     infos = (info, *(step.exception_info for step in result.step_results or ()))
     cut_off = any(each is not None and each.code == _NO_VERDICT for each in infos)
@@ -419,7 +418,7 @@ def outcome_of(result: TrialResult, directory: Path) -> Outcome:
         tokens=tokens,
         cost=cost,
         seconds=(ended - began).total_seconds() if began and ended else 0.0,
-        steps=_steps(result),
+        steps=(pier.graded_steps or 0, pier.n_steps) if pier and pier.n_steps is not None else None,
         size=size_of(directory),
     )
 
@@ -435,12 +434,6 @@ def _fault(result: TrialResult, info: ExceptionInfo) -> Fault:
         retryable=bool(info.retryable),
         message=info.exception_message,
     )
-
-
-def _steps(result: TrialResult) -> tuple[int, int] | None:
-    if result.pier is None or result.pier.n_steps is None:
-        return None
-    return result.pier.graded_steps or 0, result.pier.n_steps
 
 
 def _usage(

@@ -39,7 +39,6 @@ from pier.job.ledger import Ledger, Outcome, now, outcome_of, outcome_of_error
 from pier.job.load import fill
 from pier.job.plan import PlannedTrial
 from pier.job.progress import JobLog, Progress
-from pier.job.results import JobNumbers
 from pier.job.specs import Specs
 from pier.job.view import LOG
 from pier.lease import Lease, sweep
@@ -192,8 +191,7 @@ class Schedule:
 
 def job_meter(limits: BudgetConfig, ledger: Ledger) -> JobMeter | None:
     """The meter of a job that has limits."""
-    asked = limits.model_dump(exclude_none=True)
-    if not asked:
+    if not (asked := limits.model_dump(exclude_none=True)):
         return None
     from pier.gateway.budget import Budget
     from pier.job.meter import JobMeter
@@ -204,7 +202,6 @@ def job_meter(limits: BudgetConfig, ledger: Ledger) -> JobMeter | None:
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HURRY_SECONDS = 5.0
 """How long clean-up may still take after the second one."""
-
 EXIT_CODE = 130
 
 
@@ -239,12 +236,9 @@ class Interrupts:
         if self.count > 2:
             os._exit(EXIT_CODE)
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._act)
-
-    def _act(self) -> None:
-        self._stop()
-        if self.count > 1 and self._loop is not None:
-            self._loop.call_later(HURRY_SECONDS, os._exit, EXIT_CODE)
+            self._loop.call_soon_threadsafe(self._stop)
+            if self.count > 1:
+                self._loop.call_soon_threadsafe(self._loop.call_later, HURRY_SECONDS, os._exit, EXIT_CODE)
 
 
 RunSpec = Callable[[TrialSpec], Awaitable[TrialResult]]
@@ -320,20 +314,15 @@ async def _run_owed(
             schedule.stop()
 
         interrupts.connect(stop)
-        metrics = services.gateway.metrics if services.gateway else None
-        numbers = JobNumbers(job.directory, metrics)
         async with AsyncExitStack() as beside:
             beside.enter_context(progress.show())
-            if metrics:
-                await beside.enter_async_context(_beside(metrics.sample_lag()))
-            await beside.enter_async_context(_beside(_keep_up(job, schedule, pool, numbers)))
+            await beside.enter_async_context(_beside(_keep_up(job, schedule, pool)))
             await beside.enter_async_context(_beside(_build_ahead(specs, owed, services)))
             try:
                 await schedule.run(owed)
             finally:
                 if pool:
                     pool.save()
-                numbers.save()
         job.stopped = pool.exhausted() if pool and any(True for _ in job.ledger.owed()) else None
         interrupts.connect(lambda: None)
     return schedule.stopping
@@ -374,9 +363,7 @@ async def _services(job: OpenJob, env: Mapping[str, str], pool: JobMeter | None)
         environment = job.config.environment
         lease = stack.enter_context(Lease(label=f"job {job.directory.name}"))
         backend = await stack.enter_async_context(open_backend(environment.backend, lease, environment.kwargs))
-        await (
-            backend.capabilities()
-        )  # a backend that cannot be reached at all fails the run, and not each of its trials
+        await backend.capabilities()  # one that cannot be reached fails the run, and not each of its trials
         await sweep(dict.fromkeys(backend.kinds, backend.destroy))
         images = open_images(backend, builds=job.config.n_concurrent_builds)
         stack.push_async_callback(images.close)
@@ -435,13 +422,12 @@ async def _beside(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
             await task
 
 
-async def _keep_up(job: OpenJob, schedule: Schedule, pool: JobMeter | None, numbers: JobNumbers) -> None:
+async def _keep_up(job: OpenJob, schedule: Schedule, pool: JobMeter | None) -> None:
     """Keep `result.json` fresh and the journal on disk, seldom enough that it costs next to nothing."""
     pause = 1.0
     while True:
         await asyncio.sleep(pause)
         began = time.monotonic()
-        numbers.save()
         write_result(job.ledger, job.config, schedule.running)
         if pool:
             pool.save()

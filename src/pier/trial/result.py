@@ -9,7 +9,7 @@ file is a typed error.
 from __future__ import annotations
 
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -52,6 +52,14 @@ class ExceptionInfo(_Part):
 class ModelInfo(_Part):
     name: str
     provider: str | None = None
+
+    @classmethod
+    def of(cls, model: str | None) -> ModelInfo | None:
+        """A model by its name, which may begin with its provider and a slash."""
+        if model is None:
+            return None
+        provider, slash, name = model.partition("/")
+        return cls(name=name, provider=provider) if slash else cls(name=model)
 
 
 class AgentInfo(_Part):
@@ -113,9 +121,14 @@ class StepResult(_Part):
     agent_result: AgentResult | None = None
     verifier_result: VerifierResult | None = None
     exception_info: ExceptionInfo | None = None
+    agent_setup: TimingInfo | None = None
     agent_execution: TimingInfo | None = None
     verifier: TimingInfo | None = None
     integrity: Integrity | None = None
+
+    @property
+    def rewards(self) -> dict[str, float | int] | None:
+        return self.verifier_result.rewards if self.verifier_result else None
 
 
 class PierInfo(_Part):
@@ -219,35 +232,6 @@ _MESSAGE_LIMIT = 20_000
 
 
 @dataclass(slots=True)
-class StepOutcome:
-    """What is known of one step so far."""
-
-    name: str = ""
-    agent_result: AgentResult | None = None
-    rewards: Mapping[str, float | int] | None = None
-    integrity: Integrity | None = None
-    error: ExceptionInfo | None = None
-    agent_setup: TimingInfo | None = None
-    agent_execution: TimingInfo | None = None
-    verifier: TimingInfo | None = None
-
-    @property
-    def verdict(self) -> VerifierResult | None:
-        return VerifierResult(rewards=dict(self.rewards)) if self.rewards is not None else None
-
-    def result(self) -> StepResult:
-        return StepResult(
-            step_name=self.name,
-            agent_result=self.agent_result,
-            verifier_result=self.verdict,
-            exception_info=self.error,
-            agent_execution=self.agent_execution,
-            verifier=self.verifier,
-            integrity=self.integrity,
-        )
-
-
-@dataclass(slots=True)
 class Captured:
     """What a guarded part of a trial raised, if it did."""
 
@@ -315,9 +299,9 @@ def judge_as_harbor(result: TrialResult) -> None:
     result.reward_valid = bool(result.rewards) and all(cause in _MEASURED for cause in causes)
 
 
-def stops_after(step: TaskStep, outcome: StepOutcome, verify: bool) -> str | None:
+def stops_after(step: TaskStep, outcome: StepResult, verify: bool) -> str | None:
     """Why no further step is run after this one; None to go on."""
-    if outcome.error is not None and outcome.rewards is None:
+    if outcome.exception_info is not None and outcome.rewards is None:
         return "it failed and has no verdict"
     if step.min_reward is None or not verify:
         return None
@@ -329,11 +313,11 @@ def stops_after(step: TaskStep, outcome: StepOutcome, verify: bool) -> str | Non
     return None
 
 
-def combined_rewards(outcomes: Iterable[StepOutcome], strategy: str) -> dict[str, float | int] | None:
+def combined_rewards(outcomes: Sequence[StepResult], strategy: str) -> dict[str, float | int] | None:
     """The trial's rewards from those of its steps. Steps that never began do not count. A step that began and has no
     verdict, which is not the agent's fault, leaves the whole trial without one: the other steps are not the task."""
-    outcomes = list(outcomes)
-    if any(each.rewards is None and each.error and each.error.blame != "agent" for each in outcomes):
+    failed = (each.exception_info for each in outcomes if each.rewards is None)
+    if any(error is not None and error.blame != "agent" for error in failed):
         return None
     if strategy == "final":
         last = outcomes[-1].rewards if outcomes else None

@@ -104,19 +104,12 @@ class SandboxChoice:
     keep: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Multipliers:
-    """Factors for the clocks of the phases; None means `all`."""
-
-    all: float = 1.0
-    agent: float | None = None
-    verifier: float | None = None
-    agent_setup: float | None = None
-    environment_build: float | None = None
-
-    def of(self, phase: Literal["agent", "verifier", "agent_setup", "environment_build"]) -> float:
-        own = getattr(self, phase)
-        return self.all if own is None else own
+ALL_CLOCKS = "timeout_multiplier"
+MULTIPLIERS = (
+    ALL_CLOCKS,
+    *(f"{phase}_{ALL_CLOCKS}" for phase in ("agent", "verifier", "agent_setup", "environment_build")),
+)
+"""The names of the factors for the clocks of the phases, as Harbor has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +123,8 @@ class TrialSpec:
     agent: AgentChoice = field(default_factory=AgentChoice)
     verifier: VerifierChoice = field(default_factory=VerifierChoice)
     sandbox: SandboxChoice = field(default_factory=SandboxChoice)
-    multipliers: Multipliers = field(default_factory=Multipliers)
+    multipliers: Mapping[str, float | None] = field(default_factory=dict)
+    """Factors for the clocks, by their names in `MULTIPLIERS`."""
     attempt: int = 1
     job_id: str | None = None
     artifacts: tuple[Artifact, ...] = ()
@@ -147,6 +141,11 @@ class TrialSpec:
     """Is called with the agent's sandbox when it runs."""
     on_generation: Callable[[str | None, Generation], None] | None = None
     """Is called with each model call when it is over, and the name of its step if the task has steps."""
+
+    def factor(self, phase: Literal["agent", "verifier", "agent_setup", "environment_build"]) -> float:
+        """The factor for the clock of a phase: its own, else that of all."""
+        own = self.multipliers.get(f"{phase}_{ALL_CLOCKS}")
+        return (self.multipliers.get(ALL_CLOCKS) or 1.0) if own is None else own
 
 
 @dataclass(frozen=True, slots=True)
