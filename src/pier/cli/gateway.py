@@ -39,11 +39,13 @@ def gateway() -> None:
 @click.option("-o", "--recording", type=click.Path(path_type=Path), help="File to record to, e.g. calls.jsonl.")
 @click.option("--tokens", is_flag=True, help="Ask for token ids and log-probs (vLLM) and record them.")
 @click.option("--closed-book", is_flag=True, help="Take web search and other hosted tools out of requests.")
-@click.option("--max-turns", type=click.IntRange(1), help="Stop after N model calls.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Stop after N tokens, input and output together.")
-@click.option("--max-cost", type=_ABOVE_0, help="Stop after N US dollars.")
-@click.option("--max-seconds", type=_ABOVE_0, help="Stop N seconds after the first call.")
-@click.option("--rpm", type=click.IntRange(1), help="Allow at most N requests a minute.")
+@click.option("--max-turns", "turns", type=click.IntRange(1), help="Stop after N model calls.")
+@click.option(
+    "--max-tokens", "total_tokens", type=click.IntRange(1), help="Stop after N tokens, input and output together."
+)
+@click.option("--max-cost", "cost_usd", type=_ABOVE_0, help="Stop after N US dollars.")
+@click.option("--max-seconds", "wall_time", type=_ABOVE_0, help="Stop N seconds after the first call.")
+@click.option("--rpm", "requests_per_minute", type=click.IntRange(1), help="Allow at most N requests a minute.")
 @click.option("--metrics", help="Serve numbers for Prometheus at HOST:PORT, or at the path of a unix socket.")
 def serve(**options: Any) -> None:
     """Serve one session until interrupted, and print what to export for each agent."""
@@ -81,7 +83,7 @@ async def _serve(
 
     from pier.cli.exports import exports
     from pier.errors import UsageError
-    from pier.gateway import Gateway
+    from pier.gateway import Budget, Gateway
     from pier.gateway.metrics import metrics_served
 
     async with Gateway() as running, AsyncExitStack() as stack:
@@ -89,7 +91,7 @@ async def _serve(
             session = running.session(
                 model,
                 upstream=upstream,
-                budget=_budget(limits),
+                budget=Budget(**limits),
                 recording=recording,
                 tokens=tokens,
                 closed_book=closed_book,
@@ -120,18 +122,6 @@ async def _opened(address: str, hint: str, opening: Coroutine[Any, Any, T]) -> T
         return await opening
     except (OSError, OverflowError) as error:
         raise UsageError(f"the gateway cannot listen at {address}: {error}", hint=hint, code="listen") from None
-
-
-def _budget(limits: dict[str, Any]) -> Any:
-    from pier.gateway import Budget
-
-    return Budget(
-        turns=limits["max_turns"],
-        total_tokens=limits["max_tokens"],
-        cost_usd=limits["max_cost"],
-        wall_time=limits["max_seconds"],
-        requests_per_minute=limits["rpm"],
-    )
 
 
 @gateway.command()

@@ -143,6 +143,7 @@ async def _until_terminated(work: Coroutine[Any, Any, int]) -> int:
 
 
 async def _run(command: tuple[str, ...], interactive: bool, tty: bool, options: dict[str, Any]) -> int:
+    from pier.cli import terminal
     from pier.sandbox.contract import Limits
     from pier.sandbox.opening import open_sandbox
     from pier.sandbox.remote import Running, serving
@@ -160,7 +161,11 @@ async def _run(command: tuple[str, ...], interactive: bool, tty: bool, options: 
         reference, name = box.spec.image.reference, box.spec.name
         running = Running(box.id, name, reference, os.getpid(), time.time(), argv, directory)
         async with serving(box, running, ended.set):
-            code = await _attach(await _spawn(box, argv, interactive, tty), interactive, tty, ended)
+            env = {"TERM": os.environ.get("TERM", "xterm")} if tty else {}
+            process = await box.spawn(argv, env=env, tty=tty, stdin=interactive, on_output=terminal.write)
+            if tty:
+                await process.resize(*terminal.size())
+            code = await _attach(process, interactive, tty, ended)
         if code == 127 and argv == [_SHELL] and not command:
             click.echo(f"{reference} has neither a default command nor a shell: give the program to run", err=True)
         return code
@@ -185,16 +190,6 @@ def _env(rows: tuple[str, ...]) -> dict[str, str]:
         elif name in os.environ:
             found[name] = os.environ[name]
     return found
-
-
-async def _spawn(box: Any, argv: list[str], interactive: bool, tty: bool) -> Process:
-    from pier.cli import terminal
-
-    env = {"TERM": os.environ.get("TERM", "xterm")} if tty else {}
-    process = await box.spawn(argv, env=env, tty=tty, stdin=interactive, on_output=terminal.write)
-    if tty:
-        await process.resize(*terminal.size())
-    return process
 
 
 async def _attach(process: Process, interactive: bool, tty: bool, ended: asyncio.Event) -> int:

@@ -39,6 +39,7 @@ from pier.job.config import JobConfig
 from pier.job.ledger import (
     JOURNAL,
     OWNER,
+    VERSION,
     Ledger,
     current_owner,
     not_a_job,
@@ -383,7 +384,15 @@ def _is_job(directory: Path) -> bool:
 
 
 def _refuse_foreign(directory: Path, ledger: Ledger, plan: Plan) -> None:
-    if foreign := [id for id in ledger.outcomes if id not in plan.by_id]:
+    foreign = [id for id in ledger.outcomes if id not in plan.by_id]
+    if foreign and ledger.version < VERSION:
+        raise JobError(
+            f"{directory} was begun by an earlier version of pier, which did not count all values, files and secrets "
+            "as part of a trial's identity, so its trials cannot be matched with this command",
+            hint=f"continue it as it is: pier job resume {directory}; or choose another --job-name",
+            code="job-older",
+        )
+    if foreign:
         name = ledger.plan.by_id[foreign[0]].name if foreign[0] in ledger.plan.by_id else foreign[0]
         raise JobError(
             f"{directory} holds {len(foreign)} finished trials that this command does not ask for, such as {name}",

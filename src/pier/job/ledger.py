@@ -45,7 +45,7 @@ from pier.trial.result import AgentResult, ExceptionInfo, TrialResult, failure_c
 
 JOURNAL = "journal.jsonl"
 VERSION = 2
-"""Of the identities of trials, which are not the same in jobs of other versions."""
+"""Of the identities of trials: 1 left out values that are 0 or false, the content of files, and secrets."""
 
 
 class Used(NamedTuple):
@@ -80,6 +80,7 @@ class Ledger:
     used: Used = field(default_factory=Used)
     """The usage of a job that has a budget."""
     n_retries: int = 0
+    version: int = VERSION
     finished_at: str | None = None
     lost_lines: int = 0
     _journal: Journal | None = None
@@ -128,56 +129,46 @@ class Ledger:
         elif event == "plan":
             self.plan = Plan.from_line(line)
         elif event == "job":
-            self.id, self.created_at = line["id"], line["at"]
+            self.id, self.created_at, self.version = line["id"], line["at"], line.get("v", 1)
         elif event == "used":
             self.used = Used(line["turns"], line["input"], line["output"], line["cost"], line.get("seconds", 0.0))
         elif event == "done":
             self.finished_at = line["at"]
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one event. Call `sync` now and then to have it on disk for good."""
+        """Append one event, and then count it. Call `sync` now and then to have it on disk for good."""
         if self._journal is None:
             self._journal = Journal(self.directory / JOURNAL)
         self._journal.append(line)
         self._dirty = True
+        self._apply(line)
 
     def adopt_plan(self, plan: Plan) -> None:
         """Make `plan` the job's plan; outcomes of trials that are in it still count."""
-        self.plan = plan
         self.write(plan.to_line())
 
     def begin(self, trial: str) -> int:
         """Write down that a new try of a trial begins, and give its number."""
         number = self.tries.get(trial, 0) + 1
         self.write({"e": "start", "trial": trial, "try": number, "at": now()})
-        self.tries[trial] = number
-        self.open.add(trial)
         return number
 
     def end(self, trial: str, outcome: Outcome) -> None:
         """Write down how the last try of a trial ended."""
         self.write({"e": "end", "trial": trial, "try": self.tries.get(trial, 1), "at": now(), **outcome.to_line()})
-        self.open.discard(trial)
-        if not outcome.cancelled:
-            self.outcomes[trial] = outcome
 
     def again(self, trial: str, why: str, kept: str | None) -> None:
         """Write down that the last try does not count. `why` is `retry`, `interrupted`, `asked` or `lost`."""
         self.write({"e": "again", "trial": trial, "why": why, "kept": kept, "at": now()})
-        self.open.discard(trial)
-        self.outcomes.pop(trial, None)
-        self.n_retries += why == "retry"
 
     def note_used(self, used: Used) -> None:
         """Write down what the job has used of its budget so far."""
-        self.used = used
         line = {"e": "used", "turns": used.turns, "input": used.read, "output": used.written, "cost": used.cost}
         self.write({**line, "seconds": used.seconds} if used.seconds else line)
 
     def finish(self) -> None:
         """Write down that nothing is left to do."""
-        self.finished_at = now()
-        self.write({"e": "done", "at": self.finished_at})
+        self.write({"e": "done", "at": now()})
 
     def sync(self) -> None:
         """Have everything that was written on disk, so that it outlives a power cut. Blocks."""

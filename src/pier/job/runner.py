@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -41,12 +41,9 @@ from pier.job.plan import PlannedTrial
 from pier.job.progress import JobLog, Progress
 from pier.job.specs import Specs
 from pier.job.view import LOG
-from pier.lease import Lease, sweep
-from pier.sandbox import open_backend
-from pier.trial.images import open_images
 from pier.trial.result import TrialResult
 from pier.trial.run import run_trial
-from pier.trial.spec import TrialServices, TrialSpec
+from pier.trial.spec import TrialServices, TrialSpec, open_services
 
 if TYPE_CHECKING:
     from pier.job.meter import JobMeter
@@ -359,14 +356,10 @@ async def _run_try(
 async def _services(job: OpenJob, env: Mapping[str, str], pool: JobMeter | None) -> AsyncIterator[TrialServices]:
     """What all trials share: opened before the first, closed after the last."""
     check_models(job.config, env)
+    environment, label, builds = job.config.environment, f"job {job.directory.name}", job.config.n_concurrent_builds
     async with AsyncExitStack() as stack:
-        environment = job.config.environment
-        lease = stack.enter_context(Lease(label=f"job {job.directory.name}"))
-        backend = await stack.enter_async_context(open_backend(environment.backend, lease, environment.kwargs))
-        await backend.capabilities()  # one that cannot be reached fails the run, and not each of its trials
-        await sweep(dict.fromkeys(backend.kinds, backend.destroy))
-        images = open_images(backend, builds=job.config.n_concurrent_builds)
-        stack.push_async_callback(images.close)
+        opened = open_services(environment.backend, label=label, options=environment.kwargs, builds=builds)
+        services = await stack.enter_async_context(opened)
         gateway = None
         if _models(job.config):
             from pier.gateway import Directory, Gateway
@@ -375,7 +368,7 @@ async def _services(job: OpenJob, env: Mapping[str, str], pool: JobMeter | None)
             wanted = job.config.provider_retry
             retry = Retry(attempts=wanted.max_attempts, patience=wanted.max_wait_sec)
             gateway = await stack.enter_async_context(Gateway(providers=Directory.load(env), retry=retry))
-        yield TrialServices(backend=backend, images=images, gateway=gateway, pool=pool, environ=env)
+        yield replace(services, gateway=gateway, pool=pool, environ=env)
 
 
 def _models(config: JobConfig) -> list[AgentConfig]:

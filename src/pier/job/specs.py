@@ -37,7 +37,8 @@ from pier.trial.agent import check_choice, make_agent
 from pier.trial.collect import STATE, has_state, restore_state
 from pier.trial.images import ImageRequest
 from pier.trial.plan import agent_plan
-from pier.trial.spec import MULTIPLIERS, AgentChoice, SandboxChoice, TrialSpec, VerifierChoice
+from pier.trial.result import MULTIPLIERS
+from pier.trial.spec import AgentChoice, SandboxChoice, TrialSpec, VerifierChoice
 
 if TYPE_CHECKING:
     from pier.wire.turn import Sampling

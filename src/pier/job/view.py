@@ -399,16 +399,12 @@ def _foreign(path: Path) -> _ForeignRow | None:
     try:
         status = (path / RESULT).lstat()
     except OSError:
-        return _read_foreign(path)
-    return _known_foreign(path, status.st_ino, status.st_mtime_ns, status.st_size)
+        return _read_foreign.__wrapped__(path)
+    return _read_foreign(path, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 @lru_cache(maxsize=4096)
-def _known_foreign(path: Path, inode: int, changed: int, size: int) -> _ForeignRow | None:
-    return _read_foreign(path)
-
-
-def _read_foreign(path: Path) -> _ForeignRow | None:
+def _read_foreign(path: Path, *_version: int) -> _ForeignRow | None:
     try:
         view = TrialView.open(path)
     except JobError:
@@ -428,8 +424,7 @@ def _without_result(path: Path, row: TrialRow | None, error: JobError) -> TrialV
     if path.is_dir():
         with Tree(path.resolve()) as tree:
             config = _json(tree, CONFIG) or {}
-    task, agent = (config.get(key) if isinstance(config.get(key), dict) else {} for key in ("task", "agent"))
-    assert isinstance(task, dict) and isinstance(agent, dict)
+    task, agent = (value if isinstance(value := config.get(key), dict) else {} for key in ("task", "agent"))
     state: TrialState = "broken" if error.code == "broken_result" else "unfinished"
     if row is not None:
         state = row.state

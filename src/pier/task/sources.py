@@ -112,15 +112,6 @@ class GitReference:
     path: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Checkout:
-    """The tree of one commit on this machine."""
-
-    url: str
-    commit: str
-    directory: Path
-
-
 def parse_git_reference(text: str) -> GitReference | None:
     """The reference that `text` is, or None if it does not look like one."""
     address, _, path = text.partition("#")
@@ -138,17 +129,18 @@ def parse_git_reference(text: str) -> GitReference | None:
     return GitReference(url, ref if is_ref else None, path)
 
 
-def check_out(url: str, ref: str | None = None) -> Checkout:
-    """The tree of `ref` (the default branch if None), from the cache if that commit was fetched before."""
+def check_out(url: str, ref: str | None = None) -> tuple[str, Path]:
+    """The commit that `ref` is (the default branch if None) and the directory with its tree, from the cache if that
+    commit was fetched before."""
     home = pier_home() / "cache" / "git" / hashlib.sha256(url.encode()).hexdigest()[:20]
     home.mkdir(parents=True, exist_ok=True)
     if ref and _COMMIT.fullmatch(ref) and (home / ref).is_dir():
-        return Checkout(url, ref, home / ref)
+        return ref, home / ref
     with locked(home / "lock"):
         commit = _fetch(home, url, ref or "HEAD")
         if not (home / commit).is_dir():
             _materialise(home, commit)
-    return Checkout(url, commit, home / commit)
+    return commit, home / commit
 
 
 def _fetch(home: Path, url: str, ref: str) -> str:
@@ -243,13 +235,11 @@ def find_tasks(source: str | Path, *, warn: Warn = lambda _: None) -> list[Origi
     if reference is None:
         message, hint = f"{text}: no such task, directory or repository", f"pier task init {text} makes a task"
         raise TaskError(message, code="source_missing", blame="user", hint=hint)
-    checkout = check_out(reference.url, reference.ref)
-    found = checkout.directory / reference.path
-    origin = Origin(found, git_url=checkout.url, git_commit=checkout.commit, git_path=reference.path)
+    commit, directory = check_out(reference.url, reference.ref)
+    found = directory / reference.path
+    origin = Origin(found, git_url=reference.url, git_commit=commit, git_path=reference.path)
     if not found.is_dir():
-        raise TaskError(
-            f"{text}: {reference.path!r} is not a directory at commit {checkout.commit}", code="source_missing"
-        )
+        raise TaskError(f"{text}: {reference.path!r} is not a directory at commit {commit}", code="source_missing")
     return _in_directory(found, origin, warn)
 
 
@@ -341,9 +331,8 @@ def _in_file(path: Path, name: str | None) -> list[Origin]:
     found: list[Origin] = []
     for task in entry.tasks:
         if task.git_url:
-            checkout = check_out(task.git_url, task.git_commit_id)
-            place = checkout.directory / task.path
-            found.append(Origin(place, entry.name, task.git_url, checkout.commit, task.path))
+            commit, directory = check_out(task.git_url, task.git_commit_id)
+            found.append(Origin(directory / task.path, entry.name, task.git_url, commit, task.path))
         else:
             found.append(Origin(path.parent / task.path, entry.name))
     return found

@@ -30,8 +30,8 @@ from pier.sandbox import BACKENDS
 from pier.sandbox.contract import Stream
 from pier.secret import env_on_disk
 from pier.task import Origin
-from pier.trial.result import TimingInfo, TrialResult, lock_row
-from pier.trial.spec import ALL_CLOCKS, MULTIPLIERS, OnPhase, Phase, SandboxChoice, TrialSpec
+from pier.trial.result import ALL_CLOCKS, MULTIPLIERS, TimingInfo, TrialResult, lock_row
+from pier.trial.spec import OnPhase, Phase, SandboxChoice, TrialSpec
 
 OUTPUT_LIMIT = 64 * 1024 * 1024
 """How many bytes of a program's output are kept in its file."""

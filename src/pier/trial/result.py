@@ -191,34 +191,20 @@ class TrialResult(_Part):
         return self.rewards is not None
 
 
-_HARBOR_NAMES = {
-    "agent_timeout": "AgentTimeoutError",
-    "agent_exit": "NonZeroAgentExitCodeError",
-    "agent_setup_timeout": "AgentSetupTimeoutError",
-    "environment_timeout": "EnvironmentStartTimeoutError",
-    "healthcheck": "HealthcheckError",
-    "verifier_timeout": "VerifierTimeoutError",
-    "reward_missing": "RewardFileNotFoundError",
-    "reward_empty": "RewardFileEmptyError",
-    "reward_invalid": "VerifierOutputParseError",
+_HARBOR = {
+    "agent_timeout": ("AgentTimeoutError", "agent_exhausted_budget"),
+    "agent_exit": ("NonZeroAgentExitCodeError", "unclassified"),
+    "agent_setup_timeout": ("AgentSetupTimeoutError", "sandbox_failed"),
+    "environment_timeout": ("EnvironmentStartTimeoutError", "sandbox_failed"),
+    "healthcheck": ("HealthcheckError", "sandbox_failed"),
+    "verifier_timeout": ("VerifierTimeoutError", "verifier_failed"),
+    "reward_missing": ("RewardFileNotFoundError", "verifier_failed"),
+    "reward_empty": ("RewardFileEmptyError", "verifier_failed"),
+    "reward_invalid": ("VerifierOutputParseError", "verifier_failed"),
+    "verifier": ("VerifierError", "verifier_failed"),
 }
-"""The class names that Harbor's statistics and filters know, by our codes."""
-
-_HARBOR_CAUSES = {
-    "AgentTimeoutError": "agent_exhausted_budget",
-    "NonZeroAgentExitCodeError": "unclassified",
-    "AgentSetupTimeoutError": "sandbox_failed",
-    "EnvironmentStartTimeoutError": "sandbox_failed",
-    "HealthcheckError": "sandbox_failed",
-    "VerifierTimeoutError": "verifier_failed",
-    "RewardFileNotFoundError": "verifier_failed",
-    "RewardFileEmptyError": "verifier_failed",
-    "VerifierOutputParseError": "verifier_failed",
-    "VerifierError": "verifier_failed",
-    "CancelledError": "cancelled",
-}
-"""What Harbor says ended a trial, by the type of its error."""
-
+"""By our codes, the class names that Harbor's statistics and filters know, and what it then says ended a trial."""
+_HARBOR_CAUSES = {**dict(_HARBOR.values()), "CancelledError": "cancelled"}
 _CAUSE_BY_BLAME = {
     "infra": "sandbox_failed",
     "provider": "model_provider_failed",
@@ -272,9 +258,9 @@ def storage_fault(error: BaseException | None) -> StorageError | None:
 def exception_info(error: Exception, phase: str, redactor: Redactor) -> ExceptionInfo:
     """An error as it goes into the result."""
     known = error if isinstance(error, PierError) else storage_fault(error) or PierError(str(error), code="internal")
-    trace = "".join(traceback.format_exception(error))
+    own, trace = error if type(known) is PierError else known, "".join(traceback.format_exception(error))
     return ExceptionInfo(
-        exception_type=_HARBOR_NAMES.get(known.code, type(error if type(known) is PierError else known).__name__),
+        exception_type=_HARBOR[known.code][0] if known.code in _HARBOR else type(own).__name__,
         exception_message=redactor.text(str(error))[:_MESSAGE_LIMIT],
         exception_traceback=redactor.text(trace)[-_MESSAGE_LIMIT:],
         occurred_at=datetime.now(UTC),
@@ -329,16 +315,11 @@ def combined_rewards(outcomes: Sequence[StepResult], strategy: str) -> dict[str,
     return {key: sum(rewards.get(key, 0) for rewards in graded) / len(graded) for key in keys}
 
 
-_LOCKED = (
-    "timeout_multiplier",
-    "agent_timeout_multiplier",
-    "verifier_timeout_multiplier",
-    "agent_setup_timeout_multiplier",
-    "environment_build_timeout_multiplier",
-    "agent",
-    "environment",
-    "verifier",
-)
+ALL_CLOCKS = "timeout_multiplier"
+_CLOCKS = ("agent", "verifier", "agent_setup", "environment_build")
+MULTIPLIERS = (ALL_CLOCKS, *(f"{clock}_{ALL_CLOCKS}" for clock in _CLOCKS))
+"""The names of the factors for the clocks of the phases, as Harbor has them."""
+_LOCKED = (*MULTIPLIERS, "agent", "environment", "verifier")
 """What a lock takes over from the configuration of a trial as it is."""
 
 

@@ -277,13 +277,11 @@ class _Trial:
         self, agent: Agent, environment: TaskSandbox, index: int, outcome: StepResult, logs: Path
     ) -> None:
         spec, sandbox, record = self.spec, environment.sandbox, self.record
-        policy, step = environment.plan.steps[index].agent, spec.task.steps[index]
+        policy, step, workdir = environment.plan.steps[index].agent, spec.task.steps[index], environment.workdir
         with self.clock.phase("setup") as outcome.agent_setup:
             env = resolve_env(spec.agent.env, where="the agent's variables", environ=self.environ)
             solution = resolve_env(spec.task.config.solution.env, where="solution.env", environ=self.environ)
-            asks_home = not isinstance(agent, OracleAgent)
-            home = await home_of(sandbox, user_text(step.agent.user)) if asks_home else ""
-            workdir = environment.workdir
+            home = "" if isinstance(agent, OracleAgent) else await home_of(sandbox, user_text(step.agent.user))
             run = describe_run(
                 spec, step, agent, workdir=workdir, home=home, env=env, solution_env=solution, environ=self.environ
             )
@@ -297,7 +295,6 @@ class _Trial:
             if spec.agent.direct:
                 outcome.agent_result = await add_native_trajectory(logs, header, outcome.agent_result, record)
 
-        closed = policy.mode != "public"
         async with finally_do(keep_logs):
             with self.clock.phase("agent") as outcome.agent_execution:
                 async with (
@@ -307,7 +304,7 @@ class _Trial:
                         agent,
                         sandbox,
                         logs,
-                        closed_book=closed,
+                        closed_book=policy.mode != "public",
                         redactor=self.redactor,
                         step=step.name or None,
                     ) as session,
@@ -328,8 +325,8 @@ class _Trial:
         check_job_budget(session)
         check_recording(session)
         if (counts := session.counts if session else None) and counts.retries:
-            said = f"{counts.retries} retries after faults of the provider, {counts.waited:.1f} s of waiting"
-            record.log(f"model: {said}")
+            waited = f"{counts.waited:.1f} s of waiting"
+            record.log(f"model: {counts.retries} retries after faults of the provider, {waited}")
         if failed is not None and failed.blame in ("provider", "infra"):
             raise failed  # the agent could not go on, so what it left is not graded
         if failed is not None:

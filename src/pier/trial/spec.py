@@ -16,6 +16,7 @@ from pier.sandbox.contract import Backend, Limits, Mount, Sandbox
 from pier.task import Task
 from pier.task.model import Artifact, McpServerTable
 from pier.trial.images import open_images
+from pier.trial.result import ALL_CLOCKS
 
 if TYPE_CHECKING:
     from pier.gateway import Gateway, Meter
@@ -104,14 +105,6 @@ class SandboxChoice:
     keep: Path | None = None
 
 
-ALL_CLOCKS = "timeout_multiplier"
-MULTIPLIERS = (
-    ALL_CLOCKS,
-    *(f"{phase}_{ALL_CLOCKS}" for phase in ("agent", "verifier", "agent_setup", "environment_build")),
-)
-"""The names of the factors for the clocks of the phases, as Harbor has them."""
-
-
 @dataclass(frozen=True, slots=True)
 class TrialSpec:
     """One trial: one agent, one task, one attempt. `directory` is the trial's own; it is made if missing and must be
@@ -162,12 +155,16 @@ class TrialServices:
 
 
 @asynccontextmanager
-async def open_services(backend: str = "local", *, label: str = "trials") -> AsyncIterator[TrialServices]:
-    """A backend with its lease and images; what dead owners left is swept first."""
+async def open_services(
+    backend: str = "local", *, label: str = "trials", options: Mapping[str, Any] | None = None, builds: int = 2
+) -> AsyncIterator[TrialServices]:
+    """A backend with its lease and images, at most `builds` of which are built at once. What dead owners left is swept
+    first. A backend that cannot be reached is an error here, and not in each trial."""
     async with AsyncExitStack() as stack:
         lease = stack.enter_context(Lease(label=label))
-        opened = await stack.enter_async_context(open_backend(backend, lease))
+        opened = await stack.enter_async_context(open_backend(backend, lease, options or {}))
+        await opened.capabilities()
         await sweep(dict.fromkeys(opened.kinds, opened.destroy))
-        images = open_images(opened)
+        images = open_images(opened, builds=builds)
         stack.push_async_callback(images.close)
         yield TrialServices(backend=opened, images=images)
