@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from pier.cli.output import JSON, columns, echo
+from pier.cli.output import JSON, echo
+from pier.sizes import columns
 
 
 @click.group()

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from pier.cli.output import JSON, columns, echo
+from pier.cli.output import JSON, echo
+from pier.sizes import columns
 
 if TYPE_CHECKING:
     from pier.record.reader import Call

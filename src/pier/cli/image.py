@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pier.cli.output import JSON, columns, echo
-from pier.sizes import parse_size, size_text
+from pier.cli.output import JSON, echo
+from pier.sizes import columns, parse_size, size_text
 
 if TYPE_CHECKING:
     from pier.image.layers import ImageRecord

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pier.cli.output import JSON, columns, echo
-from pier.sizes import parse_size
+from pier.cli.output import JSON, echo
+from pier.sizes import columns, parse_size
 
 if TYPE_CHECKING:
     from pier.sandbox.contract import Mount, Process

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import signal
-import struct
 import sys
 import termios
 import threading
 import tty
 from collections.abc import Awaitable, Callable, Iterator
+
+from pier.beneath import write_all
 
 _CHUNK = 65536
 
@@ -20,18 +20,15 @@ _CHUNK = 65536
 def size() -> tuple[int, int]:
     """Rows and columns of this terminal."""
     try:
-        rows, columns, _, _ = struct.unpack("HHHH", fcntl.ioctl(0, termios.TIOCGWINSZ, b"\0" * 8))
+        found = os.get_terminal_size(0)
     except OSError:
         return 24, 80
-    return rows or 24, columns or 80
+    return found.lines or 24, found.columns or 80
 
 
 def write(stream: str, data: bytes) -> None:
     """Write output of the command to this process's stream of the same name."""
-    fd = 1 if stream == "stdout" else 2
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+    write_all(1 if stream == "stdout" else 2, data)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -21,7 +20,7 @@ from pier.job.plan import PlannedTrial
 from pier.job.results import Summary, Totals
 from pier.job.view import JobView
 from pier.redact import Redactor
-from pier.sizes import size_text
+from pier.sizes import columns, size_text
 from pier.trial.record import printable
 
 if TYPE_CHECKING:
@@ -305,14 +304,8 @@ def _print_table(view: JobView) -> None:
 
 def print_columns(rows: list[tuple[str, ...]], headings: tuple[str, ...] = ()) -> None:
     """Print rows one below the other; a cell may have several lines."""
-    everything = [headings, *rows] if headings else rows
-    widths = [
-        max(len(line) for cell in column for line in cell.split("\n")) for column in zip(*everything, strict=True)
-    ]
-    for row in everything:
-        for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
-            shown = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            click.secho(printable(shown), bold=row is headings)
+    for number, line in enumerate(columns(headings, *rows) if headings else columns(*rows)):
+        click.secho(printable(line), bold=bool(headings) and number == 0)
 
 
 def means(summary: Summary) -> str:

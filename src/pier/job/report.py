@@ -30,7 +30,7 @@ def print_jobs(views: Sequence[JobView], jobs_dir: Path, *, as_json: bool) -> No
         click.echo(json.dumps([_job_row(view) for view in views], indent=2))
         return
     if not views:
-        click.echo(f"{jobs_dir} holds no jobs; try: pier run -p TASKS")
+        click.echo(f"{jobs_dir} holds no jobs; try: pier run TASKS")
         return
     rows: list[tuple[str, ...]] = []
     for view in views:

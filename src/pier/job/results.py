@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -190,10 +190,7 @@ def describe(summary: Summary) -> dict[str, Any]:
         "n_tasks": summary.n_tasks,
         "coverage": summary.coverage,
         "mean": summary.mean,
-        "confidence": {
-            key: {"low": found.low, "high": found.high, "level": 0.95, "method": found.method}
-            for key, found in summary.interval.items()
-        },
+        "confidence": {key: {**asdict(found), "level": 0.95} for key, found in summary.interval.items()},
         "pass_at_k": {str(k): value for k, value in summary.pass_at_k.items()},
     }
 

@@ -311,15 +311,13 @@ async def _run_owed(
             schedule.stop()
 
         interrupts.connect(stop)
-        async with AsyncExitStack() as beside:
-            beside.enter_context(progress.show())
-            await beside.enter_async_context(_beside(_keep_up(job, schedule, pool)))
-            await beside.enter_async_context(_beside(_build_ahead(specs, owed, services)))
-            try:
-                await schedule.run(owed)
-            finally:
-                if pool:
-                    pool.save()
+        with progress.show():
+            async with _beside(_keep_up(job, schedule, pool)), _beside(_build_ahead(specs, owed, services)):
+                try:
+                    await schedule.run(owed)
+                finally:
+                    if pool:
+                        pool.save()
         job.stopped = pool.exhausted() if pool and any(True for _ in job.ledger.owed()) else None
         interrupts.connect(lambda: None)
     return schedule.stopping

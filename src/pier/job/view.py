@@ -290,7 +290,7 @@ def has_finished(tree: Tree) -> bool:
 def list_jobs(jobs_dir: Path) -> list[JobView]:
     """The jobs in a directory, newest first. What else is there is passed over, and so are empty directories."""
     if not jobs_dir.is_dir():
-        raise UsageError(f"{jobs_dir}: no such directory", hint="pier run -p TASKS")
+        raise UsageError(f"{jobs_dir}: no such directory", hint="pier run TASKS")
     found: list[JobView] = []
     for path in jobs_dir.iterdir():
         if path.name.startswith(".") or not path.is_dir():

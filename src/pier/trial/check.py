@@ -169,8 +169,7 @@ async def find_history(
     task: Task, services: TrialServices, directory: Path, sandbox: SandboxChoice | None = None
 ) -> list[Problem]:
     """What an agent could find of a task's repository beyond the commit that it works on."""
-    environ = os.environ if services.environ is None else services.environ
-    record = TrialRecord(directory, Redactor(task_secrets(task, environ)))
+    record = TrialRecord(directory, Redactor(task_secrets(task, services.environ)))
     record.open()
     found: list[Problem] = []
     try:

@@ -73,7 +73,7 @@ class SandboxStarter:
     @property
     def environ(self) -> Mapping[str, str]:
         """The variables that templates are filled from."""
-        return os.environ if self.services.environ is None else self.services.environ
+        return self.services.environ
 
     @property
     def build_seconds(self) -> float:

@@ -8,7 +8,6 @@ infrastructure fault leaves a trial without a reward, never with a zero.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -105,7 +104,7 @@ class _Trial:
         self.spec = spec
         self.services = services
         self.on_progress = on_progress
-        self.environ = os.environ if services.environ is None else services.environ
+        self.environ = services.environ
         self.redactor = Redactor((*spec.secrets, *trial_secrets(spec, self.environ)))
         self.record = TrialRecord(spec.directory, self.redactor)
         self.clock = Clock(self.record, on_phase)

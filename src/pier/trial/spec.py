@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -150,8 +151,8 @@ class TrialServices:
     gateway: Gateway | None = None
     pool: Meter | None = None
     """A budget that the trials share."""
-    environ: Mapping[str, str] | None = None
-    """The variables that templates are filled from; the process's own if None."""
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    """The variables that templates are filled from."""
 
 
 @asynccontextmanager
