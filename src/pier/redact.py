@@ -9,6 +9,7 @@ pieces of a stream, or over the text fields of JSON lines.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import re
@@ -173,10 +174,8 @@ class Redactor:
 
 
 def _unused(path: Path) -> Path:
-    number = 1
-    while os.path.lexists(path if number == 1 else path.with_name(f"{path.name}.{number}")):
-        number += 1
-    return path if number == 1 else path.with_name(f"{path.name}.{number}")
+    more = (path.with_name(f"{path.name}.{number}") for number in itertools.count(2))
+    return next(each for each in itertools.chain((path,), more) if not os.path.lexists(each))
 
 
 def _compile(secret: str) -> _Secret:

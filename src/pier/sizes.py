@@ -1,6 +1,9 @@
-"""Sizes in bytes as people write and read them."""
+"""Sizes and tables as people write and read them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
 
 from pier.errors import UsageError
 
@@ -27,3 +30,19 @@ def size_text(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def columns(*rows: Sequence[object]) -> list[str]:
+    """Rows of cells as lines, with the cells one below the other. A cell may have several lines. Columns of numbers
+    below a heading go to the right; None is shown as `-`."""
+    texts = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    cells = [line for row in texts for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue="")]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    right = [all(isinstance(row[at], int | float | None) for row in rows[1:]) for at in range(len(widths))]
+    return [
+        "  ".join(
+            cell.rjust(width) if is_number else cell.ljust(width)
+            for cell, width, is_number in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in cells
+    ]

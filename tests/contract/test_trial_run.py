@@ -19,7 +19,7 @@ from pier.task.model import Artifact
 from pier.trial.check import prove
 from pier.trial.result import TrialResult, read_result
 from pier.trial.run import run_trial
-from pier.trial.spec import AgentChoice, Multipliers, SandboxChoice, TrialSpec, VerifierChoice
+from pier.trial.spec import AgentChoice, SandboxChoice, TrialSpec, VerifierChoice
 from tests.trial_runs import ON_HOST, PASS, TOML, Bench, kinds, open_bench, write_task
 
 pytestmark = [pytest.mark.plain, pytest.mark.skipif(not os.path.exists("/proc/self/ns/user"), reason="no namespaces")]
@@ -307,7 +307,7 @@ async def test_steps_share_a_sandbox_and_have_their_own_verdicts(bench: Bench, t
 async def test_limits_and_overrides(bench: Bench, tmp_path: Path) -> None:
     task = write_task(tmp_path / "t", toml=TOML + "cpus = 1\nmemory_mb = 512\nstorage_mb = 1000\n")
     sandbox = SandboxChoice(image="host", limits=Limits(memory=256 << 20))
-    result = await bench.run(task, sandbox=sandbox, multipliers=Multipliers(all=2.0))
+    result = await bench.run(task, sandbox=sandbox, multipliers={"timeout_multiplier": 2.0})
     assert rewards(result) == 1
     assert result.config["environment"]["override_memory_mb"] == 256
 

@@ -126,7 +126,7 @@ def test_errors_are_no_zeros_and_can_be_retried(tmp_path: Path, tasks: Path) -> 
     assert stats["metrics"] == [{"mean": 1.0}] and stats["pier"]["coverage"] == 0.5
     assert list(stats["exception_stats"]) == ["RewardFileNotFoundError"]
     assert result["stats"]["n_retries"] == 0
-    assert result["pier"] == {"faults_by_blame": {"task": 1}, "model_calls": None}
+    assert result["pier"] == {"faults_by_blame": {"task": 1}}
     assert "RewardFileNotFoundError" in done.stdout and "pier trial show jobs/j/" in done.stdout
     retried = pier("run", "-p", "tasks", "-a", "oracle", "-r", "1", "--retry-include", "RewardFileNotFoundError",
                    "--job-name", "k", cwd=tmp_path, code=1)  # fmt: skip

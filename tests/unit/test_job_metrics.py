@@ -13,11 +13,7 @@ from pier.job.results import GradedTrial, compare, confidence, pass_at_k, summar
 
 
 def _trials(**tasks: list[float | None]) -> list[GradedTrial]:
-    return [
-        GradedTrial(task, None if value is None else {"reward": value})
-        for task, values in tasks.items()
-        for value in values
-    ]
+    return [(task, None if value is None else {"reward": value}) for task, values in tasks.items() for value in values]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.integers(1, 7))
@@ -45,7 +41,7 @@ def test_a_missing_verdict_is_no_zero() -> None:
 
 
 def test_each_reward_key_has_its_own_mean_and_pass_at_k_is_left_out() -> None:
-    summary = summarise([GradedTrial("a", {"tests": 1, "style": 0.5}), GradedTrial("b", {"tests": 0})])
+    summary = summarise([("a", {"tests": 1, "style": 0.5}), ("b", {"tests": 0})])
     assert summary.mean == {"tests": 0.5, "style": 0.5}
     assert summary.pass_at_k == {}
 

@@ -23,7 +23,15 @@ from pier.task.model import Environment
 from pier.trial.agent import make_agent, phase_seconds
 from pier.trial.plan import agent_plan, check_network, check_support, plan_network, verifier_plan, with_hosts
 from pier.trial.record import OutputFile, TrialRecord, printable, trial_config
-from pier.trial.result import ExceptionInfo, StepOutcome, combined_rewards, exception_info, read_result, stops_after
+from pier.trial.result import (
+    ExceptionInfo,
+    StepResult,
+    VerifierResult,
+    combined_rewards,
+    exception_info,
+    read_result,
+    stops_after,
+)
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialSpec
 from pier.trial.verify import _Logs
 from tests.trial_runs import TOML, write_task
@@ -79,12 +87,13 @@ def test_lines_cannot_be_forged() -> None:
     assert printable("a\x1b[31mb\nc\u202e é") == "a\\x1b[31mb\\nc\\u202e é"
 
 
-def outcome(rewards: dict | None = None, blame: str | None = None) -> StepOutcome:
+def outcome(rewards: dict | None = None, blame: str | None = None) -> StepResult:
     error = None
     if blame:
         info = {"exception_type": "E", "exception_message": "", "exception_traceback": "", "blame": blame}
         error = ExceptionInfo.model_validate(info | {"occurred_at": "2026-01-01T00:00:00Z"})
-    return StepOutcome("s", rewards=rewards, error=error)
+    verdict = None if rewards is None else VerifierResult(rewards=rewards)
+    return StepResult(step_name="s", verifier_result=verdict, exception_info=error)
 
 
 def test_rewards_of_steps() -> None:

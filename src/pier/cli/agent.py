@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Any
 
 import click
 
+from pier.cli.output import JSON, echo
+from pier.sizes import columns
+
 
 @click.group()
 def agent() -> None:
     """Build and look at agent packs."""
-
-
-def _echo(value: Any, as_json: bool, lines: list[str]) -> None:
-    click.echo(json.dumps(value, indent=2) if as_json else "\n".join(lines))
 
 
 def _described(name: str) -> dict[str, Any]:
@@ -41,30 +39,23 @@ def _described(name: str) -> dict[str, Any]:
 
 
 @agent.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@JSON
 def list_(as_json: bool) -> None:
     """List the agents and whether their packs are built."""
     from pier.agent.contract import agent_names
 
     rows = [_described(name) for name in agent_names()]
-    lines = [f"{'AGENT':18} {'DIALECT':10} {'VERSION':12} PACK"]
+    cells = []
     for row in rows:
-        pack = row["pack"]
-        state = (
-            "-"
-            if pack is None
-            else f"built, {pack['bytes'] // 1_000_000} MB"
-            if pack["built"]
-            else "built on first use"
-        )
-        version = (pack or {}).get("version") or "-"
-        lines.append(f"{row['name']:18} {row['dialect'] or '-':10} {version:12} {state}")
-    _echo(rows, as_json, lines)
+        pack = row["pack"] or {}
+        state = f"built, {pack['bytes'] // 1_000_000} MB" if pack.get("built") else "built on first use"
+        cells.append((row["name"], row["dialect"], pack.get("version"), state if pack else None))
+    echo(rows, as_json, columns(("AGENT", "DIALECT", "VERSION", "PACK"), *cells))
 
 
 @agent.command()
 @click.argument("name")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@JSON
 def show(name: str, as_json: bool) -> None:
     """Show one agent: its dialect, its options and its pack."""
     row = _described(name.partition("@")[0])
@@ -72,12 +63,12 @@ def show(name: str, as_json: bool) -> None:
     lines = [f"{row['name']}", f"  dialect   {row['dialect'] or 'none: it calls no model'}"]
     lines += [f"  options   {', '.join(row['options']) or 'none'}"]
     lines += [f"  {key:9} {value}" for key, value in pack.items() if value is not None]
-    _echo(row, as_json, lines)
+    echo(row, as_json, lines)
 
 
 @agent.command()
 @click.argument("names", nargs=-1, required=True, metavar="NAME[@VERSION]...")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@JSON
 def pack(names: tuple[str, ...], as_json: bool) -> None:
     """Build the packs of agents, so that the first run need not; what is built already is left as it is."""
     import asyncio
@@ -93,12 +84,12 @@ def pack(names: tuple[str, ...], as_json: bool) -> None:
             continue
         built = asyncio.run(ensure_pack(spec, lambda line, name=name: click.echo(f"{name}: {line}", err=True)))
         rows.append({"agent": name, "version": built.version, "digest": built.digest, "path": str(built.path)})
-    _echo(rows, as_json, [f"{row['agent']}  {row['path'] or 'needs no pack'}" for row in rows])
+    echo(rows, as_json, [f"{row['agent']}  {row['path'] or 'needs no pack'}" for row in rows])
 
 
 @agent.command()
 @click.argument("names", nargs=-1, required=True, metavar="NAME[@VERSION]...")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@JSON
 def rm(names: tuple[str, ...], as_json: bool) -> None:
     """Delete the packs of agents; without a version all versions of them."""
     from pier.agent.contract import pack_spec
@@ -112,11 +103,11 @@ def rm(names: tuple[str, ...], as_json: bool) -> None:
             if spec is not None and found.package == spec.package and not pinned:
                 store.remove(found)
                 removed.append({"agent": name, "version": found.version, "digest": found.digest})
-    _echo(removed, as_json, [f"removed {row['agent']} {row['version']}" for row in removed] or ["nothing to remove"])
+    echo(removed, as_json, [f"removed {row['agent']} {row['version']}" for row in removed] or ["nothing to remove"])
 
 
 @agent.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@JSON
 def doctor(as_json: bool) -> None:
     """Check whether packs can be built here, and whether the built ones are intact."""
     from pier.agent.pack.store import check_packs
@@ -126,6 +117,6 @@ def doctor(as_json: bool) -> None:
     lines = [
         f"{'ok ' if f.ok else 'BAD'}  {f.subject}: {f.detail}{f'  (try: {f.fix})' if f.fix else ''}" for f in findings
     ]
-    _echo(rows, as_json, lines)
+    echo(rows, as_json, lines)
     if not all(f.ok for f in findings):
         raise SystemExit(1)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
+
+from pier.cli.output import JSON, echo
 
 if TYPE_CHECKING:
     from pier.sandbox.contract import Finding
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+@JSON
 def doctor(as_json: bool) -> None:
     """Check this machine and suggest fixes.
 
@@ -22,15 +23,13 @@ def doctor(as_json: bool) -> None:
     """
     found = asyncio.run(_examine())
     usable = any(_is_usable(rows) for rows in found.values())
-    if as_json:
-        click.echo(json.dumps({name: [asdict(one) for one in rows] for name, rows in found.items()}, indent=2))
-    else:
-        for name, rows in found.items():
-            click.echo(name)
-            for one in rows:
-                click.echo(f"  {'ok     ' if one.ok else 'missing'} {one.subject}: {one.detail}")
-                if not one.ok and one.fix:
-                    click.echo(f"          try: {one.fix}")
+    lines: list[str] = []
+    for name, rows in found.items():
+        lines.append(name)
+        for one in rows:
+            lines.append(f"  {'ok     ' if one.ok else 'missing'} {one.subject}: {one.detail}")
+            lines += [f"          try: {one.fix}"] if not one.ok and one.fix else []
+    echo({name: [asdict(one) for one in rows] for name, rows in found.items()}, as_json, lines)
     raise click.exceptions.Exit(0 if usable else 1)
 
 

@@ -17,8 +17,6 @@ from pier.agent.contract import AGENTS, Agent, AgentRun, find_agent
 from pier.endpoint import Endpoint
 from pier.errors import UsageError
 
-_FOR_LITELLM = ("OPENAI_API_KEY", "OPENAI_API_BASE")
-
 
 def exports(endpoint: Endpoint) -> list[str]:
     """Lines for a shell, by agent; an endpoint without a model leaves each agent to its own."""
@@ -43,8 +41,7 @@ def _lines(variables: dict[str, str]) -> list[str]:
 def _variables(agent: Agent, endpoint: Endpoint) -> dict[str, str]:
     """What the agent's program is given only because its model has a custom address."""
     if agent.name == "mini-swe-agent":
-        values = (endpoint.key, f"{endpoint.url}/v1")
-        return dict(zip(_FOR_LITELLM, values, strict=True))
+        return {"OPENAI_API_KEY": endpoint.key, "OPENAI_API_BASE": f"{endpoint.url}/v1"}
     without = agent.launch(AgentRun("", "/")).env
     given = agent.launch(AgentRun("", "/", endpoint=endpoint)).env
     return {name: value for name, value in given.items() if without.get(name) != value and not value.endswith("/")}

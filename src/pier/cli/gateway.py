@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from pier.cli.output import JSON, echo
+from pier.sizes import columns
+
 if TYPE_CHECKING:
-    from pier.record.reader import Call, Recording
+    from pier.record.reader import Call
 
 T = TypeVar("T")
 _ABOVE_0 = click.FloatRange(0, min_open=True)
@@ -37,11 +40,13 @@ def gateway() -> None:
 @click.option("-o", "--recording", type=click.Path(path_type=Path), help="File to record to, e.g. calls.jsonl.")
 @click.option("--tokens", is_flag=True, help="Ask for token ids and log-probs (vLLM) and record them.")
 @click.option("--closed-book", is_flag=True, help="Take web search and other hosted tools out of requests.")
-@click.option("--max-turns", type=click.IntRange(1), help="Stop after N model calls.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Stop after N tokens, input and output together.")
-@click.option("--max-cost", type=_ABOVE_0, help="Stop after N US dollars.")
-@click.option("--max-seconds", type=click.FloatRange(0, min_open=True), help="Stop N seconds after the first call.")
-@click.option("--rpm", type=click.IntRange(1), help="Allow at most N requests a minute.")
+@click.option("--max-turns", "turns", type=click.IntRange(1), help="Stop after N model calls.")
+@click.option(
+    "--max-tokens", "total_tokens", type=click.IntRange(1), help="Stop after N tokens, input and output together."
+)
+@click.option("--max-cost", "cost_usd", type=_ABOVE_0, help="Stop after N US dollars.")
+@click.option("--max-seconds", "wall_time", type=_ABOVE_0, help="Stop N seconds after the first call.")
+@click.option("--rpm", "requests_per_minute", type=click.IntRange(1), help="Allow at most N requests a minute.")
 @click.option("--metrics", help="Serve numbers for Prometheus at HOST:PORT, or at the path of a unix socket.")
 def serve(**options: Any) -> None:
     """Serve one session until interrupted, and print what to export for each agent."""
@@ -79,7 +84,7 @@ async def _serve(
 
     from pier.cli.exports import exports
     from pier.errors import UsageError
-    from pier.gateway import Gateway
+    from pier.gateway import Budget, Gateway
     from pier.gateway.metrics import metrics_served
 
     async with Gateway() as running, AsyncExitStack() as stack:
@@ -87,7 +92,7 @@ async def _serve(
             session = running.session(
                 model,
                 upstream=upstream,
-                budget=_budget(limits),
+                budget=Budget(**limits),
                 recording=recording,
                 tokens=tokens,
                 closed_book=closed_book,
@@ -120,21 +125,9 @@ async def _opened(address: str, hint: str, opening: Coroutine[Any, Any, T]) -> T
         raise UsageError(f"the gateway cannot listen at {address}: {error}", hint=hint, code="listen") from None
 
 
-def _budget(limits: dict[str, Any]) -> Any:
-    from pier.gateway import Budget
-
-    return Budget(
-        turns=limits["max_turns"],
-        total_tokens=limits["max_tokens"],
-        cost_usd=limits["max_cost"],
-        wall_time=limits["max_seconds"],
-        requests_per_minute=limits["rpm"],
-    )
-
-
 @gateway.command()
 @click.argument("address")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@JSON
 def metrics(address: str, as_json: bool) -> None:
     """Print the numbers of a gateway that serves them: at HOST:PORT, or at the path of a unix socket."""
     import asyncio
@@ -147,7 +140,7 @@ def metrics(address: str, as_json: bool) -> None:
 @gateway.command()
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
 @click.argument("number", type=int, required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@JSON
 @click.option("--all", "every", is_flag=True, help="Show probes and token counts too, not only generations.")
 def show(path: Path, number: int | None, as_json: bool, every: bool) -> None:
     """Print the calls of a recording or a trial; with NUMBER, all of that one call."""
@@ -162,10 +155,12 @@ def show(path: Path, number: int | None, as_json: bool, every: bool) -> None:
         click.echo(json.dumps(_whole(call), indent=2, ensure_ascii=False))
         return
     calls = found.calls if every else found.generations()
-    if as_json:
-        click.echo(json.dumps([_row(call) for call in calls], indent=2))
-        return
-    click.echo("\n".join(_table(found, calls)))
+    rows = [_row(call) for call in calls]
+    names = ("number", "dialect", "model", "outcome", "seconds", "input_tokens", "output_tokens", "error")
+    heads = ("#", "DIALECT", "MODEL", "OUTCOME", "SECONDS", "IN", "OUT", "")
+    table = columns(heads, *([row[name] for name in names[:-1]] + [row["error"] or ""] for row in rows))
+    closed = f"closed: {found.closed}" if found.closed else "not closed"
+    echo(rows, as_json, [*table, f"{len(calls)} calls; {closed}"])
 
 
 def _row(call: Call) -> dict[str, Any]:
@@ -188,22 +183,6 @@ def _row(call: Call) -> dict[str, Any]:
         "edits": len(call.edits),
         "error": call.error,
     }
-
-
-def _table(found: Recording, calls: list[Call]) -> list[str]:
-    lines = [f"{'#':>4} {'DIALECT':10} {'MODEL':28} {'OUTCOME':12} {'SECONDS':>8} {'IN':>8} {'OUT':>7}"]
-    for call in calls:
-        row = _row(call)
-        seconds = "-" if row["seconds"] is None else f"{row['seconds']:.2f}"
-        counts = ["-" if row[name] is None else str(row[name]) for name in ("input_tokens", "output_tokens")]
-        model = (row["model"] or "-")[:28]
-        said = f"  {row['error']}" if row["error"] else ""
-        lines.append(
-            f"{row['number']:>4} {row['dialect']:10} {model:28} {row['outcome']:12} {seconds:>8} "
-            f"{counts[0]:>8} {counts[1]:>7}{said}"
-        )
-    lines.append(f"{len(calls)} calls; " + (f"closed: {found.closed}" if found.closed else "not closed"))
-    return lines
 
 
 def _whole(call: Call) -> dict[str, Any]:

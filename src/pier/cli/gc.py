@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pier.cli.output import JSON
 from pier.sizes import parse_size, size_text
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     help="Size of the image store to keep, such as 20G. [default: $PIER_IMAGE_BUDGET or a fifth of the disk up to 50G]",
 )
 @click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+@JSON
 def gc(max_size: str | None, dry_run: bool, as_json: bool) -> None:
     """Remove what dead runs left behind, and images that were not used for longest.
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pier.sizes import parse_size, size_text
+from pier.cli.output import JSON, echo
+from pier.sizes import columns, parse_size, size_text
 
 if TYPE_CHECKING:
     from pier.image.layers import ImageRecord
     from pier.image.model import Image
     from pier.image.store import ImageStore
 
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+_say = partial(click.echo, err=True)
 _env = click.option(
     "--env",
     type=click.Choice(["local", "docker"]),
@@ -40,14 +41,19 @@ def image() -> None:
 @click.argument("source", required=False, type=click.Path(path_type=Path, allow_dash=True))
 @click.argument("name", required=False)
 @click.option("--from-docker", metavar="IMAGE", help="Take an image from the Docker engine.")
-@_json
+@JSON
 def import_(source: Path | None, name: str | None, from_docker: str | None, as_json: bool) -> None:
     """Import a root file system (tar or directory), a docker-archive or an OCI layout.
 
     SOURCE may be `-` for a tar on stdin. With --from-docker the first argument is the new name, if one is wanted.
     """
     if from_docker is not None:
-        made = asyncio.run(_import_from_docker(from_docker, str(source) if source else None))
+        from pier.errors import ImageError
+        from pier.image.fetch import take_from_engine
+
+        made = asyncio.run(take_from_engine(_store(), from_docker, str(source) if source else None))
+        if made is None:
+            raise ImageError(f"the Docker engine has no image {from_docker!r}", code="not_found", blame="user")
     elif source is None:
         raise click.UsageError("a source is needed, or --from-docker")
     else:
@@ -68,27 +74,17 @@ async def _import(source: Path, name: str | None) -> Image:
         return await import_image(store, directory / "stdin.tar", name, told="stdin")
 
 
-async def _import_from_docker(image: str, name: str | None) -> Image:
-    from pier.errors import ImageError
-    from pier.image.fetch import take_from_engine
-
-    found = await take_from_engine(_store(), image, name)
-    if found is None:
-        raise ImageError(f"the Docker engine has no image {image!r}", code="not_found", blame="user")
-    return found
-
-
 @image.command()
 @click.argument("name")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @_env
-@_json
+@JSON
 def pull(name: str, quiet: bool, env: str, as_json: bool) -> None:
     """Pull an image from its registry; with `--env docker` have the Docker engine pull it."""
     from pier.image.fetch import pull_image
     from pier.sandbox.docker.ours import pull_there
 
-    tell = None if quiet else _progress
+    tell = None if quiet else _say
     work = pull_there(name, tell) if env == "docker" else pull_image(_store(), name, on_progress=tell)
     _tell(asyncio.run(work), as_json)
 
@@ -101,7 +97,7 @@ def pull(name: str, quiet: bool, env: str, as_json: bool) -> None:
 @click.option("--target", help="The stage to build, instead of the last one.")
 @click.option("--network", type=click.Choice(["public", "none"]), default="public", help="What RUN and ADD may reach.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
-@_json
+@JSON
 def build(
     context: Path,
     dockerfile: Path | None,
@@ -131,7 +127,7 @@ def build(
                 build_args=values,
                 runner=runner,
                 network=NetworkPolicy(network),
-                on_progress=None if quiet else _progress,
+                on_progress=None if quiet else _say,
                 tag=tag,
                 target=target,
             )
@@ -142,42 +138,30 @@ def build(
 @image.command(name="list")
 @click.option("--cached", is_flag=True, help="What builds keep instead: layers of no image, RUN --mount=type=cache.")
 @_env
-@_json
+@JSON
 def list_(cached: bool, env: str, as_json: bool) -> None:
     """List the images of the store, or those that pier brought to the Docker engine."""
     if env == "docker":
         _list_engine(as_json)
-        return
-    store = _store()
-    if cached:
-        _list_cached(store, as_json)
-        return
-    rows = [_summary(store, record) for record in store.list()]
-    if as_json:
-        click.echo(json.dumps(rows, indent=2))
-        return
-    if not rows:
-        click.echo("no images yet; `host` is always there. Try: pier image import ROOTFS.tar NAME")
-        return
-    width = max(len(row["reference"]) for row in rows)
-    click.echo(f"{'IMAGE':{width}}  DIGEST        LAYERS      SIZE  FROM")
-    for row in rows:
-        size = size_text(row["size"])
-        name = f"{row['reference']:{width}}"
-        click.echo(f"{name}  {row['digest'][7:19]}  {row['layers']:6}  {size:>8}  {row['origin']}")
+    elif cached:
+        _list_cached(as_json)
+    else:
+        store = _store()
+        rows = [_summary(store, record) for record in store.list()]
+        heads = ("IMAGE", "DIGEST", "LAYERS", "SIZE", "FROM")
+        cells = [(r["reference"], r["digest"][7:19], r["layers"], size_text(r["size"]), r["origin"]) for r in rows]
+        none = ["no images yet; `host` is always there. Try: pier image import ROOTFS.tar NAME"]
+        echo(rows, as_json, columns(heads, *cells) if rows else none)
 
 
-def _list_cached(store: ImageStore, as_json: bool) -> None:
+def _list_cached(as_json: bool) -> None:
     from pier.image.collect import list_cached
 
-    rows = asyncio.run(list_cached(store))
-    if as_json:
-        click.echo(json.dumps(rows, indent=2))
-        return
-    for row in rows:
-        click.echo(f"{row['kind']:9}  {size_text(row['size']):>8}  {row['used']}  {row['name']}")
+    rows = asyncio.run(list_cached(_store()))
+    cells = [(row["kind"], size_text(row["size"]), row["used"], row["name"]) for row in rows]
     total = size_text(sum(row["size"] for row in rows))
-    click.echo(f"{total} in all; pier image gc --max-size SIZE keeps what was used last" if rows else "nothing is kept")
+    last = f"{total} in all; pier image gc --max-size SIZE keeps what was used last" if rows else "nothing is kept"
+    echo(rows, as_json, [*columns(*cells), last])
 
 
 def _list_engine(as_json: bool) -> None:
@@ -186,19 +170,14 @@ def _list_engine(as_json: bool) -> None:
     from pier.sandbox.docker.ours import list_ours
 
     found = asyncio.run(list_ours())
-    if as_json:
-        click.echo(json.dumps([asdict(one) for one in found], indent=2))
-        return
-    if not found:
-        click.echo("pier has brought no images to the Docker engine")
-    for one in found:
-        used = "in use" if one.in_use else ""
-        click.echo(f"{one.reference}  {one.id[7:19]}  {size_text(one.size):>8}  {used}".rstrip())
+    cells = [(one.reference, one.id[7:19], size_text(one.size), "in use" if one.in_use else "") for one in found]
+    none = ["pier has brought no images to the Docker engine"]
+    echo([asdict(one) for one in found], as_json, columns(*cells) or none)
 
 
 @image.command()
 @click.argument("name")
-@_json
+@JSON
 def inspect(name: str, as_json: bool) -> None:
     """Show an image: its layers and the settings that a sandbox starts with."""
     store = _store()
@@ -212,30 +191,27 @@ def inspect(name: str, as_json: bool) -> None:
             {"id": layer, "size": known.size if (known := store.layers.record(layer)) else None, "path": str(path)}
             for layer, path in zip(record.layers, store.image(record).layers, strict=True)
         ]
-    if as_json:
-        click.echo(json.dumps(value, indent=2))
-        return
     import yaml
 
-    click.echo(yaml.safe_dump(value, sort_keys=False, allow_unicode=True).rstrip())
+    echo(value, as_json, [yaml.safe_dump(value, sort_keys=False, allow_unicode=True).rstrip()])
 
 
 @image.command()
 @click.argument("names", nargs=-1, required=True)
-@_json
+@JSON
 def rm(names: tuple[str, ...], as_json: bool) -> None:
     """Remove images, and the layers that nothing else needs."""
     store = _store()
     for name in names:
         asyncio.run(store.remove(name))
-    click.echo(json.dumps({"removed": list(names)}) if as_json else "\n".join(f"removed {name}" for name in names))
+    echo({"removed": names}, as_json, (f"removed {name}" for name in names))
 
 
 @image.command()
 @click.option("--max-size", help="Remove what was not used for longest until the rest fits, such as 20G.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @_env
-@_json
+@JSON
 def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:
     """Remove what is half made or not needed, and with a budget what was not used for longest: first what only makes
     builds faster, then images.
@@ -252,15 +228,10 @@ def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:
         _collect_engine(limit, dry_run, as_json)
         return
     done = asyncio.run(collect(_store(), max_size=limit, dry_run=dry_run))
-    if as_json:
-        click.echo(json.dumps(asdict(done), indent=2))
-        return
+    counts = f"{len(done.images)} images, {len(done.layers)} layers, {len(done.caches)} caches"
+    sizes = f"{size_text(done.freed)}; {size_text(done.size)} are left"
     verb = "would remove" if dry_run else "removed"
-    click.echo(
-        f"{verb} {len(done.images)} images, {len(done.layers)} layers, {len(done.caches)} caches and "
-        f"{len(done.leftovers)} leftovers, "
-        f"{size_text(done.freed)}; {size_text(done.size)} are left"
-    )
+    echo(asdict(done), as_json, [f"{verb} {counts} and {len(done.leftovers)} leftovers, {sizes}"])
 
 
 def _collect_engine(limit: int | None, dry_run: bool, as_json: bool) -> None:
@@ -269,12 +240,10 @@ def _collect_engine(limit: int | None, dry_run: bool, as_json: bool) -> None:
     removed = asyncio.run(collect_ours(max_size=limit, dry_run=dry_run))
     volumes = asyncio.run(collect_our_volumes(dry_run=dry_run)) if limit is None else []
     freed = sum(one.size for one in removed)
-    if as_json:
-        summary = {"images": [one.reference for one in removed], "volumes": volumes, "freed": freed}
-        click.echo(json.dumps(summary, indent=2))
-        return
+    summary = {"images": [one.reference for one in removed], "volumes": volumes, "freed": freed}
     more = f" and {len(volumes)} volumes" if volumes else ""
-    click.echo(f"{'would remove' if dry_run else 'removed'} {len(removed)} images{more}, {size_text(freed)}")
+    verb = "would remove" if dry_run else "removed"
+    echo(summary, as_json, [f"{verb} {len(removed)} images{more}, {size_text(freed)}"])
 
 
 def _store() -> ImageStore:
@@ -297,13 +266,6 @@ def _summary(store: ImageStore, record: ImageRecord) -> dict[str, Any]:
     }
 
 
-def _progress(line: str) -> None:
-    click.echo(line, err=True)
-
-
 def _tell(made: Image, as_json: bool) -> None:
-    if as_json:
-        value = {"reference": made.reference, "digest": made.digest, "layers": [str(path) for path in made.layers]}
-        click.echo(json.dumps(value, indent=2))
-    else:
-        click.echo(f"{made.reference}  {made.digest}")
+    value = {"reference": made.reference, "digest": made.digest, "layers": [str(path) for path in made.layers]}
+    echo(value, as_json, [f"{made.reference}  {made.digest}"])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import click
 
+from pier.cli.output import JSON, echo
 from pier.cli.run import JOBS_DIR, JobPath, LimitsCommand, given_settings, run
 
 DIRECTORY = click.argument("directory", metavar="JOB", type=JobPath(), required=False)
@@ -18,7 +17,6 @@ JOB_PATH = click.option("-p", "--job-path", type=JobPath(), hidden=True)
 ENV_FILE = click.option("--env-file", type=click.Path(dir_okay=False), help="A file of NAME=value lines.")
 CONCURRENT = click.option("-n", "--n-concurrent", type=click.IntRange(1), help="How many trials run at once.")
 QUIET = click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
-JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 
 @click.group(name="job")
@@ -102,13 +100,10 @@ def stop(directories: tuple[Path, ...], as_json: bool) -> None:
             stop_owner(view.directory, view.owner)
     for view in views:
         _wait_for_end(view.directory)
-    if as_json:
-        rows = [{"directory": str(view.directory), "was_running": view.owner is not None} for view in views]
-        click.echo(json.dumps(rows))
-        return
-    for view in views:
-        text = f"stopped; go on with: pier job resume {view.directory}" if view.owner else "not running"
-        click.echo(f"{view.directory}: {text}")
+    rows = [{"directory": str(view.directory), "was_running": view.owner is not None} for view in views]
+    resume = "{0}: stopped; go on with: pier job resume {0}"
+    lines = ((resume if view.owner else "{0}: not running").format(view.directory) for view in views)
+    echo(rows, as_json, lines)
 
 
 @job.command()
@@ -129,7 +124,7 @@ def rm(directories: tuple[Path, ...], first_stop: bool, as_json: bool) -> None:
             _wait_for_end(directory)
         remove_job(directory)
     names = [str(directory) for directory in directories]
-    click.echo(json.dumps({"removed": names}) if as_json else "\n".join(f"removed {name}" for name in names))
+    echo({"removed": names}, as_json, (f"removed {name}" for name in names))
 
 
 @job.command(cls=LimitsCommand)
@@ -212,13 +207,10 @@ def _wait_for_end(directory: Path) -> None:
 
 def _how(flags: dict[str, Any]) -> tuple[dict[str, str], Any, int | None]:
     from pier.job.command import Show
-    from pier.job.load import read_env_file
+    from pier.job.load import environ_with
 
-    env = dict(os.environ)
-    if flags["env_file"]:
-        env.update(read_env_file(Path(flags["env_file"])))
     show = Show.JSON if flags["as_json"] else Show.QUIET if flags["quiet"] else Show.FULL
-    return env, show, flags["n_concurrent"]
+    return environ_with(flags["env_file"]), show, flags["n_concurrent"]
 
 
 def _limits(flags: dict[str, Any]) -> dict[str, Any]:

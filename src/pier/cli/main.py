@@ -135,21 +135,10 @@ class LazyGroup(click.Group):
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(width), text) for name, (_, text) in commands.items()])
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            from difflib import get_close_matches
-
-            near = get_close_matches(args[0], COMMANDS, n=1)
-            question = f" Did you mean {near[0]!r}?" if near else ""
-            raise click.UsageError(error.message + question, ctx) from None
-
 
 @click.group(
     cls=LazyGroup,
+    commands={name: click.Command(name) for name in COMMANDS},  # what click suggests for a wrong one
     context_settings={"help_option_names": ["-h", "--help"]},
     invoke_without_command=True,
     params=[_debug_option()],
@@ -192,12 +181,9 @@ def _expected(kind: click.ParamType[object]) -> str | None:
     if not ranged and kind not in (click.INT, click.FLOAT):
         return None
     noun = "an integer" if kind is click.INT or isinstance(kind, click.IntRange) else "a number"
-    bounds: list[str] = []
-    if ranged and kind.min is not None:
-        bounds.append(f"{'>' if kind.min_open else '>='} {kind.min}")
-    if ranged and kind.max is not None:
-        bounds.append(f"{'<' if kind.max_open else '<='} {kind.max}")
-    return " ".join([noun, " and ".join(bounds)]).rstrip()
+    low = [f"{'>' if kind.min_open else '>='} {kind.min}"] if ranged and kind.min is not None else []
+    high = [f"{'<' if kind.max_open else '<='} {kind.max}"] if ranged and kind.max is not None else []
+    return f"{noun} {' and '.join(low + high)}".rstrip()
 
 
 def _invalid_value(error: click.ClickException) -> str | None:
@@ -212,20 +198,15 @@ def _invalid_value(error: click.ClickException) -> str | None:
     return f"invalid value {shown} for {name}: expected {expected}"
 
 
-def _explain(error: click.ClickException) -> str:
-    """A message in the style of pier's own errors."""
-    text = _invalid_value(error) or error.format_message()
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    hint = f"\nhint: {context.command_path} --help" if context else ""
-    return text[:1].lower() + text[1:].rstrip(".") + hint
-
-
 def explain_failure(error: Exception) -> int:
     """Print what went wrong, and give the exit code. Bugs in pier are raised again."""
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
     if isinstance(error, click.ClickException):
-        click.echo(f"pier: {_explain(error)}", err=True)
+        text = _invalid_value(error) or error.format_message()
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        hint = f"\nhint: {context.command_path} --help" if context else ""
+        click.echo(f"pier: {text[:1].lower()}{text[1:].rstrip('.')}{hint}", err=True)
         return 2
     if isinstance(error, click.Abort):
         return 130

@@ -3,7 +3,7 @@ from the model of a job's settings and shown in groups; other commands take some
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -35,10 +35,6 @@ class JobPath(click.Path):
         return named if not path.exists() and ".." not in path.parts and named.exists() else path
 
 
-def _keep_jobs_dir(ctx: click.Context, param: click.Parameter, value: Path) -> None:
-    ctx.meta[_JOBS_DIR] = value
-
-
 JOBS_DIR = click.option(
     "-o",
     "--jobs-dir",
@@ -47,7 +43,7 @@ JOBS_DIR = click.option(
     show_default=True,
     is_eager=True,
     expose_value=False,
-    callback=_keep_jobs_dir,
+    callback=lambda ctx, param, value: ctx.meta.__setitem__(_JOBS_DIR, value),
     help="Where a job that is given by its name is.",
 )
 """Eager, so that `JobPath` knows it."""
@@ -142,10 +138,17 @@ def setting_options() -> tuple[SettingOption, ...]:
     return tuple(SettingOption(setting) for setting in settings() if setting.flag is not None)
 
 
-class GroupedCommand(click.Command):
-    """A command whose help shows options in groups; flags of Harbor that pier does not support are refused by name."""
+class SettingsCommand(click.Command):
+    """A command that takes the settings of a job; the model is loaded when they are asked for. Its help shows options
+    in groups. Flags of Harbor that pier does not support are refused by name."""
 
     groups: tuple[str, ...] = ()
+    settings_below = ""
+    """Only settings whose key begins with this."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        made = [option for option in setting_options() if option.setting.key.startswith(self.settings_below)]
+        return [*made, *super().get_params(ctx)]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -169,17 +172,6 @@ class GroupedCommand(click.Command):
                     formatter.write_dl(found)
 
 
-class SettingsCommand(GroupedCommand):
-    """A command that takes the settings of a job; the model is loaded when they are asked for."""
-
-    settings_below = ""
-    """Only settings whose key begins with this."""
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        made = [option for option in setting_options() if option.setting.key.startswith(self.settings_below)]
-        return [*made, *super().get_params(ctx)]
-
-
 class LimitsCommand(SettingsCommand):
     """A command that takes the limits of a whole job."""
 
@@ -199,17 +191,8 @@ _FILE = click.Path(dir_okay=False)
 
 class RunCommand(SettingsCommand):
     groups = (
-        "Tasks",
-        "Agent",
-        "Model",
-        "Limits for each trial",
-        "Limits for the whole job",
-        "Sandbox",
-        "Verifier",
-        "Job",
-        "Retries",
-        "Time limits",
-        "Output",
+        *("Tasks", "Agent", "Model", "Limits for each trial", "Limits for the whole job", "Sandbox", "Verifier", "Job"),
+        *("Retries", "Time limits", "Output"),
     )
 
 
@@ -258,19 +241,17 @@ def run(tasks: tuple[str, ...], **flags: Any) -> None:
       pier run examples/tasks
       pier run ./tasks -a claude-code -m anthropic/claude-sonnet-4-5 -n 16 -k 4
     """
-    from pier.job.command import Show, print_config, print_plan, run_and_report
-    from pier.job.load import read_env_file, read_job
+    from pier.job.command import Show, print_plan, run_and_report
+    from pier.job.load import environ_with, read_job, to_disk
 
-    env = dict(os.environ)
-    if flags["env_file"]:
-        env.update(read_env_file(Path(flags["env_file"])))
+    env = environ_with(flags["env_file"])
     flags["path"] = (*tasks, *flags["path"])
     config = _with_versions(read_job(flags["config"], given_settings(flags)))
     config.debug = config.debug or flags["debug"]
     if config.debug:
         enable_debug()
     if flags["print_config"]:
-        print_config(config, env)
+        click.echo(json.dumps(to_disk(config, env), indent=2))
     elif flags["dry_run"]:
         print_plan(config, env)
     else:

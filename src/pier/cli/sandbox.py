@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pier.sizes import parse_size
+from pier.cli.output import JSON, echo
+from pier.sizes import columns, parse_size
 
 if TYPE_CHECKING:
     from pier.sandbox.contract import Mount, Process
@@ -37,7 +38,6 @@ class Size(click.ParamType[int]):
 
 
 _command = click.argument("command", nargs=-1, type=click.UNPROCESSED)
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 
 def _exec_options(function: Any) -> Any:
@@ -83,26 +83,20 @@ def run(command: tuple[str, ...], interactive: bool, tty: bool, **options: Any) 
 
 
 @sandbox.command("list")
-@_json
+@JSON
 def list_(as_json: bool) -> None:
     """List the sandboxes that `pier sandbox run` keeps running."""
     from pier.sandbox.remote import list_running
 
     rows = list_running()
-    if as_json:
-        facts = ("id", "name", "image", "pid", "started", "command")
-        click.echo(json.dumps([{name: getattr(one, name) for name in facts} for one in rows], indent=2))
-        return
-    if not rows:
+    if not rows and not as_json:
         click.echo("no sandboxes run", err=True)
         return
-    table = [("ID", "NAME", "IMAGE", "AGE", "COMMAND")]
-    for one in rows:
-        age = f"{int(time.time() - one.started)}s"
-        table.append((one.id, one.name or "-", one.image, age, shlex.join(one.command)))
-    widths = [max(len(row[column]) for row in table) for column in range(4)]
-    for row in table:
-        click.echo("  ".join(f"{text:{width}}" for text, width in zip(row, (*widths, 0), strict=True)))
+    facts = ("id", "name", "image", "pid", "started", "command")
+    ages = [f"{int(time.time() - one.started)}s" for one in rows]
+    cells = [(r.id, r.name or None, r.image, age, shlex.join(r.command)) for r, age in zip(rows, ages, strict=True)]
+    value = [{name: getattr(one, name) for name in facts} for one in rows]
+    echo(value, as_json, columns(("ID", "NAME", "IMAGE", "AGE", "COMMAND"), *cells))
 
 
 @sandbox.command("exec", context_settings={"allow_interspersed_args": False})
@@ -121,8 +115,18 @@ def exec_(name: str, command: tuple[str, ...], interactive: bool, tty: bool, **o
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 def stop(names: tuple[str, ...]) -> None:
     """Stop running sandboxes, by their names or ids."""
+    from pier.sandbox import remote
+
+    async def stop_one(name: str) -> None:
+        reader, writer = await remote.connect(remote.find_running(name))
+        try:
+            await remote.send(writer, remote.REQUEST, json.dumps({"op": "stop"}).encode())
+            await remote.receive(reader)
+        finally:
+            writer.close()
+
     for name in names:
-        asyncio.run(_stop(name))
+        asyncio.run(stop_one(name))
         click.echo(name)
 
 
@@ -139,6 +143,7 @@ async def _until_terminated(work: Coroutine[Any, Any, int]) -> int:
 
 
 async def _run(command: tuple[str, ...], interactive: bool, tty: bool, options: dict[str, Any]) -> int:
+    from pier.cli import terminal
     from pier.sandbox.contract import Limits
     from pier.sandbox.opening import open_sandbox
     from pier.sandbox.remote import Running, serving
@@ -156,7 +161,11 @@ async def _run(command: tuple[str, ...], interactive: bool, tty: bool, options: 
         reference, name = box.spec.image.reference, box.spec.name
         running = Running(box.id, name, reference, os.getpid(), time.time(), argv, directory)
         async with serving(box, running, ended.set):
-            code = await _attach(await _spawn(box, argv, interactive, tty), interactive, tty, ended)
+            env = {"TERM": os.environ.get("TERM", "xterm")} if tty else {}
+            process = await box.spawn(argv, env=env, tty=tty, stdin=interactive, on_output=terminal.write)
+            if tty:
+                await process.resize(*terminal.size())
+            code = await _attach(process, interactive, tty, ended)
         if code == 127 and argv == [_SHELL] and not command:
             click.echo(f"{reference} has neither a default command nor a shell: give the program to run", err=True)
         return code
@@ -181,16 +190,6 @@ def _env(rows: tuple[str, ...]) -> dict[str, str]:
         elif name in os.environ:
             found[name] = os.environ[name]
     return found
-
-
-async def _spawn(box: Any, argv: list[str], interactive: bool, tty: bool) -> Process:
-    from pier.cli import terminal
-
-    env = {"TERM": os.environ.get("TERM", "xterm")} if tty else {}
-    process = await box.spawn(argv, env=env, tty=tty, stdin=interactive, on_output=terminal.write)
-    if tty:
-        await process.resize(*terminal.size())
-    return process
 
 
 async def _attach(process: Process, interactive: bool, tty: bool, ended: asyncio.Event) -> int:
@@ -276,14 +275,3 @@ async def _take_output(reader: asyncio.StreamReader) -> int:
             error = json.loads(payload)
             raise SandboxError(error["message"], code=error["code"], blame=error.get("blame"))
     raise SandboxError("the sandbox is gone", code="sandbox_gone")
-
-
-async def _stop(name: str) -> None:
-    from pier.sandbox import remote
-
-    reader, writer = await remote.connect(remote.find_running(name))
-    try:
-        await remote.send(writer, remote.REQUEST, json.dumps({"op": "stop"}).encode())
-        await remote.receive(reader)
-    finally:
-        writer.close()

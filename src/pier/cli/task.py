@@ -6,10 +6,13 @@ import asyncio
 import json
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from pier.cli.output import JSON
 
 if TYPE_CHECKING:
     from pier.task import Task
@@ -51,18 +54,9 @@ def init(directory: Path, org: str) -> None:
 @click.option("-n", "--concurrency", default=2, show_default=True, type=click.IntRange(1), help="Trials at once.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Keep the trials' files in this directory.")
 @click.option("--all", "show_all", is_flag=True, help="List every finding instead of grouping many by rule.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 def check(
-    sources: tuple[str, ...],
-    run: bool,
-    attempts: int,
-    strict: bool,
-    image: str | None,
-    backend: str,
-    concurrency: int,
-    output: Path | None,
-    show_all: bool,
-    as_json: bool,
+    sources: tuple[str, ...], run: bool, strict: bool, image: str | None, show_all: bool, as_json: bool, **how: Any
 ) -> None:
     """Check tasks for mistakes. With --run, also prove that the solution passes, that doing nothing does not, and that
     the fix is not in the history of a repository."""
@@ -83,13 +77,13 @@ def check(
 
         tasks = [load_task(path) for path in paths]
         show = None if as_json else _print_proof
-        proofs, leaks = asyncio.run(prove_tasks(tasks, attempts, image, backend, concurrency, output, show))
+        proofs, leaks = asyncio.run(prove_tasks(tasks, image=image, show=show, **how))
         problems += leaks
         failed = failed or not all(proof.ok for proof in proofs) or (strict and bool(leaks))
         for leak in () if as_json else leaks:
             click.echo(str(leak))
     if as_json:
-        rows = [{"level": p.level, "rule": p.rule, "where": p.where, "message": p.message} for p in problems]
+        rows = [asdict(problem) for problem in problems]
         click.echo(json.dumps({"ok": not failed, "problems": rows, "runs": [proof_row(p) for p in proofs]}, indent=2))
     sys.exit(1 if failed else 0)
 
@@ -141,24 +135,17 @@ def _print_groups(problems: list[Problem]) -> None:
 
 
 def _print_proof(proof: Proof) -> None:
+    from pier.trial.record import printable
+
     rewards = ", ".join("none" if each is None else json.dumps(each) for each in proof.rewards)
     word = "ok" if proof.ok else "flaky" if proof.flaky else "FAILED"
     click.echo(f"{word:<7} {proof.task} {proof.agent}: {rewards}")
-    from pier.trial.record import printable
-
     for problem in proof.problems:
         click.echo(f"        {printable(problem)[:300]}")
 
 
 def proof_row(proof: Proof) -> dict[str, Any]:
-    return {
-        "task": proof.task,
-        "agent": proof.agent,
-        "ok": proof.ok,
-        "flaky": proof.flaky,
-        "rewards": list(proof.rewards),
-        "problems": list(proof.problems),
-    }
+    return {**asdict(proof), "ok": proof.ok, "flaky": proof.flaky}
 
 
 @task.command("list")
@@ -190,7 +177,7 @@ def list_tasks(
 
 @task.command()
 @click.argument("source")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 def show(source: str, as_json: bool) -> None:
     """Show one task: its settings with every default filled in, and its instruction."""
     from pier.errors import UsageError

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import signal
-import struct
 import sys
 import termios
 import threading
 import tty
 from collections.abc import Awaitable, Callable, Iterator
+
+from pier.beneath import write_all
 
 _CHUNK = 65536
 
@@ -20,18 +20,15 @@ _CHUNK = 65536
 def size() -> tuple[int, int]:
     """Rows and columns of this terminal."""
     try:
-        rows, columns, _, _ = struct.unpack("HHHH", fcntl.ioctl(0, termios.TIOCGWINSZ, b"\0" * 8))
+        found = os.get_terminal_size(0)
     except OSError:
         return 24, 80
-    return rows or 24, columns or 80
+    return found.lines or 24, found.columns or 80
 
 
 def write(stream: str, data: bytes) -> None:
     """Write output of the command to this process's stream of the same name."""
-    fd = 1 if stream == "stdout" else 2
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+    write_all(1 if stream == "stdout" else 2, data)
 
 
 @contextlib.contextmanager
@@ -76,10 +73,10 @@ async def pump(on_data: Callable[[bytes], Awaitable[None]], on_end: Callable[[],
 def resizing(on_resize: Callable[[int, int], Awaitable[None]]) -> Iterator[None]:
     """Report each change of this terminal's size."""
     loop = asyncio.get_running_loop()
-    telling: set[asyncio.Task[None]] = set()
+    telling: set[asyncio.Future[None]] = set()
 
     def changed() -> None:
-        task = loop.create_task(_tell(on_resize))
+        task = asyncio.ensure_future(on_resize(*size()))
         telling.add(task)
         task.add_done_callback(telling.discard)
 
@@ -88,7 +85,3 @@ def resizing(on_resize: Callable[[int, int], Awaitable[None]]) -> Iterator[None]
         yield
     finally:
         loop.remove_signal_handler(signal.SIGWINCH)
-
-
-async def _tell(on_resize: Callable[[int, int], Awaitable[None]]) -> None:
-    await on_resize(*size())

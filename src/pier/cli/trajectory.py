@@ -8,8 +8,9 @@ from pathlib import Path
 
 import click
 
+from pier.cli.output import JSON
+
 PLACE = click.argument("places", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @click.group()
@@ -19,7 +20,7 @@ def trajectory() -> None:
 
 @trajectory.command()
 @PLACE
-@AS_JSON
+@JSON
 @click.option("--strict/--no-strict", default=True, help="Also check the rules that pier adds to ATIF.")
 @click.option("--media/--no-media", default=True, help="Also check that the pictures named are there.")
 @click.pass_context
@@ -48,7 +49,7 @@ def validate(ctx: click.Context, places: tuple[Path, ...], as_json: bool, strict
 @click.argument("place", type=click.Path(exists=True, path_type=Path))
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A file, or a directory for many.")
 @click.option("-a", "--agent", help="Agent that wrote the logs; detected by default.")
-@AS_JSON
+@JSON
 @click.pass_context
 def convert(ctx: click.Context, place: Path, output: Path, agent: str | None, as_json: bool) -> None:
     """Write agents' own session logs as trajectories. PLACE is a log, or a directory that holds some. Exits with 1 if
@@ -76,7 +77,7 @@ def convert(ctx: click.Context, place: Path, output: Path, agent: str | None, as
 
 @trajectory.command()
 @click.argument("place", type=click.Path(exists=True, path_type=Path))
-@AS_JSON
+@JSON
 @click.option("--full", is_flag=True, help="Cut no text.")
 def show(place: Path, as_json: bool, full: bool) -> None:
     """Print a trajectory step by step."""
@@ -93,7 +94,7 @@ def show(place: Path, as_json: bool, full: bool) -> None:
 
 @trajectory.command()
 @PLACE
-@AS_JSON
+@JSON
 def stats(places: tuple[Path, ...], as_json: bool) -> None:
     """Count steps, tools, tokens, cost and time."""
     from pier.trajectory.model import find, read

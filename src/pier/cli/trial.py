@@ -90,8 +90,8 @@ def _result_lines(view: TrialView, result: TrialResult) -> list[str]:
     if result.pier is not None and result.pier.n_steps is not None:
         lines.append(f"steps    {result.pier.graded_steps or 0} of {result.pier.n_steps} graded")
     for step in result.step_results or ():
-        rewards = step.verifier_result.rewards if step.verifier_result else None
-        lines.append(f"  step   {step.step_name}: {_rewards(rewards) if rewards is not None else 'no verdict'}")
+        shown = _rewards(step.rewards) if step.rewards is not None else "no verdict"
+        lines.append(f"  step   {step.step_name}: {shown}")
     if (error := result.exception_info) is not None:
         blame = f" (blame: {error.blame}, in the phase {error.phase})" if error.blame else ""
         lines += _error_lines(error.exception_type + blame, error.exception_message)

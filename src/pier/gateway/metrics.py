@@ -15,7 +15,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -184,28 +184,6 @@ class GatewayMetrics:
             due = loop.time() + _SAMPLE
             await asyncio.sleep(_SAMPLE)
             self.lag.observe(max(0.0, loop.time() - due))
-
-
-def combine(now: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """A snapshot added to that of an earlier gateway; whatever cannot be read in the earlier one is left out."""
-    combined = dict(now)
-    for name, value in now.items():
-        with suppress(KeyError, TypeError, ValueError):
-            combined[name] = _sum(value, earlier[name])
-    return combined
-
-
-def _sum(one: Any, other: Any) -> Any:
-    if isinstance(one, dict):
-        buckets = {bound: count + other["buckets"][bound] for bound, count in one["buckets"].items()}
-        return _summary(one["count"] + other["count"], one["sum"] + other["sum"], buckets)
-    if isinstance(one, list):
-        rows: dict[tuple[tuple[str, str], ...], float] = {}
-        for row in (*other, *one):
-            labels = tuple(sorted((key, value) for key, value in row.items() if key != "value"))
-            rows[labels] = rows.get(labels, 0) + row["value"]
-        return [{**dict(labels), "value": value} for labels, value in rows.items()]
-    return one + other
 
 
 def _summary(count: int, total: float, buckets: Mapping[str, int]) -> dict[str, Any]:

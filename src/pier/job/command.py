@@ -18,7 +18,6 @@ import click
 from pier.job.config import JobConfig
 from pier.job.directory import OpenJob, open_existing, open_for, open_regrade, read_config, result_of
 from pier.job.ledger import Ledger, size_of
-from pier.job.load import to_disk
 from pier.job.plan import Plan, plan_job
 from pier.job.progress import LiveProgress, PlainProgress, Progress, print_report
 from pier.job.runner import Interrupts, TrialHook, Wanted, check_models, void
@@ -118,11 +117,11 @@ def _run(job: OpenJob, env: Mapping[str, str], show: Show, hook: TrialHook | Non
         done, total = progress.done, len(job.ledger.plan.trials)
         click.echo(f"continuing {job.directory}: {done} of {total} trials are done", err=True)
     interrupted = _run_owed(job, env, progress, hook)
+    view = JobView.of(job.ledger)
     if show is Show.JSON:
-        result = result_of(JobView.of(job.ledger), [metric.type for metric in job.config.metrics])
+        result = result_of(view, [metric.type for metric in job.config.metrics])
         click.echo(json.dumps({**result, "directory": str(job.directory)}))
     elif show is Show.FULL:
-        view = JobView.of(job.ledger)
         print_report(view, seconds=progress.seconds, interrupted=interrupted, stopped=job.stopped)
     return exit_code(job.ledger, graded=not job.config.verifier.disable, interrupted=interrupted)
 
@@ -161,8 +160,8 @@ def _run_owed(job: OpenJob, env: Mapping[str, str], progress: Progress, hook: Tr
 
 
 def _progress(job: OpenJob, show: Show) -> Progress:
-    total = len(job.ledger.plan.trials)
-    finished = [job.ledger.outcomes[id] for id in job.ledger.plan.by_id if id in job.ledger.outcomes]
+    total, outcomes = len(job.ledger.plan.trials), job.ledger.outcomes
+    finished = [outcomes[id] for id in job.ledger.plan.by_id if id in outcomes]
     if show is not Show.FULL:
         return Progress(total, finished)
     if sys.stderr.isatty():
@@ -170,11 +169,6 @@ def _progress(job: OpenJob, show: Show) -> Progress:
 
         return LiveProgress(total, Console(stderr=True), finished)
     return PlainProgress(total, finished)
-
-
-def print_config(config: JobConfig, env: Mapping[str, str]) -> None:
-    """Print the configuration as it would stand on disk."""
-    click.echo(json.dumps(to_disk(config, env), indent=2))
 
 
 def print_plan(config: JobConfig, env: Mapping[str, str]) -> None:
@@ -195,6 +189,4 @@ def exit_code(ledger: Ledger, *, graded: bool = True, interrupted: bool = False)
     if interrupted:
         return 130
     outcomes = (ledger.outcomes.get(trial.id) for trial in ledger.plan.trials)
-    if graded:
-        return int(any(outcome is None or outcome.rewards is None for outcome in outcomes))
-    return int(any(outcome is None or outcome.fault is not None for outcome in outcomes))
+    return int(any(each is None or (each.rewards is None if graded else each.fault is not None) for each in outcomes))

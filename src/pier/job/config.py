@@ -18,6 +18,8 @@ from annotated_types import Ge, Gt
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from pier.files import is_plain_name
+
 Policy = Literal["auto", "limit", "request", "guarantee", "ignore"]
 ApiFormat = Literal["openai_chat_completions", "openai_responses", "anthropic_messages", "google_generate_content"]
 Form = Literal["value", "pairs", "typed-pairs", "json", "text-file", "mcp-file"]
@@ -61,8 +63,7 @@ class _Part(BaseModel):
     group: ClassVar[str]
 
 
-_Factor = Annotated[float | None, Gt(0)]
-_Seconds = Annotated[float | None, Gt(0)]
+_Above0 = Annotated[float | None, Gt(0)]
 
 
 class BudgetConfig(_Part):
@@ -122,9 +123,9 @@ class AgentConfig(_Part):
     env: Annotated[dict[str, str], Flag("--ae --agent-env", "K=V", "pairs")] = Field(
         default_factory=dict, description="A variable for the agent; ${NAME} is filled in right before use."
     )
-    override_timeout_sec: _Seconds = Field(default=None, description="Time limit instead of the task's.")
-    override_setup_timeout_sec: _Seconds = Field(default=None, description="Time limit for installing the agent.")
-    max_timeout_sec: _Seconds = Field(default=None, description="Upper bound of the task's time limit.")
+    override_timeout_sec: _Above0 = Field(default=None, description="Time limit instead of the task's.")
+    override_setup_timeout_sec: _Above0 = Field(default=None, description="Time limit for installing the agent.")
+    max_timeout_sec: _Above0 = Field(default=None, description="Upper bound of the task's time limit.")
     extra_allowed_hosts: Annotated[list[str], Flag("--allow-agent-host", "HOST", joins=True)] = Field(
         default_factory=list, description="A host that the agent may reach."
     )
@@ -214,11 +215,9 @@ class EnvironmentConfig(_Part):
     @model_validator(mode="before")
     @classmethod
     def _old_spelling(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "mounts_json" in data:
-            data = {**data, "mounts": data.get("mounts") or data["mounts_json"] or []}
-            del data["mounts_json"]
-        if isinstance(data, dict) and data.get("mounts", ...) is None:
-            data = {**data, "mounts": []}
+        if isinstance(data, dict) and ("mounts" in data or "mounts_json" in data):
+            given = data.get("mounts") or data.get("mounts_json") or []
+            data = {key: value for key, value in data.items() if key != "mounts_json"} | {"mounts": given}
         return data
 
     @property
@@ -226,10 +225,8 @@ class EnvironmentConfig(_Part):
         """The backend as `open_backend` takes it."""
         from pier.sandbox import BACKENDS
 
-        for name, place in BACKENDS.items():
-            if place == self.import_path:
-                return name
-        return self.import_path or self.type or "local"
+        known = {place: name for name, place in BACKENDS.items()}
+        return known.get(self.import_path or "") or self.import_path or self.type or "local"
 
 
 class VerifierConfig(_Part):
@@ -237,8 +234,8 @@ class VerifierConfig(_Part):
 
     group = "Verifier"
 
-    override_timeout_sec: _Seconds = Field(default=None, description="Time limit instead of the task's.")
-    max_timeout_sec: _Seconds = Field(default=None, description="Upper bound of the task's time limit.")
+    override_timeout_sec: _Above0 = Field(default=None, description="Time limit instead of the task's.")
+    max_timeout_sec: _Above0 = Field(default=None, description="Upper bound of the task's time limit.")
     env: Annotated[dict[str, str], Flag("--ve --verifier-env", "K=V", "pairs")] = Field(
         default_factory=dict, description="A variable for the verifier."
     )
@@ -359,16 +356,16 @@ class JobConfig(_Part):
         default=1.0, gt=0, description="Factor for all time limits."
     )
     agent_timeout_multiplier: Annotated[
-        _Factor, Flag("--agent-timeout-multiplier", "FACTOR", group="Time limits")
+        _Above0, Flag("--agent-timeout-multiplier", "FACTOR", group="Time limits")
     ] = Field(default=None, description="Factor for the agent's time limit instead.")  # fmt: skip
     verifier_timeout_multiplier: Annotated[
-        _Factor, Flag("--verifier-timeout-multiplier", "FACTOR", group="Time limits")
+        _Above0, Flag("--verifier-timeout-multiplier", "FACTOR", group="Time limits")
     ] = Field(default=None, description="Factor for the verifier's time limit instead.")
     agent_setup_timeout_multiplier: Annotated[
-        _Factor, Flag("--agent-setup-timeout-multiplier", "FACTOR", group="Time limits")
+        _Above0, Flag("--agent-setup-timeout-multiplier", "FACTOR", group="Time limits")
     ] = Field(default=None, description="Factor for the time limit of installing the agent instead.")
     environment_build_timeout_multiplier: Annotated[
-        _Factor, Flag("--environment-build-timeout-multiplier", "FACTOR", group="Time limits")
+        _Above0, Flag("--environment-build-timeout-multiplier", "FACTOR", group="Time limits")
     ] = Field(default=None, description="Factor for the time limit of building images instead.")
     debug: bool = Field(default=False, description="Print tracebacks and debug messages, as --debug does.")
     n_concurrent_trials: Annotated[int, Flag("-n --n-concurrent", "N", common=3)] = Field(
@@ -423,7 +420,7 @@ class JobConfig(_Part):
     @field_validator("job_name")
     @classmethod
     def _is_one_name(cls, name: str | None) -> str | None:
-        if name is not None and (not name or "/" in name or "\0" in name or name in (".", "..")):
+        if name is not None and not is_plain_name(name):
             raise ValueError("expected the name of one directory")
         return name
 
@@ -480,10 +477,15 @@ def expected(field: FieldInfo) -> str:
     """What a field takes, as error messages say it."""
     if named := [flag.expects for flag in field.metadata if isinstance(flag, Flag) and flag.expects]:
         return named[0]
-    kinds = [kind for kind in _kinds(field.annotation) if kind is not type(None)]
+    nouns = [
+        f"one of {', '.join(get_args(kind))}"
+        if get_origin(kind) is Literal
+        else _NOUNS.get(get_origin(kind) or kind, "a table")
+        for kind in _kinds(field.annotation)
+        if kind is not type(None)
+    ]
     bounds = [f" >= {bound.ge}" for bound in field.metadata if isinstance(bound, Ge)]
     bounds += [f" > {bound.gt}" for bound in field.metadata if isinstance(bound, Gt)]
-    nouns = [f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else _noun(kind) for kind in kinds]
     return " or ".join(nouns) + "".join(bounds)
 
 
@@ -493,7 +495,3 @@ def _kinds(annotation: Any) -> tuple[Any, ...]:
     if get_origin(annotation) in (Union, UnionType):
         return tuple(kind for each in get_args(annotation) for kind in _kinds(each))
     return (annotation,)
-
-
-def _noun(kind: Any) -> str:
-    return _NOUNS.get(get_origin(kind) or kind, "a table")

@@ -1,12 +1,11 @@
 """Makes, finds, opens and repairs the directory of a job, and writes the files that other programs read.
 
-`config.json`, `lock.json` and `result.json` have Harbor's shapes. They are derived from the ledger (and the numbers of
-model calls from `gateway.json`), so losing one loses nothing.
+`config.json`, `lock.json` and `result.json` have Harbor's shapes. They are derived from the ledger, so
+losing one loses nothing.
 
     <job>/config.json      what was asked for, without secrets
     <job>/lock.json        the plan: every trial with the digest of its task
     <job>/result.json      counts, metrics and which trial got what
-    <job>/gateway.json     the numbers of the model calls (`pier.job.results`)
     <job>/job.log          what happened, as text
     <job>/journal.jsonl    the truth (`pier.job.ledger`)
     <job>/.retries/        tries that no longer count, as they were
@@ -18,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 from collections import defaultdict
@@ -49,8 +49,8 @@ from pier.job.ledger import (
     size_of,
 )
 from pier.job.load import parse, read_file, to_disk
-from pier.job.plan import KEY, NOT_ASKED, MakePlan, Plan, PlannedTask, PlannedTrial, Warn, make_key, plan_job, read_key
-from pier.job.results import Summary, calls_of, describe
+from pier.job.plan import KEY, NOT_ASKED, MakePlan, Plan, PlannedTrial, Warn, make_key, plan_job, read_key
+from pier.job.results import Summary, describe
 from pier.job.view import CONFIG, LOCK, RESULT, JobView, ResultGroup
 from pier.trial.result import lock_row
 
@@ -97,7 +97,11 @@ def write_lock(directory: Path, config: dict[str, Any], plan: Plan) -> None:
     for trial in plan.trials:
         place = (trial.task, trial.agent)
         if place not in texts:
-            texts[place] = json.dumps(_lock_row(plan.tasks[trial.task], plan.agents[trial.agent], config))
+            task, agent = plan.tasks[trial.task], plan.agents[trial.agent]
+            git = {"git_url": task.git_url, "git_commit_id": task.git_commit_id}
+            reference = {"path": task.git_path or task.path, **git}
+            row = lock_row(task.name, task.digest, task.source, reference, {**config, "agent": agent})
+            texts[place] = json.dumps(row)
         rows.append(texts[place])
     head = {
         "schema_version": 3,
@@ -120,12 +124,6 @@ def _packs(agents: Iterable[dict[str, Any]]) -> dict[str, dict[str, str | None]]
             if spec := pack_spec(name):
                 found[name] = {"source": spec.source, "package": spec.package, "version": spec.version}
     return found
-
-
-def _lock_row(task: PlannedTask, agent: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    git = {"git_url": task.git_url, "git_commit_id": task.git_commit_id}
-    reference = {"path": task.git_path or task.path, **git}
-    return lock_row(task.name, task.digest, task.source, reference, {**config, "agent": agent})
 
 
 def write_result(ledger: Ledger, config: JobConfig, running: int = 0, *, durable: bool = False) -> None:
@@ -160,7 +158,6 @@ def result_of(view: JobView, metrics: Sequence[str] = (), running: int = 0) -> d
         "stats": stats,
         "pier": {
             "faults_by_blame": totals.errors,
-            "model_calls": calls_of(view.directory),
             **(part if totals.cost.unknown else {}),
         },
     }
@@ -188,11 +185,8 @@ def _eval_stats(group: ResultGroup, metrics: Sequence[str]) -> dict[str, Any]:
     }
 
 
-_METRICS = {"mean": "mean", "sum": "total", "min": "low", "max": "high"}
-
-
 def _metric(summary: Summary, name: str) -> dict[str, float]:
-    values: dict[str, float] = getattr(summary, _METRICS[name])
+    values = {"mean": summary.mean, "sum": summary.total, "min": summary.low, "max": summary.high}[name]
     return {name: next(iter(values.values()))} if len(values) == 1 else dict(values)
 
 
@@ -256,7 +250,8 @@ def open_regrade(source: Path, config: JobConfig, env: Mapping[str, str]) -> Ite
 
 @contextmanager
 def _open(config: JobConfig, make_plan: MakePlan, disk: dict[str, Any], check: Callable[[], None]) -> Iterator[OpenJob]:
-    asked = _asked(disk)
+    counted = {key: value for key, value in disk.items() if key not in NOT_ASKED}
+    asked = hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:16]
     directory = _find_directory(config, asked, make_plan)
     if directory is None:
         check()
@@ -331,11 +326,6 @@ def _is_whole(trial: str, size: int) -> bool:
     return (found == size and size > 0) or read_outcome(Path(trial)) is not None
 
 
-def _asked(disk: dict[str, Any]) -> str:
-    asked = {key: value for key, value in disk.items() if key not in NOT_ASKED}
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def _find_directory(config: JobConfig, asked: str, make_plan: MakePlan) -> Path | None:
     """The directory of the job if it is there: by name, else an unfinished one of the same command."""
     base = Path(config.jobs_dir)
@@ -369,13 +359,14 @@ def _make_directory(config: JobConfig) -> Path:
         (base / config.job_name).mkdir(exist_ok=True)
         return base / config.job_name
     stamp = datetime.now().strftime("%Y-%m-%d__%H-%M-%S")
-    for name in (stamp, *(f"{stamp}-{number}" for number in range(2, 1000))):
+    names = (f"{stamp}-{number}" for number in itertools.count(2))
+    directory = base / stamp
+    while True:
         try:
-            (base / name).mkdir()
+            directory.mkdir()
+            return directory
         except FileExistsError:
-            continue
-        return base / name
-    raise JobError(f"{base}: a thousand jobs began within this second")
+            directory = base / next(names)
 
 
 def _is_job(directory: Path) -> bool:

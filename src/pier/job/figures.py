@@ -6,6 +6,7 @@ The definitions of mean, interval and cost are those of `pier.job.results`.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -113,11 +114,5 @@ def spread(values: Sequence[float], bins: int = 20) -> Spread | None:
     counts = [0] * (bins if width else 1)
     for value in found:
         counts[min(int((value - low) / width), bins - 1) if width else 0] += 1
-    return Spread(low, high, tuple(counts), _quantile(found, 0.5), _quantile(found, 0.9))
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    p90 = statistics.quantiles(found, n=10, method="inclusive")[-1] if len(found) > 1 else low
+    return Spread(low, high, tuple(counts), statistics.median(found), p90)

@@ -136,49 +136,39 @@ class Ledger:
             self.finished_at = line["at"]
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one event. Call `sync` now and then to have it on disk for good."""
+        """Append one event, and then count it. Call `sync` now and then to have it on disk for good."""
         if self._journal is None:
             self._journal = Journal(self.directory / JOURNAL)
         self._journal.append(line)
         self._dirty = True
+        self._apply(line)
 
     def adopt_plan(self, plan: Plan) -> None:
         """Make `plan` the job's plan; outcomes of trials that are in it still count."""
-        self.plan = plan
         self.write(plan.to_line())
 
     def begin(self, trial: str) -> int:
         """Write down that a new try of a trial begins, and give its number."""
         number = self.tries.get(trial, 0) + 1
         self.write({"e": "start", "trial": trial, "try": number, "at": now()})
-        self.tries[trial] = number
-        self.open.add(trial)
         return number
 
     def end(self, trial: str, outcome: Outcome) -> None:
         """Write down how the last try of a trial ended."""
         self.write({"e": "end", "trial": trial, "try": self.tries.get(trial, 1), "at": now(), **outcome.to_line()})
-        self.open.discard(trial)
-        if not outcome.cancelled:
-            self.outcomes[trial] = outcome
 
     def again(self, trial: str, why: str, kept: str | None) -> None:
         """Write down that the last try does not count. `why` is `retry`, `interrupted`, `asked` or `lost`."""
         self.write({"e": "again", "trial": trial, "why": why, "kept": kept, "at": now()})
-        self.open.discard(trial)
-        self.outcomes.pop(trial, None)
-        self.n_retries += why == "retry"
 
     def note_used(self, used: Used) -> None:
         """Write down what the job has used of its budget so far."""
-        self.used = used
         line = {"e": "used", "turns": used.turns, "input": used.read, "output": used.written, "cost": used.cost}
         self.write({**line, "seconds": used.seconds} if used.seconds else line)
 
     def finish(self) -> None:
         """Write down that nothing is left to do."""
-        self.finished_at = now()
-        self.write({"e": "done", "at": self.finished_at})
+        self.write({"e": "done", "at": now()})
 
     def sync(self) -> None:
         """Have everything that was written on disk, so that it outlives a power cut. Blocks."""
@@ -404,7 +394,7 @@ class Outcome:
 
 def outcome_of(result: TrialResult, directory: Path) -> Outcome:
     """The outcome of a trial with this result in this directory."""
-    info = result.exception_info
+    info, pier = result.exception_info, result.pier
     used = [result.agent_result] if result.agent_result else [step.agent_result for step in result.step_results or ()]
     infos = (info, *(step.exception_info for step in result.step_results or ()))
     cut_off = any(each is not None and each.code == _NO_VERDICT for each in infos)
@@ -419,7 +409,7 @@ def outcome_of(result: TrialResult, directory: Path) -> Outcome:
         tokens=tokens,
         cost=cost,
         seconds=(ended - began).total_seconds() if began and ended else 0.0,
-        steps=_steps(result),
+        steps=(pier.graded_steps or 0, pier.n_steps) if pier and pier.n_steps is not None else None,
         size=size_of(directory),
     )
 
@@ -435,12 +425,6 @@ def _fault(result: TrialResult, info: ExceptionInfo) -> Fault:
         retryable=bool(info.retryable),
         message=info.exception_message,
     )
-
-
-def _steps(result: TrialResult) -> tuple[int, int] | None:
-    if result.pier is None or result.pier.n_steps is None:
-        return None
-    return result.pier.graded_steps or 0, result.pier.n_steps
 
 
 def _usage(

@@ -7,8 +7,6 @@ ask for what pier does not do are refused by name; left at their neutral value t
 is secret (see `pier.secret`) is written as `${NAME}` when the host's variable of that name holds the same, else as
 `****`, and a secret inside a longer text as `[REDACTED]`; such a value cannot be read back, so resuming from the files
 alone asks for it.
-
-What Harbor has and pier does not, each with what to do instead.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,84 +29,42 @@ from pier.redact import REDACTED, Redactor
 from pier.sandbox import BACKENDS
 from pier.secret import HIDDEN, is_secret, looks_secret, secrets_in, secrets_in_text, value_on_disk
 
-UNSUPPORTED: tuple[tuple[str, str, str], ...] = (
-    (
-        "--diff source_jobs",
-        "comparing a plan with earlier jobs",
-        "run the job, then: pier job compare JOB JOB",
-    ),
-    (
-        "--n-concurrent-agents agents.n_concurrent agents.concurrency_group",
-        "limits per agent",
-        "limit trials with -n, and model calls with `concurrency` in providers.toml",
-    ),
-    ("--install-only install_only", "installing agents without running them", "pier agent pack NAME"),
-    (
-        "--resume-trajectory --load-trajectory agents.resume_trajectory agents.load_trajectory",
-        "continuing a recorded session",
-        "-m replay:FILE answers a new session from a recording",
-    ),
-    ("--skill --skills agents.skills", "additional skills", "name a directory of the image as skills_dir in task.toml"),
-    (
-        "--user-agent --user-model --uk --user-agent-kwarg --user-persona-path --user-prompt-template-path --bridge "
-        "--bridge-prompt-path --bk --bridge-kwarg user_agent",
-        "simulated users",
-        "split the conversation into steps of the task",
-    ),
-    (
-        "--stream --no-stream environment.stream",
-        "streaming from sandboxes",
-        "read the trial's directory while it runs",
-    ),
-    ("--override-tpu environment.override_tpu", "TPUs", "leave it out"),
-    (
-        "--extra-docker-compose environment.extra_docker_compose",
-        "additional compose files",
-        "write the services into the task's environment/docker-compose.yaml",
-    ),
-    ("environment.suppress_override_warnings", "silencing warnings about overrides", "leave it out"),
-    (
-        "--verifier --verifier-kwarg --verifier-import-path verifier.import_path verifier.kwargs",
-        "verifiers written as Python classes",
-        "write tests/test.sh, which may run Python",
-    ),
-    ("--repo datasets.repo", "a git repository as a registry", "pier run URL#DIRECTORY"),
-    (
-        "--registry-url datasets.registry_url datasets.ref tasks.name tasks.ref",
-        "registries on the network",
-        "download registry.json and use -d NAME --registry-path FILE",
-    ),
-    (
-        "datasets.overwrite datasets.download_dir tasks.overwrite tasks.download_dir",
-        "other download directories",
-        "set PIER_HOME",
-    ),
-    ("--task-git-url --task-git-commit --task-path", "separate flags for a task in git", "-t URL@COMMIT#PATH"),
-    ("extra_instruction_paths", "files of instructions as a key", "use extra_instructions or --extra-instruction-path"),
-    (
-        "--skip-model-parsing-and-provider-mapping --sm agents.skip_model_parsing",
-        "model names without a provider",
-        "write -m PROVIDER/MODEL, or give --base-url",
-    ),
-    ("--plugin --pk --plugin-kwarg plugins", "job plugins", "read the job's directory when it is done"),
-    (
-        "--upload --launch --use-static-ip --credential-mode --one-off-secret --stored-secret --no-secrets "
-        "--registry-secret --public --private --share --share-user --user --org",
-        "hosted services",
-        "share the job's directory",
-    ),
-    (
-        "--agent-include-logs --agent-exclude-logs --verifier-include-logs --verifier-exclude-logs "
-        "agents.include_logs agents.exclude_logs verifier.include_logs verifier.exclude_logs",
-        "filtering logs",
-        "delete the files that you do not need when the job is done",
-    ),
-    (
-        "--export-traces --export-push --export-sharegpt --export-episodes --export-repo "
-        "--export-instruction-metadata --export-verifier-metadata",
-        "exporting traces while running",
-        "pier trajectory convert, when the job is done",
-    ),
+UNSUPPORTED = tuple(
+    tuple(cell.strip() for cell in row.split("|"))
+    for row in """\
+--diff source_jobs | comparing a plan with earlier jobs | run the job, then: pier job compare JOB JOB
+--n-concurrent-agents agents.n_concurrent agents.concurrency_group | limits per agent | \
+limit trials with -n, and model calls with `concurrency` in providers.toml
+--install-only install_only | installing agents without running them | pier agent pack NAME
+--resume-trajectory --load-trajectory agents.resume_trajectory agents.load_trajectory | \
+continuing a recorded session | -m replay:FILE answers a new session from a recording
+--skill --skills agents.skills | additional skills | name a directory of the image as skills_dir in task.toml
+--user-agent --user-model --uk --user-agent-kwarg --user-persona-path --user-prompt-template-path --bridge \
+--bridge-prompt-path --bk --bridge-kwarg user_agent | simulated users | split the conversation into steps of the task
+--stream --no-stream environment.stream | streaming from sandboxes | read the trial's directory while it runs
+--override-tpu environment.override_tpu | TPUs | leave it out
+--extra-docker-compose environment.extra_docker_compose | additional compose files | \
+write the services into the task's environment/docker-compose.yaml
+environment.suppress_override_warnings | silencing warnings about overrides | leave it out
+--verifier --verifier-kwarg --verifier-import-path verifier.import_path verifier.kwargs | \
+verifiers written as Python classes | write tests/test.sh, which may run Python
+--repo datasets.repo | a git repository as a registry | pier run URL#DIRECTORY
+--registry-url datasets.registry_url datasets.ref tasks.name tasks.ref | registries on the network | \
+download registry.json and use -d NAME --registry-path FILE
+datasets.overwrite datasets.download_dir tasks.overwrite tasks.download_dir | other download directories | set PIER_HOME
+--task-git-url --task-git-commit --task-path | separate flags for a task in git | -t URL@COMMIT#PATH
+extra_instruction_paths | files of instructions as a key | use extra_instructions or --extra-instruction-path
+--skip-model-parsing-and-provider-mapping --sm agents.skip_model_parsing | model names without a provider | \
+write -m PROVIDER/MODEL, or give --base-url
+--plugin --pk --plugin-kwarg plugins | job plugins | read the job's directory when it is done
+--upload --launch --use-static-ip --credential-mode --one-off-secret --stored-secret --no-secrets --registry-secret \
+--public --private --share --share-user --user --org | hosted services | share the job's directory
+--agent-include-logs --agent-exclude-logs --verifier-include-logs --verifier-exclude-logs agents.include_logs \
+agents.exclude_logs verifier.include_logs verifier.exclude_logs | filtering logs | \
+delete the files that you do not need when the job is done
+--export-traces --export-push --export-sharegpt --export-episodes --export-repo --export-instruction-metadata \
+--export-verifier-metadata | exporting traces while running | pier trajectory convert, when the job is done
+""".splitlines()
 )
 """Flags and keys of Harbor that pier does not support: their names, what they ask for, and what to do instead."""
 
@@ -134,11 +90,9 @@ def read_file(path: Path) -> dict[str, Any]:
         data = json.loads(text) if path.suffix == ".json" else _read_yaml(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from error
-    if data is None:
-        return {}
-    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+    if data is not None and (not isinstance(data, dict) or not all(isinstance(key, str) for key in data)):
         raise UsageError(f"{path}: must be a table of names and values")
-    return data
+    return data or {}
 
 
 def _read_text(path: Path) -> str:
@@ -151,7 +105,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_yaml(text: str) -> Any:
-    """The content of a YAML file; a `ValueError` if it is none. The parser is loaded for those who need it."""
+    """The content of a YAML file; a `ValueError` if it is not one. The parser is loaded for those who need it."""
     import yaml
 
     try:
@@ -181,8 +135,7 @@ def parse(data: dict[str, Any], origin: str, flags: Mapping[str, str] = MappingP
         return JobConfig.model_validate(cleaned)
     except ValidationError as error:
         said = "; ".join(_complaints(error, flags))
-        by_flag = all(_key(found["loc"]) in flags for found in error.errors())
-        if by_flag:
+        if all(_key(found["loc"]) in flags for found in error.errors()):
             raise UsageError(said, hint="pier run --help") from error
         raise UsageError(f"{origin}: {said}", code="job-config") from error
     except RecursionError as error:
@@ -220,14 +173,9 @@ def _complaints(error: ValidationError, flags: Mapping[str, str]) -> Iterator[st
             continue
         said = found["msg"].removeprefix("Value error, ") if found["type"] == "value_error" else None
         wanted = said or f"expected {expected(field)}" if field else said or found["msg"]
-        yield f"invalid value{_shown(found['input'], place)} for {where or 'the file'}: {wanted}"
-
-
-def _shown(value: Any, place: tuple[int | str, ...]) -> str:
-    """The value, unless it may be a secret or would be long."""
-    if isinstance(value, dict | list) or {"env", "kwargs", "headers", "mcp_servers"} & {*place}:
-        return ""
-    return f" {value!r}" if len(repr(value)) <= 80 else ""
+        value, hidden = found["input"], {"env", "kwargs", "headers", "mcp_servers"} & {*place}
+        shown = "" if hidden or isinstance(value, dict | list) or len(repr(value)) > 80 else f" {value!r}"
+        yield f"invalid value{shown} for {where or 'the file'}: {wanted}"
 
 
 def _find(place: tuple[int | str, ...]) -> tuple[type[BaseModel] | None, FieldInfo | None]:
@@ -332,7 +280,7 @@ def _named_dataset(name: str, registry: str | None) -> dict[str, Any]:
     if registry is None:
         raise UsageError(f"-d {name}: pier has no built-in registry", hint=f"-d {name} --registry-path registry.json")
     short, _, version = name.partition("@")
-    return {"name": short, "registry_path": registry, **({"version": version} if version else {})}
+    return {"name": short, "registry_path": registry, "version": version or None}
 
 
 def _one_task(task: str) -> dict[str, Any]:
@@ -443,16 +391,19 @@ def fill(value: Any, env: Mapping[str, str], where: str = "") -> Any:
 
 def hide(value: Any, env: Mapping[str, str]) -> Any:
     """A configuration as it may be written to disk."""
-    return Redactor(job_secrets(value, env)).value(_hide(value, env))
+    shown = map_texts(value, lambda name, text, given: value_on_disk(name, text, env, given=given))
+    return Redactor(job_secrets(value, env)).value(shown)
 
 
-def _hide(value: Any, env: Mapping[str, str], name: str = "", *, given: bool = False) -> Any:
+def map_texts(value: Any, change: Callable[[str, str, bool], Any], name: str = "", *, given: bool = False) -> Any:
+    """A configuration with every text changed. `change` is called with the name of the text's key, the text, and
+    whether it is in a table of values that the user gives."""
     if isinstance(value, dict):
         theirs = given or name in ("env", "headers")
-        return {key: _hide(each, env, str(key), given=theirs) for key, each in value.items()}
+        return {key: map_texts(each, change, str(key), given=theirs) for key, each in value.items()}
     if isinstance(value, list):
-        return [_hide(each, env, name, given=given) for each in value]
-    return value_on_disk(name, value, env, given=given) if isinstance(value, str) else value
+        return [map_texts(each, change, name, given=given) for each in value]
+    return change(name, value, given) if isinstance(value, str) else value
 
 
 def job_secrets(config: Any, env: Mapping[str, str]) -> Iterator[str]:
@@ -468,6 +419,11 @@ def job_secrets(config: Any, env: Mapping[str, str]) -> Iterator[str]:
             yield value
 
 
+def environ_with(env_file: str | None) -> dict[str, str]:
+    """The variables of this process, with those of a file over them."""
+    return {**os.environ, **(read_env_file(Path(env_file)) if env_file else {})}
+
+
 def read_env_file(path: Path) -> dict[str, str]:
     """The variables of an `.env` file: `NAME=value` lines, `export` allowed, quotes removed, `#` starts a comment."""
     found: dict[str, str] = {}
@@ -478,11 +434,7 @@ def read_env_file(path: Path) -> dict[str, str]:
         name, equals, value = line.partition("=")
         if not equals or not name.strip().isidentifier():
             raise UsageError(f"{path}:{number}: not of the form NAME=value")
-        found[name.strip()] = _unquote(value.strip())
+        value = value.strip()
+        quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
+        found[name.strip()] = value[1:-1] if quoted else value.partition(" #")[0].rstrip()
     return found
-
-
-def _unquote(value: str) -> str:
-    if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
-        return value[1:-1]
-    return value.partition(" #")[0].rstrip()

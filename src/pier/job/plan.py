@@ -30,7 +30,7 @@ import click
 from pier.errors import UsageError
 from pier.files import is_plain_name, write
 from pier.job.config import DatasetConfig, JobConfig, JobTask
-from pier.job.load import fill, job_secrets, to_disk
+from pier.job.load import fill, job_secrets, map_texts, to_disk
 from pier.redact import Redactor
 from pier.secret import is_secret, looks_secret
 from pier.task import Task, load_task, wanted_variables
@@ -138,20 +138,13 @@ def make_plan(
 
 def _identity_of(task: PlannedTask, agent: dict[str, Any], settings: dict[str, Any]) -> str:
     stable = [task.name, task.digest, task.source, _set_values(agent), _set_values(settings)]
-    return hashlib.sha256(json.dumps(_without_ports(stable), sort_keys=True).encode()).hexdigest()
+    counted = map_texts(stable, lambda name, text, given: _LOOPBACK_PORT.sub(r"\1", text))
+    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()
 
 
 def _set_values(table: dict[str, Any]) -> dict[str, Any]:
     """What asks for something. Inside of a value, everything does."""
     return {key: value for key, value in table.items() if value is not None and value != [] and value != {}}
-
-
-def _without_ports(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_ports(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_without_ports(each) for each in value]
-    return _LOOPBACK_PORT.sub(r"\1", value) if isinstance(value, str) else value
 
 
 def _names(task: str, digest: bytes) -> Iterator[str]:
@@ -242,23 +235,20 @@ class Identity:
         """Variables that a task asks for."""
         return self._keyed({"env": dict(values)}, key)["env"]
 
-    def _keyed(self, value: Any, key: bytes, name: str = "", *, given: bool = False) -> Any:
+    def _keyed(self, value: Any, key: bytes) -> Any:
         """A value with its templates filled and its secrets hashed."""
-        if isinstance(value, dict):
-            theirs = given or name in ("env", "headers")
-            return {each: self._keyed(value[each], key, each, given=theirs) for each in value}
-        if isinstance(value, list):
-            return [self._keyed(each, key, name, given=given) for each in value]
-        if not isinstance(value, str):
-            return value
-        try:
-            real = fill(value, self._env)
-        except UsageError:
-            return value
-        hidden = (
-            (looks_secret(name) and real) or is_secret(name, real, given=given) or self._redactor.text(real) != real
-        )
-        return {"hmac": hmac.digest(key, real.encode(errors="surrogatepass"), "sha256").hex()} if hidden else real
+
+        def keyed(name: str, text: str, given: bool) -> Any:
+            try:
+                real = fill(text, self._env)
+            except UsageError:
+                return text
+            hidden = (
+                (looks_secret(name) and real) or is_secret(name, real, given=given) or self._redactor.text(real) != real
+            )
+            return {"hmac": hmac.digest(key, real.encode(errors="surrogatepass"), "sha256").hex()} if hidden else real
+
+        return map_texts(value, keyed)
 
 
 def _files_of(agent: dict[str, Any]) -> dict[str, Any]:

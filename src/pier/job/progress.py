@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -18,10 +17,10 @@ import click
 from pier.home import pier_home
 from pier.job.ledger import Outcome, now
 from pier.job.plan import PlannedTrial
-from pier.job.results import Interval, Summary, Totals, calls_of, describe_calls
+from pier.job.results import Summary, Totals
 from pier.job.view import JobView
 from pier.redact import Redactor
-from pier.sizes import size_text
+from pier.sizes import columns, size_text
 from pier.trial.record import printable
 
 if TYPE_CHECKING:
@@ -213,23 +212,18 @@ def describe_outcome(outcome: Outcome) -> str:
 
 def first_line(text: str) -> str:
     """The first line of a message, or all of one that goes on behind a colon, cut to what a terminal holds."""
-    first = text.strip().partition("\n")[0]
-    if first.endswith(":"):
-        rest = [row.strip().removeprefix("- ") for row in text.strip()[:1000].splitlines()[1:]]
-        line = f"{first} {'; '.join(rest)}"
-    else:
-        line = first
+    line = text.strip().partition("\n")[0]
+    if line.endswith(":"):
+        line += " " + "; ".join(row.strip().removeprefix("- ") for row in text.strip()[:1000].splitlines()[1:])
     line = "".join(each if each.isprintable() else "?" for each in line)
     return line if len(line) <= 160 else line[:157] + "..."
 
 
 def duration(seconds: float) -> str:
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
 class JobLog:
@@ -273,8 +267,6 @@ def print_report(
     if any(row.model for row in view.trials):
         words.append(f"cost {view.totals.cost}")
     click.echo(", ".join(words))
-    if calls := calls_of(view.directory):
-        click.echo(describe_calls(calls))
     click.echo(f"files: {view.directory}")
     _print_store()
     if stopped:
@@ -302,7 +294,9 @@ def _print_table(view: JobView) -> None:
     for group in view.groups:
         summary, steps = group.summary, group.totals.steps
         verdicts = f"{summary.n_verdicts}/{summary.n_trials}"
-        row = (group.agent, group.model or "-", group.dataset, verdicts, means(summary), _passes(summary))
+        shown = [k for k in summary.pass_at_k if k.bit_count() == 1][:3]
+        passes = "  ".join(f"{k}: {summary.pass_at_k[k]:.3f}" for k in shown) or "-"
+        row = (group.agent, group.model or "-", group.dataset, verdicts, means(summary), passes)
         rows.append((*row, "/".join(map(str, steps)) if steps else "-") if has_steps else row)
     if rows:
         print_columns(rows, (*_HEADINGS, _STEPS) if has_steps else _HEADINGS)
@@ -310,31 +304,17 @@ def _print_table(view: JobView) -> None:
 
 def print_columns(rows: list[tuple[str, ...]], headings: tuple[str, ...] = ()) -> None:
     """Print rows one below the other; a cell may have several lines."""
-    everything = [headings, *rows] if headings else rows
-    widths = [
-        max(len(line) for cell in column for line in cell.split("\n")) for column in zip(*everything, strict=True)
-    ]
-    for row in everything:
-        for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
-            shown = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            click.secho(printable(shown), bold=row is headings)
+    for number, line in enumerate(columns(headings, *rows) if headings else columns(*rows)):
+        click.secho(printable(line), bold=bool(headings) and number == 0)
 
 
 def means(summary: Summary) -> str:
     rows: list[str] = []
     for key, mean in summary.mean.items():
         found = summary.interval.get(key)
-        rows.append(f"{'' if len(summary.mean) == 1 else key + ' '}{mean:.3f}{between(found)}")
+        between = f" ({found.low:.3f}–{found.high:.3f})" if found else ""
+        rows.append(f"{'' if len(summary.mean) == 1 else key + ' '}{mean:.3f}{between}")
     return "\n".join(rows) or "-"
-
-
-def _passes(summary: Summary) -> str:
-    shown = [k for k in summary.pass_at_k if k.bit_count() == 1][:3]
-    return "  ".join(f"{k}: {summary.pass_at_k[k]:.3f}" for k in shown) or "-"
-
-
-def between(found: Interval | None) -> str:
-    return f" ({found.low:.3f}–{found.high:.3f})" if found else ""
 
 
 def _print_faults(view: JobView) -> None:

@@ -18,7 +18,7 @@ from pier.job.directory import result_of
 from pier.job.ledger import current_owner
 from pier.job.plan import NOT_ASKED
 from pier.job.progress import describe_outcome, first_line, means, print_columns, print_report
-from pier.job.results import Comparison, Interval, compare, describe
+from pier.job.results import Interval, compare, describe
 from pier.job.view import LOG, RESULT, TRIAL_LOG, JobView, ResultGroup, TrialRow, has_finished, rewards_by_task
 from pier.tree import Tree, TreeError
 from pier.trial.record import printable
@@ -30,7 +30,7 @@ def print_jobs(views: Sequence[JobView], jobs_dir: Path, *, as_json: bool) -> No
         click.echo(json.dumps([_job_row(view) for view in views], indent=2))
         return
     if not views:
-        click.echo(f"{jobs_dir} holds no jobs; try: pier run -p TASKS")
+        click.echo(f"{jobs_dir} holds no jobs; try: pier run TASKS")
         return
     rows: list[tuple[str, ...]] = []
     for view in views:
@@ -115,7 +115,9 @@ def print_log(view: JobView, trial: str | None, *, follow: bool, as_json: bool) 
         while True:
             over = not follow or _has_ended(view, tree, trial)
             for line in reader.read(last=not follow or (over and ended)):
-                _print_log_line(line, as_json=as_json)
+                stamped = _STAMPED.fullmatch(line)
+                at, text = stamped.groups() if stamped else (None, line)
+                click.echo(json.dumps({"at": at, "text": text}) if as_json else printable(line))
             if not follow or (over and ended):
                 break
             ended = over  # a trial that is retried has a result for a moment
@@ -159,15 +161,6 @@ class _LogReader:
                 yield line.decode(errors="replace").rstrip("\n")
 
 
-def _print_log_line(line: str, *, as_json: bool) -> None:
-    if as_json:
-        stamped = _STAMPED.fullmatch(line)
-        at, text = stamped.groups() if stamped else (None, line)
-        click.echo(json.dumps({"at": at, "text": text}))
-    else:
-        click.echo(printable(line))
-
-
 def print_comparison(views: Sequence[JobView], *, as_json: bool) -> None:
     """Print how the agents of jobs compare with the first of them."""
     first, *rest = comparison_sides(views)
@@ -183,24 +176,28 @@ def print_comparison(views: Sequence[JobView], *, as_json: bool) -> None:
     rows = [(*_side_cells(first), "-"), *shown]
     print_columns(rows, ("", "verdicts", "mean reward (95%)", "cost", "difference (95%)"))
     for side, result in found:
-        click.echo()
-        click.echo(_verdict(first, side, result))
+        ties = result.n_paired - result.wins - result.losses
+        test = "" if result.p_value is None else f" (sign test: p = {result.p_value:.3g})"
+        click.echo(
+            f"\n{side.key} against {first.key}: {result.n_paired} tasks with verdicts in both, "
+            f"{result.wins} better, {result.losses} worse, {ties} equal{test}"
+        )
         changed = [row for row in result.tasks if row.difference != 0 and (row.first, row.second) != (None, None)]
         cells = [
-            (row.task, _number(row.first), _number(row.second), _difference(row.difference, row.interval))
+            (
+                row.task,
+                *("-" if value is None else f"{value:.3f}" for value in (row.first, row.second)),
+                _difference(row.difference, row.interval),
+            )
             for row in sorted(changed, key=lambda row: (row.difference is None, row.difference or 0.0, row.task))
         ]
         if cells:
             print_columns(cells, ("task", first.key, side.key, "difference (95%)"))
     if differing:
         click.echo()
-        print_columns(
-            [
-                (key, *("-" if value is None else json.dumps(value) for value in values))
-                for key, values in differing.items()
-            ],
-            ("configuration", *(view.name for view in views)),
-        )
+        shown = (["-" if value is None else json.dumps(value) for value in values] for values in differing.values())
+        headings = ("configuration", *(view.name for view in views))
+        print_columns([(key, *cells) for key, cells in zip(differing, shown, strict=True)], headings)
 
 
 def comparison_sides(views: Sequence[JobView]) -> list[ResultGroup]:
@@ -226,21 +223,10 @@ def _side_cells(side: ResultGroup) -> tuple[str, ...]:
     return (side.key, verdicts, means(side.summary), str(side.totals.cost) if side.totals.done else "-")
 
 
-def _verdict(first: ResultGroup, side: ResultGroup, result: Comparison) -> str:
-    ties = result.n_paired - result.wins - result.losses
-    text = f"{side.key} against {first.key}: {result.n_paired} tasks with verdicts in both, "
-    text += f"{result.wins} better, {result.losses} worse, {ties} equal"
-    return text if result.p_value is None else f"{text} (sign test: p = {result.p_value:.3g})"
-
-
 def _difference(value: float | None, found: Interval | None) -> str:
     if value is None:
         return "-"
     return f"{value:+.3f}" + (f" ({found.low:+.3f} to {found.high:+.3f})" if found else "")
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def side_data(side: ResultGroup) -> dict[str, Any]:

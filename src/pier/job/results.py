@@ -3,39 +3,25 @@
 A trial without a verdict counts in coverage and nowhere else: an infrastructure fault is never a zero. A reward has a
 mean for each of its keys; where one number is shown, it is the mean of the main reward: the key `reward`, else the
 only one. A cost is the whole cost or unknown; of a cost that is known in part, the part is shown as such.
-
-The numbers of a job's model calls are here too. They add up over all runs of a job: a run begins with those that
-earlier ones left in `gateway.json` and replaces the file now and then, so a runner that is killed loses the numbers of
-a few seconds.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pier.files import write_json
-from pier.tree import TreeError, open_regular
-
 if TYPE_CHECKING:
-    from pier.gateway.metrics import GatewayMetrics
     from pier.job.ledger import Outcome
 
 Z95 = 1.959963984540054
 """Standard errors to each side of a 95% interval."""
 
 
-@dataclass(frozen=True, slots=True)
-class GradedTrial:
-    """What metrics need to know of one trial: which task it was, and its rewards (None without a verdict)."""
-
-    task: str
-    rewards: Mapping[str, float] | None
+GradedTrial = tuple[str, Mapping[str, float] | None]
+"""What metrics need to know of one trial: which task it was, and its rewards (None without a verdict)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +161,12 @@ def summarise(trials: Iterable[GradedTrial]) -> Summary:
     by_key: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     tasks: set[str] = set()
     n_trials = n_verdicts = 0
-    for trial in trials:
+    for task, rewards in trials:
         n_trials += 1
-        tasks.add(trial.task)
-        if trial.rewards is None:
-            continue
-        n_verdicts += 1
-        for key, value in trial.rewards.items():
-            by_key[key][trial.task].append(value)
+        tasks.add(task)
+        n_verdicts += rewards is not None
+        for key, value in (rewards or {}).items():
+            by_key[key][task].append(value)
     flat = {key: [v for values in groups.values() for v in values] for key, groups in by_key.items()}
     intervals = {key: confidence(list(groups.values())) for key, groups in by_key.items()}
     return Summary(
@@ -206,10 +190,7 @@ def describe(summary: Summary) -> dict[str, Any]:
         "n_tasks": summary.n_tasks,
         "coverage": summary.coverage,
         "mean": summary.mean,
-        "confidence": {
-            key: {"low": found.low, "high": found.high, "level": 0.95, "method": found.method}
-            for key, found in summary.interval.items()
-        },
+        "confidence": {key: {**asdict(found), "level": 0.95} for key, found in summary.interval.items()},
         "pass_at_k": {str(k): value for k, value in summary.pass_at_k.items()},
     }
 
@@ -231,18 +212,14 @@ def _pass_table(by_key: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[int
     if any(value not in (0, 1) for values in groups for value in values):
         return {}
     fewest = min(len(values) for values in groups)
+    powers = {2**exponent for exponent in range(fewest.bit_length())}
     counts: dict[tuple[int, int], int] = defaultdict(int)
     for values in groups:
         counts[len(values), sum(value == 1 for value in values)] += 1
     return {
         k: math.fsum(pass_at_k(n, good, k) * many for (n, good), many in counts.items()) / len(groups)
-        for k in _ks(fewest)
+        for k in sorted(powers | set(range(5, min(fewest, 100) + 1, 5)))
     }
-
-
-def _ks(most: int) -> list[int]:
-    powers = {2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most}
-    return sorted(powers | set(range(5, min(most, 100) + 1, 5)))
 
 
 def confidence(groups: Sequence[Sequence[float]]) -> Interval | None:
@@ -311,6 +288,8 @@ def compare(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[
     found = [row.difference for row in rows if row.difference is not None]
     bounded = all(0 <= value <= 1 for side in (first, second) for values in side.values() for value in values)
     wins, losses = sum(value > 0 for value in found), sum(value < 0 for value in found)
+    n, fewer = wins + losses, min(wins, losses)
+    sign_test = min(1.0, 2 * sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n)
     return Comparison(
         tasks=rows,
         n_paired=len(found),
@@ -318,7 +297,7 @@ def compare(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[
         interval=_paired(found, bounded),
         wins=wins,
         losses=losses,
-        p_value=_sign_test(wins, losses) if found else None,
+        p_value=sign_test if found else None,
     )
 
 
@@ -347,83 +326,3 @@ def _paired(differences: Sequence[float], bounded: bool) -> Interval | None:
     half = Z95 * math.sqrt(spread / len(values) / (len(values) if bounded else len(values) - 1))
     low, high = mean - half, mean + half
     return Interval(max(low, -1.0), min(high, 1.0), "paired") if bounded else Interval(low, high, "paired")
-
-
-def _sign_test(wins: int, losses: int) -> float:
-    n = wins + losses
-    return min(1.0, 2 * sum(math.comb(n, k) for k in range(min(wins, losses) + 1)) / 2**n)
-
-
-NUMBERS = "gateway.json"
-_STAGES = {
-    "call": "call_seconds",
-    "before_upstream": "before_upstream_seconds",
-    "first_byte": "upstream_first_byte_seconds",
-    "added": "added_seconds",
-    "recording": "recording_seconds",
-    "event_loop_lag": "event_loop_lag_seconds",
-}
-_SHOWN = ("mean", "p50", "p99")
-
-
-class JobNumbers:
-    """The numbers of a job that runs, added to those of its earlier runs. Without a gateway there are none."""
-
-    def __init__(self, directory: Path, metrics: GatewayMetrics | None) -> None:
-        self._path = directory / NUMBERS
-        self._metrics = metrics
-        self._earlier = _read(directory) if metrics else {}
-        self._saved: Any = []
-
-    def save(self) -> None:
-        """Replace the file, if another call ended since the last time."""
-        if self._metrics is None or (now := self._metrics.snapshot())["calls_total"] == self._saved:
-            return
-        from pier.gateway.metrics import combine
-
-        self._saved = now["calls_total"]
-        write_json(self._path, combine(now, self._earlier), durable=False)
-
-
-def _read(directory: Path) -> dict[str, Any]:
-    try:
-        with open_regular(directory / NUMBERS) as stream:
-            found = json.load(stream)
-    except (OSError, TreeError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def calls_of(directory: Path) -> dict[str, Any] | None:
-    """A job's model calls in short; None if none was counted."""
-    found = _read(directory)
-    try:
-        ends: Counter[str] = Counter()
-        for row in found["calls_total"]:
-            ends[row["end"]] += int(row["value"])
-        seconds = {name: {each: found[key][each] for each in _SHOWN} for name, key in _STAGES.items()}
-        counts = {
-            "retries": int(sum(row["value"] for row in found["upstream_retries_total"])),
-            "waits": int(found["limit_waits_total"]),
-            "wait_seconds": round(found["limit_wait_seconds_total"], 3),
-            "recording_gaps": int(found["recording_gaps_total"]),
-            "edits": int(found["edits_total"]),
-        }
-    except (KeyError, TypeError, ValueError):
-        return None
-    return {"ends": dict(ends), **counts, "seconds": seconds} if ends else None
-
-
-def describe_calls(calls: dict[str, Any]) -> str:
-    """A job's model calls in one line."""
-    words = [f"{count} {end.replace('_', ' ')}" for end, count in calls["ends"].items()]
-    for name, stage in (("first byte", "first_byte"), ("added by the gateway", "added")):
-        if (shown := calls["seconds"][stage])["p50"] is not None:
-            words.append(f"{name} within {shown['p50']:g} s (99%: {shown['p99']:g} s)")
-    if calls["retries"]:
-        words.append(f"{calls['retries']} retries")
-    if calls["waits"]:
-        words.append(f"{calls['wait_seconds']:.1f} s of waiting for limits")
-    if calls["recording_gaps"]:
-        words.append(f"{calls['recording_gaps']} that could not be recorded")
-    return "model calls: " + ", ".join(words)

@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -39,15 +39,11 @@ from pier.job.ledger import Ledger, Outcome, now, outcome_of, outcome_of_error
 from pier.job.load import fill
 from pier.job.plan import PlannedTrial
 from pier.job.progress import JobLog, Progress
-from pier.job.results import JobNumbers
 from pier.job.specs import Specs
 from pier.job.view import LOG
-from pier.lease import Lease, sweep
-from pier.sandbox import open_backend
-from pier.trial.images import open_images
 from pier.trial.result import TrialResult
 from pier.trial.run import run_trial
-from pier.trial.spec import TrialServices, TrialSpec
+from pier.trial.spec import TrialServices, TrialSpec, open_services
 
 if TYPE_CHECKING:
     from pier.job.meter import JobMeter
@@ -192,8 +188,7 @@ class Schedule:
 
 def job_meter(limits: BudgetConfig, ledger: Ledger) -> JobMeter | None:
     """The meter of a job that has limits."""
-    asked = limits.model_dump(exclude_none=True)
-    if not asked:
+    if not (asked := limits.model_dump(exclude_none=True)):
         return None
     from pier.gateway.budget import Budget
     from pier.job.meter import JobMeter
@@ -204,7 +199,6 @@ def job_meter(limits: BudgetConfig, ledger: Ledger) -> JobMeter | None:
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HURRY_SECONDS = 5.0
 """How long clean-up may still take after the second one."""
-
 EXIT_CODE = 130
 
 
@@ -239,12 +233,9 @@ class Interrupts:
         if self.count > 2:
             os._exit(EXIT_CODE)
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._act)
-
-    def _act(self) -> None:
-        self._stop()
-        if self.count > 1 and self._loop is not None:
-            self._loop.call_later(HURRY_SECONDS, os._exit, EXIT_CODE)
+            self._loop.call_soon_threadsafe(self._stop)
+            if self.count > 1:
+                self._loop.call_soon_threadsafe(self._loop.call_later, HURRY_SECONDS, os._exit, EXIT_CODE)
 
 
 RunSpec = Callable[[TrialSpec], Awaitable[TrialResult]]
@@ -320,20 +311,13 @@ async def _run_owed(
             schedule.stop()
 
         interrupts.connect(stop)
-        metrics = services.gateway.metrics if services.gateway else None
-        numbers = JobNumbers(job.directory, metrics)
-        async with AsyncExitStack() as beside:
-            beside.enter_context(progress.show())
-            if metrics:
-                await beside.enter_async_context(_beside(metrics.sample_lag()))
-            await beside.enter_async_context(_beside(_keep_up(job, schedule, pool, numbers)))
-            await beside.enter_async_context(_beside(_build_ahead(specs, owed, services)))
-            try:
-                await schedule.run(owed)
-            finally:
-                if pool:
-                    pool.save()
-                numbers.save()
+        with progress.show():
+            async with _beside(_keep_up(job, schedule, pool)), _beside(_build_ahead(specs, owed, services)):
+                try:
+                    await schedule.run(owed)
+                finally:
+                    if pool:
+                        pool.save()
         job.stopped = pool.exhausted() if pool and any(True for _ in job.ledger.owed()) else None
         interrupts.connect(lambda: None)
     return schedule.stopping
@@ -370,16 +354,10 @@ async def _run_try(
 async def _services(job: OpenJob, env: Mapping[str, str], pool: JobMeter | None) -> AsyncIterator[TrialServices]:
     """What all trials share: opened before the first, closed after the last."""
     check_models(job.config, env)
+    environment, label, builds = job.config.environment, f"job {job.directory.name}", job.config.n_concurrent_builds
     async with AsyncExitStack() as stack:
-        environment = job.config.environment
-        lease = stack.enter_context(Lease(label=f"job {job.directory.name}"))
-        backend = await stack.enter_async_context(open_backend(environment.backend, lease, environment.kwargs))
-        await (
-            backend.capabilities()
-        )  # a backend that cannot be reached at all fails the run, and not each of its trials
-        await sweep(dict.fromkeys(backend.kinds, backend.destroy))
-        images = open_images(backend, builds=job.config.n_concurrent_builds)
-        stack.push_async_callback(images.close)
+        opened = open_services(environment.backend, label=label, options=environment.kwargs, builds=builds)
+        services = await stack.enter_async_context(opened)
         gateway = None
         if _models(job.config):
             from pier.gateway import Directory, Gateway
@@ -388,7 +366,7 @@ async def _services(job: OpenJob, env: Mapping[str, str], pool: JobMeter | None)
             wanted = job.config.provider_retry
             retry = Retry(attempts=wanted.max_attempts, patience=wanted.max_wait_sec)
             gateway = await stack.enter_async_context(Gateway(providers=Directory.load(env), retry=retry))
-        yield TrialServices(backend=backend, images=images, gateway=gateway, pool=pool, environ=env)
+        yield replace(services, gateway=gateway, pool=pool, environ=env)
 
 
 def _models(config: JobConfig) -> list[AgentConfig]:
@@ -435,13 +413,12 @@ async def _beside(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
             await task
 
 
-async def _keep_up(job: OpenJob, schedule: Schedule, pool: JobMeter | None, numbers: JobNumbers) -> None:
+async def _keep_up(job: OpenJob, schedule: Schedule, pool: JobMeter | None) -> None:
     """Keep `result.json` fresh and the journal on disk, seldom enough that it costs next to nothing."""
     pause = 1.0
     while True:
         await asyncio.sleep(pause)
         began = time.monotonic()
-        numbers.save()
         write_result(job.ledger, job.config, schedule.running)
         if pool:
             pool.save()

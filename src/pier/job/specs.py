@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,7 +24,7 @@ from pier.image.model import parse
 from pier.job.config import AgentConfig, EnvironmentConfig, JobConfig
 from pier.job.ledger import Ledger
 from pier.job.load import fill, job_secrets
-from pier.job.plan import Plan, PlannedTask, PlannedTrial
+from pier.job.plan import Plan, PlannedTrial
 from pier.plugin import find, load
 from pier.redact import Redactor
 from pier.sandbox import BACKENDS
@@ -37,7 +37,8 @@ from pier.trial.agent import check_choice, make_agent
 from pier.trial.collect import STATE, has_state, restore_state
 from pier.trial.images import ImageRequest
 from pier.trial.plan import agent_plan
-from pier.trial.spec import AgentChoice, Multipliers, SandboxChoice, TrialSpec, VerifierChoice
+from pier.trial.result import MULTIPLIERS
+from pier.trial.spec import AgentChoice, SandboxChoice, TrialSpec, VerifierChoice
 
 if TYPE_CHECKING:
     from pier.wire.turn import Sampling
@@ -65,16 +66,12 @@ class KeptState(Agent):
         return Result(0)
 
 
-def stand_in(source: Path, trial: str, task: Task) -> AgentChoice:
-    """The choice of agent for grading `trial` of the job in `source` again."""
-    return AgentChoice(AGENT, options={"states": [str(state) for state in _states(source / trial, task)]})
-
-
 def plan_regrade(source: Path, config: JobConfig) -> tuple[Plan, int]:
     """The plan for grading what is kept of the job in `source`, and how many finished trials keep no state."""
     ledger = Ledger.read(source)
     read = [load_task(task.path, strict=config.strict) for task in ledger.plan.tasks]
-    tasks = [_planned(old, task) for old, task in zip(ledger.plan.tasks, read, strict=True)]
+    both = zip(ledger.plan.tasks, read, strict=True)
+    tasks = [replace(old, name=task.name, digest=task.digest) for old, task in both]
     finished = [trial for trial in ledger.plan.trials if trial.id in ledger.outcomes]
     kept = [trial for trial in finished if all(map(has_state, _states(source / trial.name, read[trial.task])))]
     if not kept:
@@ -85,10 +82,7 @@ def plan_regrade(source: Path, config: JobConfig) -> tuple[Plan, int]:
             hint="run the job again" if len(several) == len(read) else "run the job with --keep-state",
             code="no-state",
         )
-    trials = [
-        PlannedTrial(_id(trial, tasks[trial.task]), trial.name, trial.task, trial.agent, trial.attempt)
-        for trial in kept
-    ]
+    trials = [replace(trial, id=_regrade_id(trial.id, tasks[trial.task].digest)) for trial in kept]
     return Plan(tuple(tasks), ledger.plan.agents, tuple(trials)), len(finished) - len(kept)
 
 
@@ -96,17 +90,8 @@ def _states(trial: Path, task: Task) -> list[Path]:
     return [(trial / "steps" / step.name if step.name else trial) / STATE for step in task.steps]
 
 
-def _planned(old: PlannedTask, task: Task) -> PlannedTask:
-    fields: dict[str, Any] = {key: getattr(old, key) for key in PlannedTask.__slots__}
-    return PlannedTask(**{**fields, "name": task.name, "digest": task.digest})
-
-
-def _id(trial: PlannedTrial, task: PlannedTask) -> str:
-    return hashlib.sha256(f"regrade/{trial.id}/{task.digest}".encode()).hexdigest()[:16]
-
-
-CACHED_TASKS = 64
-"""How many tasks are kept read; a plan goes through its tasks in order, so more would only cost memory."""
+def _regrade_id(trial: str, digest: str) -> str:
+    return hashlib.sha256(f"regrade/{trial}/{digest}".encode()).hexdigest()[:16]
 
 
 class Specs:
@@ -119,7 +104,7 @@ class Specs:
         self._plan = plan
         self._job_id = job_id
         self._config = config
-        self._tasks: OrderedDict[int, Task] = OrderedDict()
+        self._task = lru_cache(64)(self._load_task)  # a plan goes through its tasks in order
         self._agents = [_agent(agent, env) for agent in config.agents]
         for choice in self._agents:
             agent = _check_agent(choice, job_budget=bool(config.budget.model_dump(exclude_none=True)))
@@ -134,13 +119,7 @@ class Specs:
             hosts=tuple(config.verifier.extra_allowed_hosts),
             keep_processes=not config.verifier.kill_processes,
         )
-        self._multipliers = Multipliers(
-            all=config.timeout_multiplier,
-            agent=config.agent_timeout_multiplier,
-            verifier=config.verifier_timeout_multiplier,
-            agent_setup=config.agent_setup_timeout_multiplier,
-            environment_build=config.environment_build_timeout_multiplier,
-        )
+        self._multipliers = {name: getattr(config, name) for name in MULTIPLIERS}
         self.builds = config.n_concurrent_builds
         self._artifacts = _read(tuple[Artifact, ...], config.artifacts, "artifacts")
         self._secrets = tuple(sorted(set(job_secrets(dumped, env))))
@@ -150,7 +129,8 @@ class Specs:
         """What to run for `trial`, in `directory`. A task that changed since it was planned is a `TaskError`."""
         task, agent = self._task(trial.task), self._agents[trial.agent]
         if self._config.regrade_of is not None:
-            agent = stand_in(Path(self._config.regrade_of), trial.name, task)
+            states = _states(Path(self._config.regrade_of, trial.name), task)
+            agent = AgentChoice(AGENT, options={"states": [str(state) for state in states]})
         spec = TrialSpec(
             name=trial.name,
             task=task,
@@ -175,38 +155,21 @@ class Specs:
         request = agent_plan(self._task(place), self._sandbox).image
         return request if request.is_build else None
 
-    def _task(self, place: int) -> Task:
-        if place in self._tasks:
-            self._tasks.move_to_end(place)
-            return self._tasks[place]
+    def _load_task(self, place: int) -> Task:
         planned = self._plan.tasks[place]
-        task = load_task(
-            _where(planned),
-            strict=self._config.strict,
-            verify=not self._config.verifier.disable,
-            origin=_origin(planned),
-        )
+        path, url, commit = Path(planned.path), planned.git_url, planned.git_commit_id
+        if url and not path.exists():
+            check_out(url, commit)
+        origin = Origin(path, planned.source, url, commit, planned.git_path)
+        verify = not self._config.verifier.disable
+        task = load_task(path, strict=self._config.strict, verify=verify, origin=origin)
         if task.digest != planned.digest:
             raise TaskError(
                 f"the task {planned.name} in {planned.path} has changed since the job was planned",
                 hint="start a new job with the task as it is now",
                 code="task_changed",
             )
-        self._tasks[place] = task
-        if len(self._tasks) > CACHED_TASKS:
-            self._tasks.popitem(last=False)
         return task
-
-
-def _origin(planned: PlannedTask) -> Origin:
-    return Origin(Path(planned.path), planned.source, planned.git_url, planned.git_commit_id, git_path=planned.git_path)
-
-
-def _where(planned: PlannedTask) -> Path:
-    path = Path(planned.path)
-    if planned.git_url and not path.exists():
-        check_out(planned.git_url, planned.git_commit_id)
-    return path
 
 
 def _agent(agent: AgentConfig, env: Mapping[str, str]) -> AgentChoice:
@@ -282,7 +245,12 @@ def _check_agent(choice: AgentChoice, *, job_budget: bool) -> Agent:
 
 
 def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
-    environment = config.environment
+    environment, image = config.environment, fill(config.image, env, "image")
+    if image is not None:
+        try:
+            parse(image)
+        except ImageError as error:
+            raise UsageError(error.message, code=error.code) from error
     backend = find("backend", environment.backend, BACKENDS)
     options = getattr(backend, "options", ())
     for name in ("cpu_enforcement_policy", "memory_enforcement_policy"):
@@ -297,7 +265,7 @@ def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
         raise UsageError(f"the backend {environment.backend} has no GPUs", hint="leave out --override-gpus")
     return SandboxChoice(
         backend=environment.backend,
-        image=_image(fill(config.image, env, "image")),
+        image=image,
         force_build=environment.force_build,
         hosts=tuple(environment.extra_allowed_hosts),
         env=environment.env,
@@ -310,15 +278,6 @@ def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
         gpus=environment.override_gpus,
         mounts=_mounts(environment),
     )
-
-
-def _image(reference: str | None) -> str | None:
-    if reference is not None:
-        try:
-            parse(reference)
-        except ImageError as error:
-            raise UsageError(error.message, code=error.code) from error
-    return reference
 
 
 def _bytes(megabytes: int | None) -> int | None:
@@ -338,11 +297,11 @@ def _hidden(config: JobConfig, plan: Plan) -> tuple[Path, ...]:
 def _mounts(environment: EnvironmentConfig) -> tuple[Mount, ...]:
     found: list[Mount] = []
     for index, row in enumerate(environment.mounts):
-        where = f"environment.mounts[{index}]"
+        where, kind = f"environment.mounts[{index}]", row.get("type", "bind")
         unknown = row.keys() - {"type", "source", "target", "read_only"}
-        if unknown or row.get("type", "bind") not in ("bind", "tmpfs") or not isinstance(row.get("target"), str):
+        if unknown or kind not in ("bind", "tmpfs") or not isinstance(row.get("target"), str):
             raise UsageError(f"{where}: expected type bind or tmpfs, source, target and read_only, got {sorted(row)}")
-        if row.get("type", "bind") == "tmpfs":
+        if kind == "tmpfs":
             found.append(Mount(row["target"], read_only=False))
             continue
         source = Path(str(row.get("source", ""))).expanduser()

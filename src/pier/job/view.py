@@ -21,7 +21,7 @@ from pier.errors import JobError, UsageError
 from pier.files import is_plain_name
 from pier.job.ledger import JOURNAL, OWNER, Ledger, Outcome, Owner, current_owner, not_a_job, outcome_of
 from pier.job.plan import KEY
-from pier.job.results import GradedTrial, Summary, Totals, main_reward, summarise
+from pier.job.results import Summary, Totals, main_reward, summarise
 from pier.tree import Tree, TreeError
 from pier.trial.result import ExceptionInfo, TimingInfo, TrialResult, read_result
 
@@ -74,7 +74,7 @@ class ResultGroup:
 
     @cached_property
     def summary(self) -> Summary:
-        return summarise(GradedTrial(row.task, row.outcome.rewards if row.outcome else None) for row in self.trials)
+        return summarise((row.task, row.outcome.rewards if row.outcome else None) for row in self.trials)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,9 @@ class JobView:
     @classmethod
     def of_trials(cls, path: Path) -> JobView:
         """A directory that holds trials and is not a job: a workspace's, or one that trials were copied to."""
-        return cls(directory=path, state="unfinished" if any(_trial_directories(path)) else "empty")
+        with Tree(path.resolve()) as tree:
+            found = any(_looks_like_trial(tree.path / name) for name in _directories(tree))
+        return cls(directory=path, state="unfinished" if found else "empty")
 
     @property
     def name(self) -> str:
@@ -227,7 +229,7 @@ class TrialView:
             name=result.trial_name,
             task=result.task_name,
             agent=result.agent_info.name,
-            model=_model_name(model.provider, model.name) if model else None,
+            model="/".join(filter(None, (model.provider, model.name))) if model else None,
             attempt=row.attempt if row else None,
             state="unfinished" if outcome.cancelled else "done",
             result=result,
@@ -288,7 +290,7 @@ def has_finished(tree: Tree) -> bool:
 def list_jobs(jobs_dir: Path) -> list[JobView]:
     """The jobs in a directory, newest first. What else is there is passed over, and so are empty directories."""
     if not jobs_dir.is_dir():
-        raise UsageError(f"{jobs_dir}: no such directory", hint="pier run -p TASKS")
+        raise UsageError(f"{jobs_dir}: no such directory", hint="pier run TASKS")
     found: list[JobView] = []
     for path in jobs_dir.iterdir():
         if path.name.startswith(".") or not path.is_dir():
@@ -376,8 +378,7 @@ _ForeignRow = tuple[TrialRow, dict[str, Any]]
 def _foreign_rows(directory: Path) -> Iterator[TrialRow]:
     """The trials of a job without a journal, from the result of each."""
     with Tree(directory.resolve()) as tree, ThreadPoolExecutor(_READERS) as pool:
-        names = [entry.path for entry in tree.listed() if entry.kind == "directory" and entry.path[0] != "."]
-        read = pool.map(lambda name: _foreign(tree.path / name), names)
+        read = pool.map(lambda name: _foreign(tree.path / name), _directories(tree))
         found = [each for each in read if each is not None]
     agents = {json.dumps(agent, sort_keys=True): agent for _, agent in found}
     labels = dict(zip(agents, agent_labels([*agents.values()]), strict=True))
@@ -389,10 +390,8 @@ def _foreign_rows(directory: Path) -> Iterator[TrialRow]:
         yield replace(row, agent=agent, attempt=attempts[row.task, agent, key], group=key)
 
 
-def _trial_directories(directory: Path) -> Iterator[Path]:
-    with Tree(directory.resolve()) as tree:
-        names = [entry.path for entry in tree.listed() if entry.kind == "directory" and entry.path[0] != "."]
-    return (directory / name for name in names if _looks_like_trial(directory / name))
+def _directories(tree: Tree) -> list[str]:
+    return [entry.path for entry in tree.listed() if entry.kind == "directory" and entry.path[0] != "."]
 
 
 def _foreign(path: Path) -> _ForeignRow | None:
@@ -400,16 +399,12 @@ def _foreign(path: Path) -> _ForeignRow | None:
     try:
         status = (path / RESULT).lstat()
     except OSError:
-        return _read_foreign(path)
-    return _known_foreign(path, status.st_ino, status.st_mtime_ns, status.st_size)
+        return _read_foreign.__wrapped__(path)
+    return _read_foreign(path, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 @lru_cache(maxsize=4096)
-def _known_foreign(path: Path, inode: int, changed: int, size: int) -> _ForeignRow | None:
-    return _read_foreign(path)
-
-
-def _read_foreign(path: Path) -> _ForeignRow | None:
+def _read_foreign(path: Path, *_version: int) -> _ForeignRow | None:
     try:
         view = TrialView.open(path)
     except JobError:
@@ -429,8 +424,7 @@ def _without_result(path: Path, row: TrialRow | None, error: JobError) -> TrialV
     if path.is_dir():
         with Tree(path.resolve()) as tree:
             config = _json(tree, CONFIG) or {}
-    task, agent = (config.get(key) if isinstance(config.get(key), dict) else {} for key in ("task", "agent"))
-    assert isinstance(task, dict) and isinstance(agent, dict)
+    task, agent = (value if isinstance(value := config.get(key), dict) else {} for key in ("task", "agent"))
     state: TrialState = "broken" if error.code == "broken_result" else "unfinished"
     if row is not None:
         state = row.state
@@ -486,10 +480,6 @@ def _without_journal(path: Path, tree: Tree, owner: Owner | None) -> JobView:
 
 def _looks_like_trial(path: Path) -> bool:
     return any((path / name).is_file() for name in (RESULT, CONFIG, TRIAL_LOG))
-
-
-def _model_name(provider: str | None, name: str) -> str:
-    return f"{provider}/{name}" if provider else name
 
 
 def _json(tree: Tree, name: str) -> dict[str, Any] | None:

@@ -63,26 +63,18 @@ def _lint_config(file: Path, config: TaskConfig, task: Task) -> Iterator[Problem
         part = config.environment if table else config
         if getattr(part, key) is not None:
             yield Problem("warning", "old-key", f"{file}: {old}", f"deprecated key, use {new}")
-    if config.environment.network_mode is None and config.environment.allow_internet is None and _reaches_out(task):
+    unset = config.environment.network_mode is None and config.environment.allow_internet is None
+    if unset and any(step.agent.policy is None or step.verifier.policy is None for step in task.steps):
         message = "missing, so the network is public; set no-network if the task needs none"
         yield Problem("warning", "public-by-default", f"{file}: environment.network_mode", message)
     if config.multi_step_reward_strategy and not config.steps:
         yield Problem("warning", "unused-key", f"{file}: multi_step_reward_strategy", "has no effect without steps")
-    for name in _variables(config):
-        message = f"needs the variable {name} from the user's environment and has no default"
-        yield Problem("warning", "needs-variable", f"{file}: env", message)
-
-
-def _reaches_out(task: Task) -> bool:
-    """Whether a phase of the task is left at the environment's own network."""
-    return any(step.agent.policy is None or step.verifier.policy is None for step in task.steps)
-
-
-def _variables(config: TaskConfig) -> list[str]:
     tables = [config.environment.env, config.verifier.env, config.solution.env]
     tables += [step.verifier.env for step in config.steps or ()]
     wanted = {name: default for table in tables for name, default in wanted_variables(table).items()}
-    return sorted(name for name, default in wanted.items() if default is None)
+    for name in sorted(name for name, default in wanted.items() if default is None):
+        message = f"needs the variable {name} from the user's environment and has no default"
+        yield Problem("warning", "needs-variable", f"{file}: env", message)
 
 
 def _lint_image(task: Task) -> Iterator[Problem]:

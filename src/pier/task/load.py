@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -152,7 +153,9 @@ def load_task(path: Path | str, *, strict: bool = False, verify: bool = True, or
     if not (root / "environment").is_dir():
         raise TaskError(f"{root / 'environment'}: this directory is missing", code="task_layout")
     check_containment(root)
-    steps = _steps(root, config, verify)
+    if config.steps is not None and not config.steps:
+        raise TaskError(f"{root / 'task.toml'}: steps: a task with steps needs one at least", code="task_toml")
+    steps = tuple(_step(root, config, table, verify) for table in config.steps or (None,))
     name = config.task.name if config.task else root.resolve().name
     pre_artifacts = root / "pre_artifacts.sh"
     return Task(
@@ -225,22 +228,14 @@ def unknown_keys(data: Any, model: type[BaseModel], prefix: str = "") -> Iterato
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    for part in get_args(annotation):
-        if (found := _model_in(part)) is not None:
-            return found
-    return None
+    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)
 
 
 def strip_canary(text: str) -> str:
     """`text` without the canary comments at its beginning and the blank lines after them."""
     lines = text.splitlines(keepends=True)
-    start = 0
-    while start < len(lines) and _CANARY.fullmatch(lines[start]):
-        start += 1
-    if start:
-        while start < len(lines) and not lines[start].strip():
-            start += 1
-    return "".join(lines[start:])
+    rest = list(itertools.dropwhile(_CANARY.fullmatch, lines))
+    return text if len(rest) == len(lines) else "".join(itertools.dropwhile(lambda line: not line.strip(), rest))
 
 
 def find_compose(directory: Path) -> Path | None:
@@ -249,21 +244,16 @@ def find_compose(directory: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def _steps(root: Path, config: TaskConfig, verify: bool) -> tuple[TaskStep, ...]:
-    if config.steps is None:
-        return (_step(root, config, None, verify),)
-    if not config.steps:
-        raise TaskError(f"{root / 'task.toml'}: steps: a task with steps needs one at least", code="task_toml")
-    return tuple(_step(root, config, table, verify) for table in config.steps)
-
-
 def _step(root: Path, config: TaskConfig, table: StepTable | None, verify: bool) -> TaskStep:
     home = root / "steps" / table.name if table else root
-    verifier = _merge_verifier(config.verifier, table.verifier) if table else config.verifier
+    verifier = config.verifier
+    if table:
+        env = {**config.verifier.env, **table.verifier.env}
+        verifier = _overlay(config.verifier, table.verifier).model_copy(update={"env": env})
     mode = (table.verifier.mode if table else None) or config.verifier.mode or "shared"
     environment = _verifier_environment(root, home, config, table)
     tests = tuple(dict.fromkeys(d.resolve() for d in (root / "tests", home / "tests") if d.is_dir()))
-    script = f"test{_suffix(config)}"
+    script = "test.bat" if config.environment.os == "windows" else "test.sh"
     has_script = any(is_kept(directory, script) for directory in tests)
     if verify and not has_script and not (mode == "separate" and environment.bundled):
         raise TaskError(f"{home / 'tests' / script}: the test script is missing", code="task_layout")
@@ -272,7 +262,7 @@ def _step(root: Path, config: TaskConfig, table: StepTable | None, verify: bool)
     return TaskStep(
         name=table.name if table else "",
         instruction=_instruction(home / "instruction.md"),
-        agent=_merge_agent(config, table),
+        agent=_overlay(config.agent, table.agent) if table else config.agent,
         verifier=verifier,
         verifier_mode=mode,
         verifier_environment=environment,
@@ -287,10 +277,6 @@ def _step(root: Path, config: TaskConfig, table: StepTable | None, verify: bool)
     )
 
 
-def _suffix(config: TaskConfig) -> str:
-    return ".bat" if config.environment.os == "windows" else ".sh"
-
-
 def _instruction(path: Path) -> str:
     try:
         text = strip_canary(path.read_bytes().decode())
@@ -303,23 +289,11 @@ def _instruction(path: Path) -> str:
     return text
 
 
-def _merge_agent(config: TaskConfig, table: StepTable | None) -> AgentTable:
-    if table is None:
-        return config.agent
-    return _overlay(config.agent, table.agent, ("network_mode", "allowed_hosts"))
-
-
-def _merge_verifier(task: Verifier, step: Verifier) -> Verifier:
-    merged = _overlay(task, step, ("network_mode", "allowed_hosts"))
-    return merged.model_copy(update={"env": {**task.env, **step.env}})
-
-
-def _overlay(base: P, over: P, together: tuple[str, ...]) -> P:
-    """`over` where it says something, `base` elsewhere; the keys in `together` come from one of the two."""
-    said = {key: getattr(over, key) for key in over.model_fields_set}
-    if said.keys() & set(together):
-        said = {**{key: getattr(over, key) for key in together}, **said}
-    return base.model_copy(update=said)
+def _overlay(base: P, over: P) -> P:
+    """`over` where it says something, `base` elsewhere; the network comes from one of the two."""
+    said, network = over.model_fields_set, {"network_mode", "allowed_hosts"}
+    keys = said | network if said & network else said
+    return base.model_copy(update={key: getattr(over, key) for key in keys})
 
 
 def _verifier_environment(root: Path, home: Path, config: TaskConfig, table: StepTable | None) -> VerifierEnvironment:

@@ -28,37 +28,20 @@ def normalise_host(text: str) -> str:
     host = text.strip().lower().rstrip(".")
     if not host:
         raise ValueError("an allowed host may not be empty")
-    if "/" in host or ":" in host:
-        return _normalise_address(text, host)
-    name = host[2:] if host.startswith("*.") else host
+    name = host.removeprefix("*.")
     if "*" in name:
         raise ValueError(f"{text!r}: a wildcard is only possible as the first label, as in *.example.org")
-    if name != host and _is_address(name):
+    try:
+        address = "" if "%" in host else (ip_network if "/" in name else ip_address)(name).compressed
+    except ValueError:
+        address = ""
+    if address and name != host:
         raise ValueError(f"{text!r}: a wildcard needs a host name, not an address")
-    if not all(_LABEL.fullmatch(label) for label in name.split(".")):
+    if not address and not all(_LABEL.fullmatch(label) for label in name.split(".")):
         raise ValueError(
             f"invalid host {text!r}: expected a name, an address or a CIDR range, without scheme, port or path"
         )
-    return host
-
-
-def _normalise_address(text: str, host: str) -> str:
-    try:
-        if "%" in host:
-            raise ValueError
-        return ip_network(host).compressed if "/" in host else ip_address(host).compressed
-    except ValueError:
-        raise ValueError(
-            f"invalid host {text!r}: expected a name, an address or a CIDR range, without scheme, port or path"
-        ) from None
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
+    return address or host
 
 
 SCHEMA_VERSION = "1.4"
@@ -70,6 +53,7 @@ NetworkName = Literal["public", "no-network", "allowlist"]
 VerifierMode = Literal["shared", "separate"]
 
 _PACKAGE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]*/[a-zA-Z0-9][a-zA-Z0-9._-]*")
+_DEVICE = re.compile(r"\s*(CON|PRN|AUX|NUL|(COM|LPT)[1-9])\s*(\.|$)", re.IGNORECASE)
 _SERVICE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 
 
@@ -330,7 +314,7 @@ class StepTable(Table):
         bad = set('<>:"/\\|?*')
         if name.strip() in ("", ".", "..") or any(char in bad or ord(char) < 32 for char in name):
             raise ValueError(f"{name!r} cannot be the name of a directory")
-        if name[-1] in ". " or len(name.encode()) > 255 or _is_device(name):
+        if name[-1] in ". " or len(name.encode()) > 255 or _DEVICE.match(name):
             raise ValueError(f"{name!r} is not possible as a directory name on every system")
         return name
 
@@ -361,12 +345,9 @@ class TaskConfig(Table):
     @field_validator("steps")
     @classmethod
     def _step_names_differ(cls, steps: tuple[StepTable, ...] | None) -> tuple[StepTable, ...] | None:
-        seen: set[str] = set()
-        for step in steps or ():
-            key = _fold(step.name)
-            if key in seen:
-                raise ValueError(f"two steps are called {step.name!r}")
-            seen.add(key)
+        names = [unicodedata.normalize("NFC", step.name).casefold() for step in steps or ()]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two steps are called {twice[0]!r}")
         return steps
 
 
@@ -378,38 +359,19 @@ def parse_size_mb(text: str) -> int:
     return int(float(match[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[match[2]])
 
 
-def _fold(name: str) -> str:
-    return unicodedata.normalize("NFC", name).casefold()
-
-
-def _is_device(name: str) -> bool:
-    stem = name.split(".")[0].strip().upper()
-    return stem in {"CON", "PRN", "AUX", "NUL"} or bool(re.fullmatch(r"(COM|LPT)[1-9]", stem))
-
-
-def resolve_env(
-    env: Mapping[str, str], *, where: str, environ: Mapping[str, str] | None = None, code: str = "missing_variable"
-) -> dict[str, str]:
+def resolve_env(env: Mapping[str, str], *, where: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """`env` with its templates filled in. A variable that is missing and has no default is a `TaskError`."""
     known = os.environ if environ is None else environ
-    return {key: _fill(key, value, where, known, code) for key, value in env.items()}
+    matches = {key: TEMPLATE.fullmatch(value) for key, value in env.items()}
+    return {key: _fill(key, match, where, known) if (match := matches[key]) else env[key] for key in env}
 
 
-def _fill(key: str, value: str, where: str, environ: Mapping[str, str], code: str) -> str:
-    match = TEMPLATE.fullmatch(value)
-    if match is None:
-        return value
-    name, default = match[1], match[2]
-    if name in environ:
-        return environ[name]
-    if default is not None:
-        return default
-    raise TaskError(
-        f"{where}: {key} needs the variable {name}, which is not set",
-        hint=f"export {name}=...",
-        code=code,
-        blame="user",
-    )
+def _fill(key: str, match: re.Match[str], where: str, environ: Mapping[str, str]) -> str:
+    value = environ.get(match[1], match[2])
+    if value is None:
+        message = f"{where}: {key} needs the variable {match[1]}, which is not set"
+        raise TaskError(message, hint=f"export {match[1]}=...", code="missing_variable", blame="user")
+    return value
 
 
 _IN_HEADER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
@@ -421,7 +383,7 @@ def resolve_headers(
     """HTTP headers with their templates filled in, which may be a part of a value: `Bearer ${TOKEN}`."""
     known = os.environ if environ is None else environ
     return {
-        name: _IN_HEADER.sub(lambda match, name=name: _fill(name, match[0], where, known, "missing_variable"), value)
+        name: _IN_HEADER.sub(lambda match, name=name: _fill(name, match, where, known), value)
         for name, value in headers.items()
     }
 

@@ -38,10 +38,6 @@ class _Row(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
-class DatasetInfo(_Row):
-    name: str
-
-
 class DatasetTask(_Row):
     name: str
     digest: str | None = None
@@ -50,7 +46,7 @@ class DatasetTask(_Row):
 class Dataset(_Row):
     """`dataset.toml`, as far as it is used."""
 
-    dataset: DatasetInfo
+    dataset: DatasetTask
     tasks: tuple[DatasetTask, ...] = ()
 
 
@@ -116,15 +112,6 @@ class GitReference:
     path: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Checkout:
-    """The tree of one commit on this machine."""
-
-    url: str
-    commit: str
-    directory: Path
-
-
 def parse_git_reference(text: str) -> GitReference | None:
     """The reference that `text` is, or None if it does not look like one."""
     address, _, path = text.partition("#")
@@ -142,17 +129,18 @@ def parse_git_reference(text: str) -> GitReference | None:
     return GitReference(url, ref if is_ref else None, path)
 
 
-def check_out(url: str, ref: str | None = None, *, cache: Path | None = None) -> Checkout:
-    """The tree of `ref` (the default branch if None), from the cache if that commit was fetched before."""
-    home = (cache or pier_home() / "cache" / "git") / hashlib.sha256(url.encode()).hexdigest()[:20]
+def check_out(url: str, ref: str | None = None) -> tuple[str, Path]:
+    """The commit that `ref` is (the default branch if None) and the directory with its tree, from the cache if that
+    commit was fetched before."""
+    home = pier_home() / "cache" / "git" / hashlib.sha256(url.encode()).hexdigest()[:20]
     home.mkdir(parents=True, exist_ok=True)
     if ref and _COMMIT.fullmatch(ref) and (home / ref).is_dir():
-        return Checkout(url, ref, home / ref)
+        return ref, home / ref
     with locked(home / "lock"):
         commit = _fetch(home, url, ref or "HEAD")
         if not (home / commit).is_dir():
             _materialise(home, commit)
-    return Checkout(url, commit, home / commit)
+    return commit, home / commit
 
 
 def _fetch(home: Path, url: str, ref: str) -> str:
@@ -207,10 +195,6 @@ def _git(args: list[str], cwd: Path, extra: dict[str, str] | None = None) -> str
 Warn = Callable[[str], None]
 
 
-def _ignore_warning(_: str) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Which tasks of a source are taken: globs against the names of their directories and the names that they give
@@ -226,21 +210,19 @@ def resolve_sources(
     sources: Iterable[str | Path],
     selection: Selection | None = None,
     *,
-    strict: bool = False,
     verify: bool = True,
-    cache: Path | None = None,
-    warn: Warn = _ignore_warning,
+    warn: Warn = lambda _: None,
 ) -> list[Task]:
     """Read all tasks of `sources` that `selection` takes. A source without tasks is an error, and so is a pattern that
     matches no task of any source."""
     selection = selection or Selection()
-    origins = [origin for source in sources for origin in find_tasks(source, cache=cache, warn=warn)]
+    origins = [origin for source in sources for origin in find_tasks(source, warn=warn)]
     check_patterns(selection.include, origins)
     chosen = select(origins, selection)
-    return [load_task(origin.path, strict=strict, verify=verify, origin=origin) for origin in chosen]
+    return [load_task(origin.path, verify=verify, origin=origin) for origin in chosen]
 
 
-def find_tasks(source: str | Path, *, cache: Path | None = None, warn: Warn = _ignore_warning) -> list[Origin]:
+def find_tasks(source: str | Path, *, warn: Warn = lambda _: None) -> list[Origin]:
     """Where the tasks of one source are, without reading them."""
     path = Path(source)
     text = str(source)
@@ -248,17 +230,16 @@ def find_tasks(source: str | Path, *, cache: Path | None = None, warn: Warn = _i
         return _in_directory(path, Origin(path), warn)
     base, _, fragment = text.partition("#")
     if Path(base).is_file():
-        return _in_file(Path(base), fragment or None, cache)
+        return _in_file(Path(base), fragment or None)
     reference = parse_git_reference(text)
     if reference is None:
-        raise TaskError(f"{text}: no such task, directory or repository", code="source_missing", blame="user")
-    checkout = check_out(reference.url, reference.ref, cache=cache)
-    found = checkout.directory / reference.path
-    origin = Origin(found, git_url=checkout.url, git_commit=checkout.commit, git_path=reference.path)
+        message, hint = f"{text}: no such task, directory or repository", f"pier task init {text} makes a task"
+        raise TaskError(message, code="source_missing", blame="user", hint=hint)
+    commit, directory = check_out(reference.url, reference.ref)
+    found = directory / reference.path
+    origin = Origin(found, git_url=reference.url, git_commit=commit, git_path=reference.path)
     if not found.is_dir():
-        raise TaskError(
-            f"{text}: {reference.path!r} is not a directory at commit {checkout.commit}", code="source_missing"
-        )
+        raise TaskError(f"{text}: {reference.path!r} is not a directory at commit {commit}", code="source_missing")
     return _in_directory(found, origin, warn)
 
 
@@ -277,9 +258,7 @@ def select(origins: Sequence[Origin], selection: Selection) -> list[Origin]:
 
 def check_patterns(patterns: Sequence[str], origins: Sequence[Origin]) -> None:
     """Refuse a pattern that no task of any source matches: it is a typing error."""
-    if not patterns:
-        return
-    named = [tuple(_names(origin)) for origin in origins]
+    named = [tuple(_names(origin)) for origin in origins] if patterns else []
     for pattern in patterns:
         if not any(_fits(names, pattern) for names in named):
             known = ", ".join(origin.path.name for origin in origins[:8])
@@ -318,30 +297,18 @@ def _own_name(directory: Path) -> str | None:
 def _in_directory(directory: Path, origin: Origin, warn: Warn) -> list[Origin]:
     if (directory / "task.toml").is_file():
         return [origin]
-    children = _children_with(directory, "task.toml")
+    children = sorted(child for child in directory.iterdir() if (child / "task.toml").is_file())
     if not children:
         deeper = sorted({path.parent.parent.name for path in directory.glob("*/*/task.toml")})
+        hint = f"{directory}/{deeper[0]}, or {directory}/*/ for all" if deeper else f"pier task init {directory}"
+        message = f"{directory}: neither a task (no task.toml) nor a directory of tasks"
         if deeper:
-            raise TaskError(
-                f"{directory}: no task here, but in {len(deeper)} of its directories: {', '.join(deeper[:5])}",
-                code="source_empty",
-                blame="user",
-                hint=f"{directory}/{deeper[0]}, or {directory}/*/ for all",
-            )
-        raise TaskError(
-            f"{directory}: neither a task (no task.toml) nor a directory of tasks",
-            code="source_empty",
-            blame="user",
-            hint=f"pier task init {directory}",
-        )
+            message = f"{directory}: no task here, but in {len(deeper)} of its directories: {', '.join(deeper[:5])}"
+        raise TaskError(message, code="source_empty", blame="user", hint=hint)
     if (directory / "dataset.toml").is_file():
         _compare_with_dataset(directory / "dataset.toml", children, warn)
     source = directory.resolve().name
     return [_below(origin, child, source) for child in children]
-
-
-def _children_with(directory: Path, name: str) -> list[Path]:
-    return sorted(child for child in directory.iterdir() if (child / name).is_file())
 
 
 def _compare_with_dataset(path: Path, children: Sequence[Path], warn: Warn) -> None:
@@ -357,16 +324,15 @@ def _compare_with_dataset(path: Path, children: Sequence[Path], warn: Warn) -> N
         warn(f"{path}: out of date: {counts}; give the file itself as the source to run what it lists")
 
 
-def _in_file(path: Path, name: str | None, cache: Path | None) -> list[Origin]:
+def _in_file(path: Path, name: str | None) -> list[Origin]:
     if path.suffix == ".toml":
         return _in_dataset(path, Origin(path.parent))
     entry = find_entry(path, name)
     found: list[Origin] = []
     for task in entry.tasks:
         if task.git_url:
-            checkout = check_out(task.git_url, task.git_commit_id, cache=cache)
-            place = checkout.directory / task.path
-            found.append(Origin(place, entry.name, task.git_url, checkout.commit, task.path))
+            commit, directory = check_out(task.git_url, task.git_commit_id)
+            found.append(Origin(directory / task.path, entry.name, task.git_url, commit, task.path))
         else:
             found.append(Origin(path.parent / task.path, entry.name))
     return found

@@ -110,9 +110,7 @@ def describe_run(
     environ: Mapping[str, str] | None = None,
 ) -> AgentRun:
     """The agent's inputs for one step; the model's endpoint is added when its session is open."""
-    seconds = phase_seconds(
-        spec.agent.timeout, step.agent.timeout_sec, spec.agent.max_timeout, spec.multipliers.of("agent")
-    )
+    seconds = phase_seconds(spec.agent.timeout, step.agent.timeout_sec, spec.agent.max_timeout, spec.factor("agent"))
     is_oracle = isinstance(agent, OracleAgent)
     environment = spec.task.config.environment
     return AgentRun(

@@ -39,7 +39,6 @@ class Proof:
     agent: str
     rewards: tuple[dict[str, float | int] | None, ...]
     problems: tuple[str, ...] = ()
-    directories: tuple[Path, ...] = ()
 
     @property
     def flaky(self) -> bool:
@@ -49,12 +48,8 @@ class Proof:
     def ok(self) -> bool:
         if self.flaky or any(rewards is None for rewards in self.rewards):
             return False
-        full = [_is_full(rewards) for rewards in self.rewards]
+        full = [rewards and all(value >= 1 for value in rewards.values()) for rewards in self.rewards]
         return all(full) if self.agent == "oracle" else not any(full)
-
-
-def _is_full(rewards: dict[str, float | int] | None) -> bool:
-    return bool(rewards) and all(value >= 1 for value in (rewards or {}).values())
 
 
 async def prove(
@@ -85,7 +80,14 @@ async def prove(
     async def prove_one(task: Task, place: str, agent: str) -> Proof:
         async with asyncio.TaskGroup() as group:
             runs = [group.create_task(run(task, place, agent, attempt)) for attempt in range(1, attempts + 1)]
-        proof = _proof(task, agent, [each.result() for each in runs])
+        results = [each.result() for each in runs]
+        errors = (result.exception_info for result in results)
+        proof = Proof(
+            task.name,
+            agent,
+            tuple(result.rewards for result in results),
+            tuple(dict.fromkeys(error.exception_message for error in errors if error is not None)),
+        )
         if on_done is not None:
             on_done(proof)
         return proof
@@ -94,15 +96,6 @@ async def prove(
     async with asyncio.TaskGroup() as group:
         proving = [group.create_task(prove_one(*each, agent)) for each in places for agent in ("oracle", "nop")]
     return [each.result() for each in proving]
-
-
-def _proof(task: Task, agent: str, results: list[TrialResult]) -> Proof:
-    rewards = tuple(result.rewards for result in results)
-    problems = dict.fromkeys(
-        result.exception_info.exception_message for result in results if result.exception_info is not None
-    )
-    directories = tuple(Path(result.trial_uri.removeprefix("file://")) for result in results)
-    return Proof(task.name, agent, rewards, tuple(problems), directories)
 
 
 _STAND_IN = "1"
@@ -115,24 +108,17 @@ def lint_services(path: Path) -> list[Problem]:
         task = load_task(path)
     except TaskError:
         return []
+    files = {task.compose: task.config.environment} if task.compose else {}
+    for step in task.steps:
+        verifier = step.verifier_environment
+        if step.verifier_mode == "separate" and verifier.compose is not None:
+            files.setdefault(verifier.compose, verifier.table)
     problems: list[Problem] = []
-    read: dict[Path, Compose | None] = {}
-    for file, table in _files(task):
-        if file not in read:
-            read[file] = _read(file, table, problems)
+    read = {file: _read(file, table, problems) for file, table in files.items()}
     own = read.get(task.compose) if task.compose else None
     if own is not None or task.compose is None:
         problems += _lint_names(task, own)
     return problems
-
-
-def _files(task: Task) -> Iterator[tuple[Path, Environment]]:
-    if task.compose is not None:
-        yield task.compose, task.config.environment
-    for step in task.steps:
-        verifier = step.verifier_environment
-        if step.verifier_mode == "separate" and verifier.compose is not None:
-            yield verifier.compose, verifier.table
 
 
 def _read(file: Path, table: Environment, problems: list[Problem]) -> Compose | None:
@@ -183,8 +169,7 @@ async def find_history(
     task: Task, services: TrialServices, directory: Path, sandbox: SandboxChoice | None = None
 ) -> list[Problem]:
     """What an agent could find of a task's repository beyond the commit that it works on."""
-    environ = os.environ if services.environ is None else services.environ
-    record = TrialRecord(directory, Redactor(task_secrets(task, environ)))
+    record = TrialRecord(directory, Redactor(task_secrets(task, services.environ)))
     record.open()
     found: list[Problem] = []
     try:
@@ -211,13 +196,9 @@ async def _search(environment: TaskSandbox, user: str | None) -> list[Problem]:
         text = await environment.sandbox.read_file(f"{AGENT_LOGS}/{_FOUND}", max_bytes=_LONGEST)
     except FileNotFoundError:
         return []
-    return _problems(environment.task, text.decode(errors="replace"))
-
-
-def _problems(task: Task, text: str) -> list[Problem]:
-    rows = (line.split("\t") for line in text.splitlines())
-    found = ((row[0], row[1], row[2]) for row in rows if len(row) == 3 and row[0] in _WORDS)
+    rows = (line.split("\t") for line in text.decode(errors="replace").splitlines())
     return [
-        Problem("warning", "history", f"{task.path}: {where}", _WORDS[kind].format(words))
-        for kind, where, words in found
+        Problem("warning", "history", f"{environment.task.path}: {row[1]}", _WORDS[row[0]].format(row[2]))
+        for row in rows
+        if len(row) == 3 and row[0] in _WORDS
     ]

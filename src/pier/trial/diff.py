@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from io import StringIO
@@ -40,14 +40,12 @@ def unified(path: str, before: str, after: str) -> str:
     """The lines in which two texts differ, as a unified diff; empty if they are equal."""
     old, new = list(StringIO(before)), list(StringIO(after))
     is_short = len(old) + len(new) <= 2 * MOST_LINES or old == new
-    rows = difflib.unified_diff(old, new, f"a/{path}", f"b/{path}") if is_short else _whole(path, old, new)
+    if is_short:
+        rows = difflib.unified_diff(old, new, f"a/{path}", f"b/{path}")
+    else:
+        head = (f"--- a/{path}\n", f"+++ b/{path}\n", f"@@ -1,{len(old)} +1,{len(new)} @@\n")
+        rows = (*head, *(f"-{line}" for line in old), *(f"+{line}" for line in new))
     return "".join(row if row.endswith("\n") else f"{row}\n\\ No newline at end of file\n" for row in rows)
-
-
-def _whole(path: str, old: list[str], new: list[str]) -> Iterator[str]:
-    yield from (f"--- a/{path}\n", f"+++ b/{path}\n", f"@@ -1,{len(old)} +1,{len(new)} @@\n")
-    yield from (f"-{line}" for line in old)
-    yield from (f"+{line}" for line in new)
 
 
 async def keep_diff(environment: TaskSandbox, index: int, target: Path) -> None:

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -73,7 +73,7 @@ class SandboxStarter:
     @property
     def environ(self) -> Mapping[str, str]:
         """The variables that templates are filled from."""
-        return os.environ if self.services.environ is None else self.services.environ
+        return self.services.environ
 
     @property
     def build_seconds(self) -> float:
@@ -95,23 +95,12 @@ class SandboxStarter:
         mounts: Iterable[Mount] = (),
         watch: OnDecision | None = None,
         image: Image | None = None,
+        bare: bool = False,
     ) -> AsyncIterator[tuple[Sandbox, str]]:
         """A sandbox with the directories and files that every task may count on, and its working directory. `suffix`
-        goes to its name; `watch` sees the decisions of its network policy; `image` is a snapshot that has the files."""
-        async with await self.start(plan, network, suffix, mounts, watch, image) as sandbox:
-            yield sandbox, await _add_files(sandbox, replace(plan, content=None) if image else plan)
-
-    async def start(
-        self,
-        plan: SandboxPlan,
-        network: NetworkPolicy,
-        suffix: str = "",
-        mounts: Iterable[Mount] = (),
-        watch: OnDecision | None = None,
-        image: Image | None = None,
-    ) -> Sandbox:
-        """A sandbox as its image is. The environment's variables are filled in here and live in the sandbox only. It
-        sees neither the task nor the trial, not even by a mount."""
+        goes to its name; `watch` sees the decisions of its network policy; `image` is a snapshot that has the files.
+        The environment's variables are filled in here and live in the sandbox only. It sees neither the task nor the
+        trial, not even by a mount. With `bare` it is as its image is."""
 
         def note(decision: Decision) -> None:
             self.record.note_network(decision)
@@ -139,7 +128,9 @@ class SandboxStarter:
             keep=self.choice.keep if not suffix else None,
             compose=plan.compose and await self._in_time(self._compose(plan.compose, plan, name if suffix else "")),
         )
-        return await self._in_time(backend.start(spec))
+        async with await self._in_time(backend.start(spec)) as sandbox:
+            content = None if image else plan.content
+            yield sandbox, "" if bare else await _add_files(sandbox, plan.table.workdir, content)
 
     async def _compose(self, project: Compose, plan: SandboxPlan, group: str) -> Composition:
         images = await service_images(project, plan.image, self._fetch)
@@ -149,10 +140,7 @@ class SandboxStarter:
         return await self.services.images.get(request, lambda line: self.report(f"image: {line.strip()}"))
 
     def report(self, line: str) -> None:
-        """Report progress to the log and to `on_progress`."""
-        self.record.log(line)
-        if self.on_progress is not None:
-            self.on_progress(self.record.redactor.text(line))
+        self.record.report(line, self.on_progress)
 
     async def _in_time(self, work: Awaitable[T]) -> T:
         seconds = self.build_seconds
@@ -278,39 +266,30 @@ class ServiceLogs:
             self._files.popitem()[1].__exit__()
 
 
-async def _add_files(sandbox: Sandbox, plan: SandboxPlan) -> str:
+async def _add_files(sandbox: Sandbox, asked: str | None, content: Path | None) -> str:
     """Make the directories that every task may count on, and bring the files that the image does not hold; the working
-    directory."""
-    workdir = plan.table.workdir or sandbox.spec.workdir or sandbox.spec.image.config.workdir or "/"
+    directory, which is made if it is `asked` for."""
+    workdir = asked or sandbox.spec.workdir or sandbox.spec.image.config.workdir or "/"
     folders = {LOGS: 0o755, AGENT_LOGS: 0o777, VERIFIER_LOGS: 0o777, ARTIFACTS: 0o777}
-    if workdir != "/" and plan.table.workdir:
-        folders[workdir] = 0o755
+    if asked and asked != "/":
+        folders[asked] = 0o755
     await make_folders(sandbox, folders)
-    if plan.content is not None:
-        await _upload_content(sandbox, plan.content, workdir)
-    return workdir
-
-
-async def _upload_content(sandbox: Sandbox, content: Path, workdir: str) -> None:
-    names = set(os.listdir(content))
-    if not names - {*_NOT_CONTENT, _PLACEHOLDER}:
-        return
+    names = set(os.listdir(content)) if content is not None else set[str]()
+    if content is None or not names - {*_NOT_CONTENT, _PLACEHOLDER}:
+        return workdir
     if not names & set(_NOT_CONTENT):
         await sandbox.upload(content.resolve(), workdir)
-        return
-    with tempfile.TemporaryDirectory(prefix="pier-content.") as name:
-        staged = Path(name) / "content"
-        await asyncio.to_thread(_stage, content, staged)
-        await sandbox.upload(staged, workdir)
-
-
-def _stage(content: Path, staged: Path) -> None:
-    """A copy without the files that describe how to build the image; these count at the top only."""
+        return workdir
 
     def left_out(directory: str, names: list[str]) -> set[str]:
+        """Files that describe how to build the image; these count at the top only."""
         return set(names) & set(_NOT_CONTENT) if Path(directory) == content else set()
 
-    shutil.copytree(content, staged, symlinks=True, ignore=left_out)
+    with tempfile.TemporaryDirectory(prefix="pier-content.") as name:
+        staged = Path(name) / "content"
+        await asyncio.to_thread(shutil.copytree, content, staged, symlinks=True, ignore=left_out)
+        await sandbox.upload(staged, workdir)
+    return workdir
 
 
 async def prepare_step(starter: SandboxStarter, index: int, sandbox: Sandbox, workdir: str) -> None:

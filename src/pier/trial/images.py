@@ -127,16 +127,8 @@ class TrialImages:
 def _build_key(request: ImageRequest) -> str:
     if request.context is None:
         return ""
-    return repr(
-        (
-            tree_digest(request.context),
-            _file_key(request.context, request.dockerfile),
-            request.target,
-            request.args,
-            request.network,
-            request.host,
-        )
-    )
+    content = (tree_digest(request.context), _file_key(request.context, request.dockerfile))
+    return repr((*content, request.target, request.args, request.network, request.host))
 
 
 def _file_key(context: Path, file: Path | None) -> str:

@@ -26,8 +26,6 @@ from pier.trial.record import TrialRecord
 from pier.trial.spec import SandboxChoice
 from pier.verifier.changes import ARTIFACTS, TESTS, VERIFIER_LOGS
 
-_MEGABYTE = 1024 * 1024
-
 
 @dataclass(frozen=True, slots=True)
 class SandboxPlan:
@@ -67,11 +65,10 @@ def _refusal(message: str, code: str, hint: str | None = None) -> SandboxError:
 
 def agent_plan(task: Task, choice: SandboxChoice, environ: Mapping[str, str] | None = None) -> SandboxPlan:
     """What the agent works in. `environ` is what the task's own variables are filled from."""
-    context = task.environment_dir if task.dockerfile else None
     if task.compose is not None:
         plan = _services_plan(task, task.config.environment, task.compose, choice, environ)
     else:
-        plan = _plan(task, task.config.environment, context, choice)
+        plan = _plan(task, task.config.environment, task.environment_dir if task.dockerfile else None, choice)
     return _finished(task, plan, choice)
 
 
@@ -115,18 +112,16 @@ def verifier_plan(
     task: Task, index: int, choice: SandboxChoice, environ: Mapping[str, str] | None = None
 ) -> SandboxPlan:
     """What a separate verifier works in: its own image, or a fresh copy of what the agent began with."""
-    return _finished(task, _verifier_plan(task, index, choice, environ), choice)
-
-
-def _verifier_plan(task: Task, index: int, choice: SandboxChoice, environ: Mapping[str, str] | None) -> SandboxPlan:
     own = task.steps[index].verifier_environment
     if own.compose is not None:
-        return _services_plan(task, own.table, own.compose, choice, environ)
-    if not own.bundled:
-        return replace(_plan(task, task.config.environment, own.context, choice), table=own.table)
-    if own.table.docker_image and not (choice.force_build and own.context):
-        return SandboxPlan(own.table, ImageRequest(own.table.docker_image), None)
-    return SandboxPlan(own.table, ImageRequest(context=own.context), None)
+        plan = _services_plan(task, own.table, own.compose, choice, environ)
+    elif not own.bundled:
+        plan = replace(_plan(task, task.config.environment, own.context, choice), table=own.table)
+    else:
+        prebuilt = own.table.docker_image and not (choice.force_build and own.context)
+        request = ImageRequest(own.table.docker_image) if prebuilt else ImageRequest(context=own.context)
+        plan = SandboxPlan(own.table, request, None)
+    return _finished(task, plan, choice)
 
 
 async def sandbox_limits(
@@ -134,11 +129,15 @@ async def sandbox_limits(
 ) -> Limits:
     """The task's limits with the run's own before them, and the backend's share of the machine where neither says
     anything; what the backend cannot hold is left out and said."""
+    processes = pier_setting(task, "processes")
+    if processes is not None and (type(processes) is not int or processes <= 0):
+        where = f"{task.path / 'task.toml'}: metadata.pier.processes"
+        raise TaskError(f"{where}: invalid value {processes!r}: expected a number above 0", code="task_toml")
     asked = Limits(
         cpus=table.cpus or None,
-        memory=(table.memory_mb or 0) * _MEGABYTE or None,
-        disk=(table.storage_mb or 0) * _MEGABYTE or None,
-        processes=_processes(task),
+        memory=(table.memory_mb or 0) << 20 or None,
+        disk=(table.storage_mb or 0) << 20 or None,
+        processes=processes,
     )
     wanted = choice.limits.over(asked).named()
     capabilities = await backend.capabilities()
@@ -157,15 +156,6 @@ def pier_setting(task: Task, key: str) -> Any:
     """What `metadata.pier` of a task's file says about `key`; None if it says nothing."""
     table = task.config.metadata.get("pier")
     return table.get(key) if isinstance(table, dict) else None
-
-
-def _processes(task: Task) -> int | None:
-    """What `metadata.pier.processes` says."""
-    value = pier_setting(task, "processes")
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-        return value
-    where = f"{task.path / 'task.toml'}: metadata.pier.processes"
-    raise TaskError(f"{where}: invalid value {value!r}: expected a number above 0", code="task_toml")
 
 
 _MAIN_IMAGE = "pier-main-image"
@@ -247,18 +237,14 @@ def plan_network(
     baseline = with_hosts(override or environment.policy, hosts)
     planned: list[StepNetwork] = []
     for step in steps:
-        agent = baseline if override else (step.agent.policy or baseline)
-        verifier = with_hosts(_verifier_policy(step, baseline, override), verifier_hosts)
-        planned.append(StepNetwork(with_hosts(agent, agent_hosts), verifier, step.verifier_mode == "shared"))
+        agent = verifier = baseline
+        if override is None:
+            own = step.verifier_environment.own_table and step.verifier_mode == "separate"
+            agent = step.agent.policy or baseline
+            verifier = step.verifier.policy or (step.verifier_environment.table.policy if own else baseline)
+        shared = step.verifier_mode == "shared"
+        planned.append(StepNetwork(with_hosts(agent, agent_hosts), with_hosts(verifier, verifier_hosts), shared))
     return NetworkPlan(baseline, tuple(planned), setup)
-
-
-def _verifier_policy(step: TaskStep, baseline: NetworkPolicy, override: NetworkPolicy | None) -> NetworkPolicy:
-    if override is not None:
-        return baseline
-    own = step.verifier_environment.own_table and step.verifier_mode == "separate"
-    start = step.verifier_environment.table.policy if own else baseline
-    return step.verifier.policy or start
 
 
 def build_network(task: Task) -> NetworkPolicy | None:

@@ -23,14 +23,14 @@ from pydantic_core import PydanticSerializationError, to_json
 from pier import files
 from pier.beneath import write_all
 from pier.errors import PierError, UsageError
-from pier.image.model import Image
-from pier.network.policy import Decision, NetworkPolicy, OnDecision
+from pier.image.model import Image, OnProgress
+from pier.network.policy import Decision, OnDecision
 from pier.redact import Redactor, StreamRedactor
 from pier.sandbox import BACKENDS
 from pier.sandbox.contract import Stream
 from pier.secret import env_on_disk
 from pier.task import Origin
-from pier.trial.result import TimingInfo, TrialResult, lock_row
+from pier.trial.result import ALL_CLOCKS, MULTIPLIERS, TimingInfo, TrialResult, lock_row
 from pier.trial.spec import OnPhase, Phase, SandboxChoice, TrialSpec
 
 OUTPUT_LIMIT = 64 * 1024 * 1024
@@ -71,6 +71,12 @@ class TrialRecord:
                 write_all(self._log, line)
             except OSError as error:
                 self.fault = self.fault or error
+
+    def report(self, line: str, on_progress: OnProgress | None) -> None:
+        """Add a line on how long work goes, and report it."""
+        self.log(line)
+        if on_progress is not None:
+            on_progress(self.redactor.text(line))
 
     def warn(self, text: str) -> None:
         """Add a line that the result shows too."""
@@ -180,27 +186,22 @@ def task_reference(origin: Origin) -> dict[str, Any]:
     """The task's identity as Harbor writes it: a path, or a path in a repository at a commit."""
     if origin.git_url:
         return {"git_url": origin.git_url, "git_commit_id": origin.git_commit, "path": origin.git_path or "."}
-    return {"path": _resolved(origin.path)}
+    return {"path": str(resolved(origin.path))}
 
 
 @functools.lru_cache(maxsize=256)
-def _resolved(path: Path) -> str:
-    """The directory of a task, asked for several times by each of its trials."""
-    return str(path.resolve())
+def resolved(path: Path) -> Path:
+    """The directory of a task or a job, asked for several times by each of its trials."""
+    return path.resolve()
 
 
 def trial_config(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:
     """What `config.json` says."""
-    factors = spec.multipliers
     return {
         "task": {**task_reference(spec.task.origin), "source": spec.task.origin.source},
         "trial_name": spec.name,
         "trials_dir": str(spec.directory.parent),
-        "timeout_multiplier": factors.all,
-        "agent_timeout_multiplier": factors.agent,
-        "verifier_timeout_multiplier": factors.verifier,
-        "agent_setup_timeout_multiplier": factors.agent_setup,
-        "environment_build_timeout_multiplier": factors.environment_build,
+        **{name: spec.multipliers.get(name, 1.0 if name == ALL_CLOCKS else None) for name in MULTIPLIERS},
         "agent": _agent(spec, environ),
         "environment": _environment(spec.sandbox, environ),
         "verifier": {
@@ -249,8 +250,14 @@ def _agent(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _environment(choice: SandboxChoice, environ: Mapping[str, str]) -> dict[str, Any]:
-    limits = choice.limits
+    limits, network = choice.limits, choice.network
     known = choice.backend in _HARBOR_BACKENDS
+    own = {
+        "image": choice.image or None,
+        "processes": limits.processes,
+        "network": network.mode if network else None,
+        "hosts": list(network.hosts) if network else None,
+    }
     return {
         "type": choice.backend if known else None,
         "import_path": None if known else BACKENDS.get(choice.backend, choice.backend),
@@ -261,26 +268,13 @@ def _environment(choice: SandboxChoice, environ: Mapping[str, str]) -> dict[str,
         "override_gpus": choice.gpus,
         "env": env_on_disk(choice.env, environ),
         "extra_allowed_hosts": _bare(choice.hosts),
-        "kwargs": {**_image(choice), **_processes(choice), **_network(choice.network)},
+        "kwargs": {name: value for name, value in own.items() if value is not None},
     }
 
 
 def _bare(hosts: tuple[str, ...]) -> list[str]:
     """Without ports, which Harbor does not know."""
     return [host.partition(":")[0] for host in hosts]
-
-
-def _image(choice: SandboxChoice) -> dict[str, Any]:
-    return {"image": choice.image} if choice.image else {}
-
-
-def _processes(choice: SandboxChoice) -> dict[str, Any]:
-    """Harbor has no word for it."""
-    return {} if choice.limits.processes is None else {"processes": choice.limits.processes}
-
-
-def _network(policy: NetworkPolicy | None) -> dict[str, Any]:
-    return {"network": policy.mode, "hosts": list(policy.hosts)} if policy else {}
 
 
 class Clock:

@@ -9,7 +9,7 @@ file is a typed error.
 from __future__ import annotations
 
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -52,6 +52,14 @@ class ExceptionInfo(_Part):
 class ModelInfo(_Part):
     name: str
     provider: str | None = None
+
+    @classmethod
+    def of(cls, model: str | None) -> ModelInfo | None:
+        """A model by its name, which may begin with its provider and a slash."""
+        if model is None:
+            return None
+        provider, slash, name = model.partition("/")
+        return cls(name=name, provider=provider) if slash else cls(name=model)
 
 
 class AgentInfo(_Part):
@@ -113,9 +121,14 @@ class StepResult(_Part):
     agent_result: AgentResult | None = None
     verifier_result: VerifierResult | None = None
     exception_info: ExceptionInfo | None = None
+    agent_setup: TimingInfo | None = None
     agent_execution: TimingInfo | None = None
     verifier: TimingInfo | None = None
     integrity: Integrity | None = None
+
+    @property
+    def rewards(self) -> dict[str, float | int] | None:
+        return self.verifier_result.rewards if self.verifier_result else None
 
 
 class PierInfo(_Part):
@@ -178,34 +191,20 @@ class TrialResult(_Part):
         return self.rewards is not None
 
 
-_HARBOR_NAMES = {
-    "agent_timeout": "AgentTimeoutError",
-    "agent_exit": "NonZeroAgentExitCodeError",
-    "agent_setup_timeout": "AgentSetupTimeoutError",
-    "environment_timeout": "EnvironmentStartTimeoutError",
-    "healthcheck": "HealthcheckError",
-    "verifier_timeout": "VerifierTimeoutError",
-    "reward_missing": "RewardFileNotFoundError",
-    "reward_empty": "RewardFileEmptyError",
-    "reward_invalid": "VerifierOutputParseError",
+_HARBOR = {
+    "agent_timeout": ("AgentTimeoutError", "agent_exhausted_budget"),
+    "agent_exit": ("NonZeroAgentExitCodeError", "unclassified"),
+    "agent_setup_timeout": ("AgentSetupTimeoutError", "sandbox_failed"),
+    "environment_timeout": ("EnvironmentStartTimeoutError", "sandbox_failed"),
+    "healthcheck": ("HealthcheckError", "sandbox_failed"),
+    "verifier_timeout": ("VerifierTimeoutError", "verifier_failed"),
+    "reward_missing": ("RewardFileNotFoundError", "verifier_failed"),
+    "reward_empty": ("RewardFileEmptyError", "verifier_failed"),
+    "reward_invalid": ("VerifierOutputParseError", "verifier_failed"),
+    "verifier": ("VerifierError", "verifier_failed"),
 }
-"""The class names that Harbor's statistics and filters know, by our codes."""
-
-_HARBOR_CAUSES = {
-    "AgentTimeoutError": "agent_exhausted_budget",
-    "NonZeroAgentExitCodeError": "unclassified",
-    "AgentSetupTimeoutError": "sandbox_failed",
-    "EnvironmentStartTimeoutError": "sandbox_failed",
-    "HealthcheckError": "sandbox_failed",
-    "VerifierTimeoutError": "verifier_failed",
-    "RewardFileNotFoundError": "verifier_failed",
-    "RewardFileEmptyError": "verifier_failed",
-    "VerifierOutputParseError": "verifier_failed",
-    "VerifierError": "verifier_failed",
-    "CancelledError": "cancelled",
-}
-"""What Harbor says ended a trial, by the type of its error."""
-
+"""By our codes, the class names that Harbor's statistics and filters know, and what it then says ended a trial."""
+_HARBOR_CAUSES = {**dict(_HARBOR.values()), "CancelledError": "cancelled"}
 _CAUSE_BY_BLAME = {
     "infra": "sandbox_failed",
     "provider": "model_provider_failed",
@@ -216,35 +215,6 @@ _MEASURED = ("agent_exhausted_budget",)
 """Causes with which Harbor takes a reward for a valid measurement of the agent."""
 
 _MESSAGE_LIMIT = 20_000
-
-
-@dataclass(slots=True)
-class StepOutcome:
-    """What is known of one step so far."""
-
-    name: str = ""
-    agent_result: AgentResult | None = None
-    rewards: Mapping[str, float | int] | None = None
-    integrity: Integrity | None = None
-    error: ExceptionInfo | None = None
-    agent_setup: TimingInfo | None = None
-    agent_execution: TimingInfo | None = None
-    verifier: TimingInfo | None = None
-
-    @property
-    def verdict(self) -> VerifierResult | None:
-        return VerifierResult(rewards=dict(self.rewards)) if self.rewards is not None else None
-
-    def result(self) -> StepResult:
-        return StepResult(
-            step_name=self.name,
-            agent_result=self.agent_result,
-            verifier_result=self.verdict,
-            exception_info=self.error,
-            agent_execution=self.agent_execution,
-            verifier=self.verifier,
-            integrity=self.integrity,
-        )
 
 
 @dataclass(slots=True)
@@ -288,9 +258,9 @@ def storage_fault(error: BaseException | None) -> StorageError | None:
 def exception_info(error: Exception, phase: str, redactor: Redactor) -> ExceptionInfo:
     """An error as it goes into the result."""
     known = error if isinstance(error, PierError) else storage_fault(error) or PierError(str(error), code="internal")
-    trace = "".join(traceback.format_exception(error))
+    own, trace = error if type(known) is PierError else known, "".join(traceback.format_exception(error))
     return ExceptionInfo(
-        exception_type=_HARBOR_NAMES.get(known.code, type(error if type(known) is PierError else known).__name__),
+        exception_type=_HARBOR[known.code][0] if known.code in _HARBOR else type(own).__name__,
         exception_message=redactor.text(str(error))[:_MESSAGE_LIMIT],
         exception_traceback=redactor.text(trace)[-_MESSAGE_LIMIT:],
         occurred_at=datetime.now(UTC),
@@ -315,9 +285,9 @@ def judge_as_harbor(result: TrialResult) -> None:
     result.reward_valid = bool(result.rewards) and all(cause in _MEASURED for cause in causes)
 
 
-def stops_after(step: TaskStep, outcome: StepOutcome, verify: bool) -> str | None:
+def stops_after(step: TaskStep, outcome: StepResult, verify: bool) -> str | None:
     """Why no further step is run after this one; None to go on."""
-    if outcome.error is not None and outcome.rewards is None:
+    if outcome.exception_info is not None and outcome.rewards is None:
         return "it failed and has no verdict"
     if step.min_reward is None or not verify:
         return None
@@ -329,11 +299,11 @@ def stops_after(step: TaskStep, outcome: StepOutcome, verify: bool) -> str | Non
     return None
 
 
-def combined_rewards(outcomes: Iterable[StepOutcome], strategy: str) -> dict[str, float | int] | None:
+def combined_rewards(outcomes: Sequence[StepResult], strategy: str) -> dict[str, float | int] | None:
     """The trial's rewards from those of its steps. Steps that never began do not count. A step that began and has no
     verdict, which is not the agent's fault, leaves the whole trial without one: the other steps are not the task."""
-    outcomes = list(outcomes)
-    if any(each.rewards is None and each.error and each.error.blame != "agent" for each in outcomes):
+    failed = (each.exception_info for each in outcomes if each.rewards is None)
+    if any(error is not None and error.blame != "agent" for error in failed):
         return None
     if strategy == "final":
         last = outcomes[-1].rewards if outcomes else None
@@ -345,16 +315,11 @@ def combined_rewards(outcomes: Iterable[StepOutcome], strategy: str) -> dict[str
     return {key: sum(rewards.get(key, 0) for rewards in graded) / len(graded) for key in keys}
 
 
-_LOCKED = (
-    "timeout_multiplier",
-    "agent_timeout_multiplier",
-    "verifier_timeout_multiplier",
-    "agent_setup_timeout_multiplier",
-    "environment_build_timeout_multiplier",
-    "agent",
-    "environment",
-    "verifier",
-)
+ALL_CLOCKS = "timeout_multiplier"
+_CLOCKS = ("agent", "verifier", "agent_setup", "environment_build")
+MULTIPLIERS = (ALL_CLOCKS, *(f"{clock}_{ALL_CLOCKS}" for clock in _CLOCKS))
+"""The names of the factors for the clocks of the phases, as Harbor has them."""
+_LOCKED = (*MULTIPLIERS, "agent", "environment", "verifier")
 """What a lock takes over from the configuration of a trial as it is."""
 
 

@@ -8,8 +8,6 @@ infrastructure fault leaves a trial without a reward, never with a zero.
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -49,12 +47,12 @@ from pier.trial.collect import STATE, collect, keep_state, seal_artifacts, take_
 from pier.trial.diff import CHANGES, keep_diff
 from pier.trial.environment import TaskSandbox, open_environment, task_secrets
 from pier.trial.plan import NetworkPlan, plan_network
-from pier.trial.record import Clock, TrialRecord, limit, now, task_reference, trial_config, trial_lock
+from pier.trial.record import Clock, TrialRecord, limit, now, resolved, task_reference, trial_config, trial_lock
 from pier.trial.result import (
     AgentInfo,
     ModelInfo,
     PierInfo,
-    StepOutcome,
+    StepResult,
     TimingInfo,
     TrialResult,
     VerifierResult,
@@ -106,22 +104,22 @@ class _Trial:
         self.spec = spec
         self.services = services
         self.on_progress = on_progress
-        self.environ = os.environ if services.environ is None else services.environ
+        self.environ = services.environ
         self.redactor = Redactor((*spec.secrets, *trial_secrets(spec, self.environ)))
         self.record = TrialRecord(spec.directory, self.redactor)
         self.clock = Clock(self.record, on_phase)
-        self.outcomes: list[StepOutcome] = []
+        self.outcomes: list[StepResult] = []
         config = trial_config(spec, self.environ)
         self.config = self.redactor.value(config) if self.redactor else config
         self.result = TrialResult(
             task_name=spec.task.name,
             trial_name=spec.name,
-            trial_uri=(_resolved(spec.directory.parent) / spec.directory.name).as_uri(),
+            trial_uri=(resolved(spec.directory.parent) / spec.directory.name).as_uri(),
             task_id=self.redactor.value(task_reference(spec.task.origin)),
             source=spec.task.origin.source,
             task_checksum=spec.task.digest.removeprefix("sha256:"),
             config=self.config,
-            agent_info=AgentInfo(name=spec.agent.name, model_info=_model_info(spec.agent.model)),
+            agent_info=AgentInfo(name=spec.agent.name, model_info=ModelInfo.of(spec.agent.model)),
             environment_type=services.backend.name,
             started_at=now(),
         )
@@ -158,7 +156,7 @@ class _Trial:
             choice=spec.sandbox,
             network=network,
             get_mounts=partial(self._prepare_agent, agent),
-            factor=spec.multipliers.of("environment_build"),
+            factor=spec.factor("environment_build"),
             clock=self.clock,
             on_progress=self.on_progress,
         ) as environment:
@@ -166,7 +164,13 @@ class _Trial:
                 spec.on_sandbox(environment.sandbox)
             if spec.agent.install:
                 await self._install(agent, environment)
-            await self._run_steps(agent, environment)
+            for index, step in enumerate(spec.task.steps):
+                outcome = await self._run_step(agent, environment, index)
+                self.outcomes.append(outcome)
+                reason = stops_after(step, outcome, spec.verifier.enabled)
+                if reason and step.name:
+                    self.record.log(f"step {step.name!r} is the last one: {reason}")
+                    break
 
     def _plan_network(self, agent: Agent) -> NetworkPlan:
         spec = self.spec
@@ -183,27 +187,28 @@ class _Trial:
 
     @property
     def _setup_seconds(self) -> float:
-        return (self.spec.agent.setup_timeout or _SETUP_SECONDS) * self.spec.multipliers.of("agent_setup")
+        return (self.spec.agent.setup_timeout or _SETUP_SECONDS) * self.spec.factor("agent_setup")
 
     async def _prepare_agent(self, agent: Agent) -> tuple[Mount, ...]:
         """The mounts that the agent needs; its pack is built first if it is missing."""
         seconds = self._setup_seconds
-        async with limit(seconds, lambda: _setup_too_long(agent, seconds)):
-            ready = await prepare_agent(agent, self.spec.agent, self._report)
+        message = f"setting up the agent {agent.name!r} took longer than {seconds:g} s"
+        late = AgentError(message, code="agent_setup_timeout", blame="infra", retryable=True)
+        async with limit(seconds, lambda: late):
+            ready = await prepare_agent(agent, self.spec.agent, lambda line: self.record.report(line, self.on_progress))
         self._set_version(agent, ready.version)
         return ready.mounts
-
-    def _report(self, line: str) -> None:
-        self.record.log(line)
-        if self.on_progress is not None:
-            self.on_progress(self.redactor.text(line))
 
     async def _install(self, agent: Agent, environment: TaskSandbox) -> None:
         """Install the agent in the sandbox, with the network open while that lasts; whatever a registry brings is run
         then, so the agent's own keys are not there."""
         assert agent.pack is not None
         known = resolve_env(self.spec.agent.env, where="the agent's variables", environ=self.environ)
-        env = {name: value for name, value in known.items() if _is_for_installers(name)}
+        env = {
+            name: value
+            for name, value in known.items()
+            if name.lower().startswith(("npm_", "pip_")) or not looks_secret(name)
+        }
         baseline, path = environment.network, self.spec.directory / "agent" / "install.txt"
         with self.clock.phase("setup"), self.record.output(path) as output:
             await environment.switch_network(PUBLIC)
@@ -212,23 +217,14 @@ class _Trial:
         self._set_version(agent, version)
 
     def _set_version(self, agent: Agent, version: str) -> None:
-        info = AgentInfo(name=agent.name, version=version, model_info=_model_info(self.spec.agent.model))
+        info = AgentInfo(name=agent.name, version=version, model_info=ModelInfo.of(self.spec.agent.model))
         self.result.agent_info = info
 
-    async def _run_steps(self, agent: Agent, environment: TaskSandbox) -> None:
-        for index, step in enumerate(self.spec.task.steps):
-            outcome = await self._run_step(agent, environment, index)
-            self.outcomes.append(outcome)
-            reason = stops_after(step, outcome, self.spec.verifier.enabled)
-            if reason and step.name:
-                self.record.log(f"step {step.name!r} is the last one: {reason}")
-                break
-
-    async def _run_step(self, agent: Agent, environment: TaskSandbox, index: int) -> StepOutcome:
+    async def _run_step(self, agent: Agent, environment: TaskSandbox, index: int) -> StepResult:
         """Run one step to its verdict. What goes wrong is in the outcome; only a cancellation is raised."""
         step, baseline = self.spec.task.steps[index], environment.network
         directory = self.spec.directory / "steps" / step.name if step.name else self.spec.directory
-        outcome = StepOutcome(step.name)
+        outcome = StepResult(step_name=step.name)
         with captured() as failure:
             with self.clock.phase("health"):
                 await environment.begin_step(index)
@@ -238,13 +234,13 @@ class _Trial:
                 await self._collect_and_grade(environment, index, outcome, directory)
         if failure.error is not None:
             if storage_fault(failure.error) is not None:
-                outcome.rewards = None
-            outcome.error = exception_info(failure.error, self.clock.current, self.redactor)
+                outcome.verifier_result = None
+            outcome.exception_info = exception_info(failure.error, self.clock.current, self.redactor)
             self.record.log(f"error: {failure.error}")
         return outcome
 
     async def _collect_and_grade(
-        self, environment: TaskSandbox, index: int, outcome: StepOutcome, directory: Path
+        self, environment: TaskSandbox, index: int, outcome: StepResult, directory: Path
     ) -> None:
         spec, steps = self.spec, self.spec.task.steps
         with self.clock.phase("collect"):
@@ -266,26 +262,25 @@ class _Trial:
                 directory,
                 index=index,
                 choice=spec.verifier,
-                factor=spec.multipliers.of("verifier"),
+                factor=spec.factor("verifier"),
                 collected=collected,
                 last=index == len(steps) - 1,
             )
-            outcome.rewards = graded.rewards
+            if graded.rewards is not None:
+                outcome.verifier_result = VerifierResult(rewards=dict(graded.rewards))
             outcome.integrity = graded.integrity(self.redactor)
             if graded.error is not None:
                 raise graded.error
 
     async def _run_agent(
-        self, agent: Agent, environment: TaskSandbox, index: int, outcome: StepOutcome, logs: Path
+        self, agent: Agent, environment: TaskSandbox, index: int, outcome: StepResult, logs: Path
     ) -> None:
         spec, sandbox, record = self.spec, environment.sandbox, self.record
-        policy, step = environment.plan.steps[index].agent, spec.task.steps[index]
+        policy, step, workdir = environment.plan.steps[index].agent, spec.task.steps[index], environment.workdir
         with self.clock.phase("setup") as outcome.agent_setup:
             env = resolve_env(spec.agent.env, where="the agent's variables", environ=self.environ)
             solution = resolve_env(spec.task.config.solution.env, where="solution.env", environ=self.environ)
-            asks_home = not isinstance(agent, OracleAgent)
-            home = await home_of(sandbox, user_text(step.agent.user)) if asks_home else ""
-            workdir = environment.workdir
+            home = "" if isinstance(agent, OracleAgent) else await home_of(sandbox, user_text(step.agent.user))
             run = describe_run(
                 spec, step, agent, workdir=workdir, home=home, env=env, solution_env=solution, environ=self.environ
             )
@@ -299,7 +294,6 @@ class _Trial:
             if spec.agent.direct:
                 outcome.agent_result = await add_native_trajectory(logs, header, outcome.agent_result, record)
 
-        closed = policy.mode != "public"
         async with finally_do(keep_logs):
             with self.clock.phase("agent") as outcome.agent_execution:
                 async with (
@@ -309,7 +303,7 @@ class _Trial:
                         agent,
                         sandbox,
                         logs,
-                        closed_book=closed,
+                        closed_book=policy.mode != "public",
                         redactor=self.redactor,
                         step=step.name or None,
                     ) as session,
@@ -330,30 +324,30 @@ class _Trial:
         check_job_budget(session)
         check_recording(session)
         if (counts := session.counts if session else None) and counts.retries:
-            said = f"{counts.retries} retries after faults of the provider, {counts.waited:.1f} s of waiting"
-            record.log(f"model: {said}")
+            waited = f"{counts.waited:.1f} s of waiting"
+            record.log(f"model: {counts.retries} retries after faults of the provider, {waited}")
         if failed is not None and failed.blame in ("provider", "infra"):
             raise failed  # the agent could not go on, so what it left is not graded
         if failed is not None:
             record.log(f"agent: {failed}")
-            outcome.error = exception_info(failed, "agent", self.redactor)
+            outcome.exception_info = exception_info(failed, "agent", self.redactor)
 
     def _seal(self) -> None:
         """Put the result together and write it; this is what makes the trial finished."""
         result, spec = self.result, self.spec
-        errors = [outcome.error for outcome in self.outcomes if outcome.error]
-        result.exception_info = result.exception_info or next(iter(errors), None)
+        errors = (outcome.exception_info for outcome in self.outcomes if outcome.exception_info)
+        result.exception_info = result.exception_info or next(errors, None)
         if spec.task.is_multi_step:
             strategy = spec.task.config.multi_step_reward_strategy or "mean"
             rewards = combined_rewards(self.outcomes, strategy)
             result.verifier_result = VerifierResult(rewards=rewards) if rewards is not None else None
-            result.step_results = [outcome.result() for outcome in self.outcomes]
+            result.step_results = self.outcomes
         elif self.outcomes:
             (outcome,) = self.outcomes
             result.agent_result = outcome.agent_result
             result.n_agent_steps = outcome.agent_result.n_agent_steps if outcome.agent_result else None
             result.agent_setup = outcome.agent_setup
-            result.verifier_result = outcome.verdict
+            result.verifier_result = outcome.verifier_result
             result.agent_execution = outcome.agent_execution
             result.verifier = outcome.verifier
             result.integrity = outcome.integrity
@@ -386,26 +380,3 @@ class _Trial:
         )
         self.record.log(f"rewards {result.rewards}")
         self.record.write_result(result, durable=spec.recorded)
-
-
-@functools.lru_cache(maxsize=16)
-def _resolved(directory: Path) -> Path:
-    """The directory of a job's trials, asked for by each of them."""
-    return directory.resolve()
-
-
-def _is_for_installers(name: str) -> bool:
-    """Whether a variable of the agent may be seen while it is installed: all but keys that are not the installers'."""
-    return name.lower().startswith(("npm_", "pip_")) or not looks_secret(name)
-
-
-def _model_info(model: str | None) -> ModelInfo | None:
-    if model is None:
-        return None
-    provider, slash, name = model.partition("/")
-    return ModelInfo(name=name, provider=provider) if slash else ModelInfo(name=model)
-
-
-def _setup_too_long(agent: Agent, seconds: float) -> AgentError:
-    message = f"setting up the agent {agent.name!r} took longer than {seconds:g} s"
-    return AgentError(message, code="agent_setup_timeout", blame="infra", retryable=True)

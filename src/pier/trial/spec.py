@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from pier.sandbox.contract import Backend, Limits, Mount, Sandbox
 from pier.task import Task
 from pier.task.model import Artifact, McpServerTable
 from pier.trial.images import open_images
+from pier.trial.result import ALL_CLOCKS
 
 if TYPE_CHECKING:
     from pier.gateway import Gateway, Meter
@@ -105,21 +107,6 @@ class SandboxChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Multipliers:
-    """Factors for the clocks of the phases; None means `all`."""
-
-    all: float = 1.0
-    agent: float | None = None
-    verifier: float | None = None
-    agent_setup: float | None = None
-    environment_build: float | None = None
-
-    def of(self, phase: Literal["agent", "verifier", "agent_setup", "environment_build"]) -> float:
-        own = getattr(self, phase)
-        return self.all if own is None else own
-
-
-@dataclass(frozen=True, slots=True)
 class TrialSpec:
     """One trial: one agent, one task, one attempt. `directory` is the trial's own; it is made if missing and must be
     empty."""
@@ -130,7 +117,8 @@ class TrialSpec:
     agent: AgentChoice = field(default_factory=AgentChoice)
     verifier: VerifierChoice = field(default_factory=VerifierChoice)
     sandbox: SandboxChoice = field(default_factory=SandboxChoice)
-    multipliers: Multipliers = field(default_factory=Multipliers)
+    multipliers: Mapping[str, float | None] = field(default_factory=dict)
+    """Factors for the clocks, by their names in `MULTIPLIERS`."""
     attempt: int = 1
     job_id: str | None = None
     artifacts: tuple[Artifact, ...] = ()
@@ -148,6 +136,11 @@ class TrialSpec:
     on_generation: Callable[[str | None, Generation], None] | None = None
     """Is called with each model call when it is over, and the name of its step if the task has steps."""
 
+    def factor(self, phase: Literal["agent", "verifier", "agent_setup", "environment_build"]) -> float:
+        """The factor for the clock of a phase: its own, else that of all."""
+        own = self.multipliers.get(f"{phase}_{ALL_CLOCKS}")
+        return (self.multipliers.get(ALL_CLOCKS) or 1.0) if own is None else own
+
 
 @dataclass(frozen=True, slots=True)
 class TrialServices:
@@ -158,17 +151,21 @@ class TrialServices:
     gateway: Gateway | None = None
     pool: Meter | None = None
     """A budget that the trials share."""
-    environ: Mapping[str, str] | None = None
-    """The variables that templates are filled from; the process's own if None."""
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    """The variables that templates are filled from."""
 
 
 @asynccontextmanager
-async def open_services(backend: str = "local", *, label: str = "trials") -> AsyncIterator[TrialServices]:
-    """A backend with its lease and images; what dead owners left is swept first."""
+async def open_services(
+    backend: str = "local", *, label: str = "trials", options: Mapping[str, Any] | None = None, builds: int = 2
+) -> AsyncIterator[TrialServices]:
+    """A backend with its lease and images, at most `builds` of which are built at once. What dead owners left is swept
+    first. A backend that cannot be reached is an error here, and not in each trial."""
     async with AsyncExitStack() as stack:
         lease = stack.enter_context(Lease(label=label))
-        opened = await stack.enter_async_context(open_backend(backend, lease))
+        opened = await stack.enter_async_context(open_backend(backend, lease, options or {}))
+        await opened.capabilities()
         await sweep(dict.fromkeys(opened.kinds, opened.destroy))
-        images = open_images(opened)
+        images = open_images(opened, builds=builds)
         stack.push_async_callback(images.close)
         yield TrialServices(backend=opened, images=images)

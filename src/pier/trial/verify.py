@@ -205,7 +205,7 @@ class _SharedTests(_Tests):
         async def pristine() -> AsyncIterator[Sandbox]:
             plan = replace(agent_plan(starter.task, starter.choice, starter.environ), compose=None)
             graded.starting = True
-            async with await starter.start(plan, NONE, "clean") as clean:
+            async with starter.open(plan, NONE, "clean", bare=True) as (clean, _):
                 graded.starting = False
                 yield clean
 
