@@ -140,6 +140,8 @@ async def _stream(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, 
             return await x.finish(held)
         return await x.fail(502, str(broken), "server")
     x.usage = watch.usage
+    if x.collects and x.answer is None and whole.extend(parser.close()).ended:
+        x.answer = whole.turn()
     await x.end("ok")
     return await x.finish(held)
 
