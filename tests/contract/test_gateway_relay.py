@@ -9,6 +9,7 @@ import pytest
 
 from pier.gateway import Gateway
 from pier.record import reader
+from pier.trajectory.lineage import Generation
 from tests.gateway_fakes import (
     HELLO,
     PATHS,
@@ -99,3 +100,16 @@ async def test_odd_paths_and_queries_find_their_way() -> None:
             "/v1beta/models/a%2Fb%20c:generateContent",
             "/v1/messages?beta=true&monkey=1",
         ]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_streamed_answer_is_collected_in_every_dialect(dialect: str) -> None:
+    found: list[Generation] = []
+    async with fake_provider(says(TOOL)) as fake, Gateway() as gateway:
+        url = await gateway.serve()
+        session = gateway.session("gemini-x", upstream=fake.provider(dialect), on_generation=found.append)
+        await post(url, STREAM_PATHS[dialect], session.key, request_body(dialect, stream=True))
+        await session.close()
+    (generation,) = found
+    assert generation.node.turn is not None
+    assert [call.name for call in generation.node.turn.calls] == [call.name for call in TOOL.calls]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from pier.gateway import Gateway
 from pier.gateway.budget import Retry
-from pier.gateway.call import _Beat
+from pier.gateway.call import Exchange
 from pier.record import reader
 from pier.record.reader import Call
 from pier.wire.dialects import DIALECTS
@@ -368,16 +369,19 @@ async def test_a_body_that_only_the_provider_can_read(client: str, tmp_path: Pat
         case.check_failure(True, answer, "")
 
 
-class StuckReader:
+class StuckReader(Exchange):
     """An exchange whose agent takes the first sign of life only after a while."""
 
-    _last_write = 0.0
-
     def __init__(self) -> None:
+        self.stream, self.ended, self.sign_of_life = True, False, b"sign"
+        self._keep_alive, self._last_write = 0.01, 0.0
         self.signs = 0
         self.reads = asyncio.Event()
 
-    async def show_life(self) -> None:
+    async def start(self, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        pass
+
+    async def write(self, data: bytes) -> None:
         self.signs += 1
         if self.signs == 1:
             await self.reads.wait()
@@ -385,7 +389,7 @@ class StuckReader:
 
 async def test_an_agent_that_reads_late_still_gets_signs_of_life() -> None:
     stuck = StuckReader()
-    async with asyncio.timeout(60), _Beat(stuck, 0.01):  # type: ignore[arg-type]
+    async with asyncio.timeout(60), stuck.kept_alive():
         while not stuck.signs:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)

@@ -27,11 +27,11 @@ PIECES = [
 def test_events_are_whole() -> None:
     framer = Framer()
     assert framer.feed(b"data: 1\n\ndata:") == b"data: 1\n\n"
-    assert framer.torn
+    assert framer.rest
     assert framer.feed(b" 2\r\n\r") == b""
     assert framer.feed(b"\ndata: 3\n\ndata: 4\n") == b"data: 2\r\n\r\ndata: 3\n\n"
     assert framer.feed(b"\n") == b"data: 4\n\n"
-    assert not framer.torn
+    assert not framer.rest
     assert events_of(b"data: 2\r\n\r\ndata: 3\n\n\n") == [b"data: 2\r\n\r\n", b"data: 3\n\n\n"]
     assert data_of(b"event: x\r\ndata: a\r\ndata: b\r\n\r\n") == b"a\nb"
     assert data_of(b": ping\n\n") is None

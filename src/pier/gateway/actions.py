@@ -18,23 +18,24 @@ SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """mini-swe-agent ends when a command prints this."""
 
 
-class Write(BaseModel):
+class ScriptModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+class Write(ScriptModel):
     path: str
     content: str
 
 
-class ScriptedEdit(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class ScriptedEdit(ScriptModel):
     path: str
     old: str
     new: str
 
 
-class ScriptedCall(BaseModel):
+class ScriptedCall(ScriptModel):
     """A tool by its own name, for scripts made for one agent."""
 
-    model_config = ConfigDict(extra="forbid")
     name: str
     arguments: dict[str, Any] | str = {}
 
@@ -160,22 +161,17 @@ def _fitting(tools: tuple[Tool, ...], shape: _Shape, values: tuple[str, ...]) ->
 
     def rank(tool: Tool) -> int:
         name = tool.name.lower()
-        if name in shape.names:
-            return shape.names.index(name)
-        return len(shape.names) + (0 if re.search(shape.hint, name) else 1)
+        return shape.names.index(name) if name in shape.names else len(shape.names)
 
-    for tool in sorted((tool for tool in tools if tool.kind == "function"), key=rank):
+    def looks_like(tool: Tool) -> bool:
+        return tool.name.lower() in shape.names or re.search(shape.hint, tool.name, re.IGNORECASE) is not None
+
+    for tool in sorted((tool for tool in tools if tool.kind == "function" and looks_like(tool)), key=rank):
         properties = (tool.schema or {}).get("properties") or {}
-        named = [next((field for field in fields if field in properties), None) for fields in shape.fields]
-        looks = tool.name.lower() in shape.names or re.search(shape.hint, tool.name, re.IGNORECASE)
-        if not looks or any(field is None for field in named):
-            continue
-        given = {
-            field: _typed(properties[field], field, value)
-            for field, value in zip(named, values, strict=True)
-            if field is not None
-        }
-        return tool.name, _filled(tool, given)
+        named = [field for fields in shape.fields for field in [name for name in fields if name in properties][:1]]
+        if len(named) == len(values):
+            pairs = zip(named, values, strict=True)
+            return tool.name, _filled(tool, {name: _typed(properties[name], name, value) for name, value in pairs})
     return None
 
 

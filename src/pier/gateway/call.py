@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from multidict import CIMultiDict
@@ -20,15 +20,16 @@ from multidict import CIMultiDict
 from pier.gateway.budget import Reservation
 from pier.gateway.providers import Target
 from pier.gateway.request import HttpRequest
-from pier.gateway.upstream import Upstreams
 from pier.record.redact import redacted, redacted_path
 from pier.record.writer import CallRecord, Outcome
 from pier.wire.body import Body, dump, parse
 from pier.wire.dialects import DIALECTS, BadRequest, Dialect, recognise
 from pier.wire.faults import Fault, fault_of
 from pier.wire.sse import EventRenderer
-from pier.wire.translate import Memory
-from pier.wire.turn import Edit, ErrorKind, Request, Sampling, Turn, Usage, cost_of
+from pier.wire.turn import Edit, ErrorKind, Request, Turn, Usage, cost_of
+
+if TYPE_CHECKING:
+    from pier.gateway.session import Session
 
 MAX_BODY = 64 * 1024 * 1024
 
@@ -84,6 +85,10 @@ class Caller:
         """The name that the client gives itself."""
         return self.request.headers.get("User-Agent", "")
 
+    def streams(self, body: Body) -> bool:
+        """Whether the answer is to be streamed."""
+        return self.route.stream if self.route.stream is not None else bool(body.value.get("stream"))
+
     def facts(self) -> dict[str, Any]:
         """What is recorded of the request, without secrets."""
         return {
@@ -95,8 +100,7 @@ class Caller:
         }
 
     async def read(self) -> bytes:
-        """The body, at most `MAX_BODY` bytes of it after decompression; `TooLarge`, `BadMessage` or `BadCoding` if
-        there is none to be had."""
+        """The body, at most `MAX_BODY` bytes of it after decompression; `BadMessage` if there is none to be had."""
         return await self.request.read(MAX_BODY)
 
     async def reply(
@@ -141,32 +145,20 @@ class CallerGone(Exception):
 class Exchange:
     """What everyone who answers a generation works with."""
 
-    def __init__(
-        self,
-        caller: Caller,
-        body: Body,
-        record: CallRecord,
-        turn: Reservation,
-        upstreams: Upstreams,
-        memory: Memory,
-        *,
-        keep_alive: float,
-        sampling: Sampling | None = None,
-        collects: bool = False,
-    ) -> None:
+    def __init__(self, session: Session, caller: Caller, body: Body, record: CallRecord, turn: Reservation) -> None:
         self.caller = caller
         self.body = body
-        self.sampling = sampling
+        self.sampling = session.terms.sampling
         """What the session prescribes instead of the agent's own parameters."""
-        self.collects = collects
+        self.collects = session.terms.on_generation is not None
         """Whether `answer` is wanted."""
         self.answer: Turn | None = None
         """The whole turn that the agent gets, with its tokens."""
         self.record = record
         self.turn = turn
-        self.upstreams = upstreams
-        self.memory = memory
-        self.stream = caller.route.stream if caller.route.stream is not None else bool(body.value.get("stream"))
+        self.upstreams = session.gateway.upstreams
+        self.memory = session.memory
+        self.stream = caller.streams(body)
         self.target: Target | None = None
         self.version: str | None = None
         """Of the weights that answer."""
@@ -180,7 +172,7 @@ class Exchange:
         """Whether `body` is no longer what the agent sent."""
         self.sign_of_life: bytes | None = None
         """What to send in a quiet stream; without it the dialect's own renderer says."""
-        self._keep_alive = keep_alive
+        self._keep_alive = session.gateway.keep_alive
         self._request: Request | None = None
         self._renderer: EventRenderer | None = None
         self._last_write = time.monotonic()
@@ -283,16 +275,30 @@ class Exchange:
         await self.end("ok")
         return await self.caller.reply(200, body, headers)
 
-    def kept_alive(self) -> _Beat:
+    @asynccontextmanager
+    async def kept_alive(self) -> AsyncIterator[None]:
         """While this runs, a streamed answer is never quiet for longer than the interval."""
-        return _Beat(self, self._keep_alive if self.stream else None)
+        beat = asyncio.create_task(self._show_life()) if self.stream else None
+        error: BaseException | None = None
+        try:
+            yield
+        finally:
+            if beat:
+                beat.cancel()
+                await asyncio.wait({beat})
+                error = None if beat.cancelled() else beat.exception()
+        if error:
+            raise error
 
-    async def show_life(self) -> None:
-        """Send a sign of life, unless the call is over and only its last bytes are under way, or the agent left."""
-        if not self.ended:
-            with suppress(CallerGone):
-                await self.start()
-                await self.write(self.sign_of_life or self.renderer.keep_alive())
+    async def _show_life(self) -> None:
+        """Send signs of life, until the call is over and only its last bytes are under way, or the agent left."""
+        with suppress(CallerGone):
+            while not self.ended:
+                quiet = time.monotonic() - self._last_write
+                if quiet >= self._keep_alive:
+                    await self.start()
+                    await self.write(self.sign_of_life or self.renderer.keep_alive())
+                await asyncio.sleep(self._keep_alive - quiet if quiet < self._keep_alive else self._keep_alive)
 
     @staticmethod
     async def _guarded(writing: Any) -> Any:
@@ -300,35 +306,3 @@ class Exchange:
             return await writing
         except ConnectionError:
             raise CallerGone from None
-
-
-class _Beat:
-    """A timer that costs nothing until a stream is really quiet; without an interval it does nothing."""
-
-    def __init__(self, exchange: Exchange, interval: float | None) -> None:
-        self._exchange = exchange
-        self._interval = interval
-        self._task: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def __aenter__(self) -> None:
-        if self._interval is not None:
-            self._tick(asyncio.get_running_loop(), self._interval)
-
-    def _tick(self, loop: asyncio.AbstractEventLoop, interval: float) -> None:
-        quiet = time.monotonic() - self._exchange._last_write
-        if quiet >= interval:
-            quiet = 0.0
-            if self._task is None or (self._task.done() and self._task.exception() is None):
-                self._task = loop.create_task(self._exchange.show_life())
-        self._timer = loop.call_later(interval - quiet, self._tick, loop, interval)
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._timer:
-            self._timer.cancel()
-        if self._task:
-            self._task.cancel()
-            await asyncio.wait({self._task})
-            error = None if self._task.cancelled() else self._task.exception()
-            if error is not None and kind is None:
-                raise error

@@ -20,14 +20,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from urllib.parse import urlencode
 
 from multidict import CIMultiDict
 
 from pier.errors import UsageError
 from pier.files import write_json
-from pier.gateway.code_assist import Unwrapper
 from pier.wire.turn import DialectName
+
+if TYPE_CHECKING:
+    from pier.gateway.logins import Unwrapper
+    from pier.gateway.upstream import Answer
 
 _LOCK_PATIENCE = 45.0
 """Seconds to wait for a lock; a refresh takes one."""
@@ -98,18 +102,10 @@ class LoginRefused(Exception):
         self.passing = passing
 
 
-class LoginAnswer(Protocol):
-    """What a refresh needs of an HTTP answer."""
-
-    status: int
-
-    async def read(self) -> bytes: ...
-
-    def close(self) -> None: ...
-
-
-Send = Callable[[str, CIMultiDict[str], bytes], Awaitable[LoginAnswer]]
-"""Sends a POST to an address, with headers and a body. What it raises when there is no answer is passed on."""
+LoginRequest = tuple[str, CIMultiDict[str], bytes]
+"""A POST as the login's provider wants it: its address, headers and body."""
+Send = Callable[[str, CIMultiDict[str], bytes], Awaitable["Answer"]]
+"""Sends one. What it raises when there is no answer is passed on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +119,6 @@ class LoginTokens:
 
     def is_stale(self, margin: float = _EARLY) -> bool:
         return self.expires_at is not None and self.expires_at - margin <= time.time()
-
-
-@dataclass(frozen=True, slots=True)
-class LoginRequest:
-    """A request as the login's provider wants it."""
-
-    address: str
-    headers: Mapping[str, str]
-    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +150,9 @@ class Login(ABC):
     """How the client's own requests name it."""
     url: ClassVar[str]
     token_url: ClassVar[str]
+    client_id: ClassVar[str]
+    refresh_form: ClassVar[bool] = False
+    """Whether a refresh is asked for with a form instead of JSON."""
     lock: ClassVar[str] = ".pier-refresh.lock"
     """The file next to the login that is locked during a refresh."""
 
@@ -232,16 +222,18 @@ class Login(ABC):
         async with self._renewing:
             if self.tokens.access == refused or self.tokens.is_stale():
                 await self._renew(send)
-            return await self._dress(send, path, headers, data, model)
+            wanted = CIMultiDict(headers)
+            wanted["Authorization"] = f"Bearer {self.tokens.access}"
+            return await self._dress(send, path, wanted, data, model)
 
-    async def refusal(self, answer: LoginAnswer) -> str:
+    async def refusal(self, answer: Answer) -> str:
         """What the provider said when it refused a token."""
         status, said = answer.status, json_object(await read_small(answer))
         return f"{self.provider} refused the login of {self.title} ({refusal_text(said, status)})"
 
     @abstractmethod
     async def _dress(
-        self, send: Send, path: str, headers: Mapping[str, str], data: bytes, model: str
+        self, send: Send, path: str, headers: CIMultiDict[str], data: bytes, model: str
     ) -> LoginRequest: ...
 
     def unwrapper(self, *, stream: bool) -> Unwrapper | None:
@@ -270,11 +262,7 @@ class Login(ABC):
                 f"the login of {self.title} has expired, and a refreshed one could not be kept: "
                 f"{self.path} is read-only"
             )
-        await _to_its_end(self._refresh_and_keep(send, document, tokens.refresh))
-
-    async def _refresh_and_keep(self, send: Send, document: dict[str, Any], refresh: str) -> None:
-        said = await self._refresh(send, refresh)
-        self._tokens = await asyncio.to_thread(self._keep, document, said)
+        await _to_its_end(self._refresh(send, document, tokens.refresh))
 
     @property
     def _target(self) -> Path:
@@ -301,10 +289,13 @@ class Login(ABC):
             os.chown(target, found.st_uid, found.st_gid)
         return self._tokens_of(document)
 
-    async def _refresh(self, send: Send, refresh: str) -> dict[str, Any]:
-        headers, data = self._refresh_request(refresh)
+    async def _refresh(self, send: Send, document: dict[str, Any], refresh: str) -> None:
+        body = {"grant_type": "refresh_token", "refresh_token": refresh, "client_id": self.client_id}
+        body |= self._refresh_fields(document)
+        kind = "application/x-www-form-urlencoded" if self.refresh_form else "application/json"
+        data = (urlencode if self.refresh_form else json.dumps)(body).encode()
         async with asyncio.timeout(_PATIENCE):
-            answer = await send(self._token_address, CIMultiDict(headers), data)
+            answer = await send(self._token_address, CIMultiDict({"Content-Type": kind}), data)
             status, raw = answer.status, await read_small(answer)
         said = json_object(raw)
         if status != 200 or not isinstance(said.get("access_token"), str):
@@ -312,7 +303,11 @@ class Login(ABC):
             if status >= 500 or status in (408, 429):
                 raise LoginRefused(f"the login of {self.title} could not be refreshed: {why}", passing=True)
             raise LoginRefused(f"the login of {self.title} could not be refreshed ({why}); run: {self.command}")
-        return said
+        self._tokens = await asyncio.to_thread(self._keep, document, said)
+
+    def _refresh_fields(self, document: dict[str, Any]) -> dict[str, str]:
+        """What a refresh is asked for with, beyond what all providers want."""
+        return {}
 
     @asynccontextmanager
     async def _locked(self) -> AsyncIterator[None]:
@@ -326,9 +321,6 @@ class Login(ABC):
 
     @abstractmethod
     def _update(self, document: dict[str, Any], said: Mapping[str, Any]) -> None: ...
-
-    @abstractmethod
-    def _refresh_request(self, refresh: str) -> tuple[dict[str, str], bytes]: ...
 
 
 async def _to_its_end(renewal: Coroutine[Any, Any, None]) -> None:
@@ -346,7 +338,7 @@ async def _to_its_end(renewal: Coroutine[Any, Any, None]) -> None:
     task.result()
 
 
-async def read_small(answer: LoginAnswer) -> bytes:
+async def read_small(answer: Answer) -> bytes:
     """The body of a short answer, or what came of it."""
     raw = b""
     try:

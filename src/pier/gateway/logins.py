@@ -11,11 +11,10 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from uuid import uuid4
 
 from multidict import CIMultiDict
 
-from pier.gateway.code_assist import CodeAssist, Unwrapper
 from pier.gateway.login import (
     FILE_LIMIT,
     Login,
@@ -30,6 +29,7 @@ from pier.gateway.login import (
     read_small,
     refusal_text,
 )
+from pier.wire.sse import Framer, data_of, events_of, sse
 
 
 class ClaudeLogin(Login):
@@ -38,15 +38,13 @@ class ClaudeLogin(Login):
     user_agent = re.compile(r"claude-(cli|code)/")
     url = "https://api.anthropic.com"
     token_url = "https://platform.claude.com/v1/oauth/token"
-    _ID = "9d1c250a-e61b-44d9-88ed-5944d1962f5e"
+    client_id = "9d1c250a-e61b-44d9-88ed-5944d1962f5e"
     _BETA = "oauth-2025-04-20"
 
-    async def _dress(self, send: Send, path: str, headers: Mapping[str, str], data: bytes, model: str) -> LoginRequest:
-        wanted = CIMultiDict(headers)
-        betas = [beta for beta in wanted.get("anthropic-beta", "").split(",") if beta]
-        wanted["anthropic-beta"] = ",".join(betas if self._BETA in betas else [*betas, self._BETA])
-        wanted["Authorization"] = f"Bearer {self.tokens.access}"
-        return LoginRequest(self.base + path, wanted, data)
+    async def _dress(self, send: Send, path: str, headers: CIMultiDict[str], data: bytes, model: str) -> LoginRequest:
+        betas = [beta for beta in headers.get("anthropic-beta", "").split(",") if beta]
+        headers["anthropic-beta"] = ",".join(betas if self._BETA in betas else [*betas, self._BETA])
+        return self.base + path, headers, data
 
     @asynccontextmanager
     async def _locked(self) -> AsyncIterator[None]:
@@ -74,15 +72,8 @@ class ClaudeLogin(Login):
         if said.get("scope"):
             found["scopes"] = str(said["scope"]).split()
 
-    def _refresh_request(self, refresh: str) -> tuple[dict[str, str], bytes]:
-        scopes = self._read()[0]["claudeAiOauth"].get("scopes") or ["user:inference", "user:profile"]
-        body = {
-            "grant_type": "refresh_token",
-            "refresh_token": refresh,
-            "client_id": self._ID,
-            "scope": " ".join(scopes),
-        }
-        return {"Content-Type": "application/json"}, json.dumps(body).encode()
+    def _refresh_fields(self, document: dict[str, Any]) -> dict[str, str]:
+        return {"scope": " ".join(document["claudeAiOauth"].get("scopes") or ["user:inference", "user:profile"])}
 
 
 class CodexLogin(Login):
@@ -94,14 +85,12 @@ class CodexLogin(Login):
     url = "https://chatgpt.com/backend-api/codex"
     token_url = "https://auth.openai.com/oauth/token"
     lock = "auth.lock"
-    _ID = "app_EMoamEEZ73f0CkXaXp7hrann"
+    client_id = "app_EMoamEEZ73f0CkXaXp7hrann"
 
-    async def _dress(self, send: Send, path: str, headers: Mapping[str, str], data: bytes, model: str) -> LoginRequest:
-        wanted = CIMultiDict(headers)
-        wanted["Authorization"] = f"Bearer {self.tokens.access}"
+    async def _dress(self, send: Send, path: str, headers: CIMultiDict[str], data: bytes, model: str) -> LoginRequest:
         if self.tokens.account:
-            wanted["ChatGPT-Account-Id"] = self.tokens.account
-        return LoginRequest(self.base + path.removeprefix("/v1"), wanted, data)
+            headers["ChatGPT-Account-Id"] = self.tokens.account
+        return self.base + path.removeprefix("/v1"), headers, data
 
     def _tokens_of(self, document: dict[str, Any]) -> LoginTokens:
         found = document["tokens"]
@@ -117,43 +106,98 @@ class CodexLogin(Login):
                 document["tokens"][name] = said[name]
         document["last_refresh"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
-    def _refresh_request(self, refresh: str) -> tuple[dict[str, str], bytes]:
-        body = {"client_id": self._ID, "grant_type": "refresh_token", "refresh_token": refresh}
-        return {"Content-Type": "application/json"}, json.dumps(body).encode()
+
+class Unwrapper:
+    """Takes the answers of the Gemini API out of what Code Assist sends, as it comes."""
+
+    def __init__(self, *, stream: bool) -> None:
+        self._framer = Framer() if stream else None
+        self._whole = b""
+
+    @property
+    def held(self) -> bool:
+        """Whether bytes wait for those that follow them."""
+        return bool(self._framer.rest if self._framer else self._whole)
+
+    def feed(self, data: bytes) -> bytes:
+        if self._framer is None:
+            self._whole += data
+            return b""
+        return b"".join(self._event(event) for event in events_of(self._framer.feed(data)))
+
+    def rest(self) -> bytes:
+        """What is left at the end of the answer."""
+        if self._framer is not None:
+            torn, self._framer = self._framer.rest, Framer()
+            return torn
+        whole, self._whole = self._whole, b""
+        found = _response(whole)
+        return whole if found is None else json.dumps(found, ensure_ascii=False).encode()
+
+    def _event(self, event: bytes) -> bytes:
+        data = data_of(event)
+        found = _response(data) if data is not None else None
+        return event if found is None else sse(found)
+
+
+def _response(data: bytes) -> dict[str, Any] | None:
+    """The answer of the Gemini API in a piece; None if there is none, e.g. in an error."""
+    value = json_object(data)
+    inner = value.get("response")
+    if not isinstance(inner, dict):
+        return None
+    return {**inner, **({"responseId": value["traceId"]} if value.get("traceId") else {})}
 
 
 class GeminiLogin(Login):
-    """A login with Google. It is for Code Assist, which wraps the requests and answers of the Gemini API."""
+    """A login with Google. It is for Code Assist, which takes a request of the Gemini API inside `{"model", "project",
+    "user_prompt_id", "request"}` and gives its answer inside `{"response", "traceId"}`, in streams in every event. Both
+    are unwrapped before they are recorded, so that recordings and agents see the Gemini API alone."""
 
     client, title, provider, dialect = "gemini-cli", "Gemini CLI", "google", "gemini"
     command, key_name = "gemini (choose Login with Google)", "GEMINI_API_KEY"
     user_agent = re.compile(r"GeminiCLI")
     url = "https://cloudcode-pa.googleapis.com"
     token_url = "https://oauth2.googleapis.com/token"
-    _ID = "681255809395-oo8ft2oprdrnp9e3aqf6av3hmdib135j.apps.googleusercontent.com"
+    client_id = "681255809395-oo8ft2oprdrnp9e3aqf6av3hmdib135j.apps.googleusercontent.com"
+    refresh_form = True
     _PUBLIC = "GOCSPX" + "-4uHgMPm-1o7Sk-geV6Cu5clXFsxl"
     """Google calls it a client secret; that of an installed program is in its source, and proves nothing."""
 
     def __init__(self, path: Path | None, environ: Mapping[str, str], token: str | None = None) -> None:
         super().__init__(path, environ, token)
-        project = environ.get("GOOGLE_CLOUD_PROJECT") or environ.get("GOOGLE_CLOUD_PROJECT_ID")
-        self._assist = CodeAssist(self.base, project)
+        self._wanted = environ.get("GOOGLE_CLOUD_PROJECT") or environ.get("GOOGLE_CLOUD_PROJECT_ID")
+        self._project: str | None = None
+        self._session = str(uuid4())
 
-    async def _dress(self, send: Send, path: str, headers: Mapping[str, str], data: bytes, model: str) -> LoginRequest:
-        wanted = CIMultiDict(headers)
-        wanted["Authorization"] = f"Bearer {self.tokens.access}"
-        if self._assist.project is None:
-            await self._find_project(send)
-        return LoginRequest(self._assist.address(path), wanted, self._assist.wrap(path, data, model))
+    async def _dress(self, send: Send, path: str, headers: CIMultiDict[str], data: bytes, model: str) -> LoginRequest:
+        self._project = self._project or await self._find_project(send)
+        body = json.loads(data)
+        if path.endswith(":countTokens"):
+            wrapped = {"request": {"model": f"models/{model}", "contents": body.get("contents")}}
+        else:
+            request = {**body, "session_id": self._session}
+            wrapped = {"model": model, "project": self._project, "user_prompt_id": str(uuid4()), "request": request}
+        address = f"{self.base}/v1internal:{path.rpartition(':')[2]}"
+        return address, headers, json.dumps(wrapped, ensure_ascii=False).encode()
 
-    async def _find_project(self, send: Send) -> None:
-        address, data = self._assist.project_request()
+    async def _find_project(self, send: Send) -> str:
+        """The project that the account's requests are made for."""
+        metadata = {"ideType": "IDE_UNSPECIFIED", "platform": "PLATFORM_UNSPECIFIED", "pluginType": "GEMINI"}
+        body: dict[str, Any] = {"metadata": metadata}
+        if self._wanted:
+            body = {"metadata": {**metadata, "duetProject": self._wanted}, "cloudaicompanionProject": self._wanted}
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.tokens.access}"}
-        answer = await send(address, CIMultiDict(headers), data)
+        address = f"{self.base}/v1internal:loadCodeAssist"
+        answer = await send(address, CIMultiDict(headers), json.dumps(body).encode())
         status, said = answer.status, json_object(await read_small(answer))
-        if status != 200 or not self._assist.found(said):
-            why = refusal_text(said, status) if status != 200 else "the account is not set up yet"
-            raise LoginRefused(f"Code Assist gave no project ({why}); run: {self.command}", passing=status >= 500)
+        project = said.get("cloudaicompanionProject")
+        project = project.get("id") if isinstance(project, Mapping) else project
+        found = project if isinstance(project, str) and project else self._wanted
+        if status == 200 and found:
+            return found
+        why = refusal_text(said, status) if status != 200 else "the account is not set up yet"
+        raise LoginRefused(f"Code Assist gave no project ({why}); run: {self.command}", passing=status >= 500)
 
     def unwrapper(self, *, stream: bool) -> Unwrapper | None:
         return Unwrapper(stream=stream)
@@ -170,14 +214,8 @@ class GeminiLogin(Login):
                 document[name] = said[name]
         document["expiry_date"] = int((time.time() + float(said.get("expires_in") or 3600)) * 1000)
 
-    def _refresh_request(self, refresh: str) -> tuple[dict[str, str], bytes]:
-        body = {
-            "refresh_token": refresh,
-            "client_id": self._ID,
-            "client_secret": self._PUBLIC,
-            "grant_type": "refresh_token",
-        }
-        return {"Content-Type": "application/x-www-form-urlencoded"}, urlencode(body).encode()
+    def _refresh_fields(self, document: dict[str, Any]) -> dict[str, str]:
+        return {"client_secret": self._PUBLIC}
 
 
 LOGINS: tuple[type[Login], ...] = (ClaudeLogin, CodexLogin, GeminiLogin)

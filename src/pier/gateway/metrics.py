@@ -33,10 +33,8 @@ from prometheus_client import (
 
 from pier.errors import UsageError
 from pier.gateway.budget import CLOCK, CallClock
-from pier.record.writer import CallRecord, Outcome, Side
-from pier.wire.body import Body
+from pier.record.writer import CallRecord, Outcome
 from pier.wire.faults import Fault
-from pier.wire.turn import Usage
 
 End = Literal["answered", "rate_limited", "provider_error", "rejected", "refused", "cancelled"]
 """`rejected`: the request itself was wrong; `refused`: there was no budget left; `cancelled`: the agent went away."""
@@ -218,57 +216,34 @@ class MeasuredRecord(CallRecord):
             self.clock.streams = True
             self.metrics.open_streams += 1
 
-    def edited(self, edits: list[Mapping[str, Any]]) -> None:
-        self.metrics.edits.inc(len(edits))
-        CallRecord.edited(self, edits)
+    def notice(self, kind: str, facts: Mapping[str, Any]) -> None:
+        metrics, clock, now = self.metrics, self.clock, time.monotonic()
+        if kind == "edits":
+            metrics.edits.inc(len(facts["edits"]))
+        elif kind == "attempt":
+            if not self.sent:
+                metrics.before.observe(max(0.0, now - clock.began - clock.waited))
+            else:
+                clock.retries += 1
+                metrics.retries.labels(facts["provider"]).inc()
+            self.provider, self.model, self.sent = facts["provider"], facts.get("model") or "", now
+            metrics.attempts.labels(self.provider).inc()
+        elif kind == "failed":
+            self.elsewhere += now - self.sent
+            self.answered = 0.0
+            if facts["fault"]:
+                metrics.faults.labels(self.provider, facts["fault"]).inc()
+        elif kind == "end":
+            metrics.recording.observe(facts["recorded"])
+            if not self.over:
+                self.over = True
+                self._count(end_of(facts["outcome"], facts["fault"]), facts["status"], facts["usage"] or {}, now)
+        elif facts["side"] == "upstream":
+            self.answered = now
+            if kind == "status":
+                metrics.first.observe(now - self.sent)
 
-    def attempt(self, facts: Mapping[str, Any], body: Body | bytes | None) -> None:
-        now, clock = time.monotonic(), self.clock
-        if not self.sent:
-            self.metrics.before.observe(max(0.0, now - clock.began - clock.waited))
-        else:
-            clock.retries += 1
-            self.metrics.retries.labels(facts["provider"]).inc()
-        self.provider, self.model, self.sent = facts["provider"], facts.get("model") or "", now
-        self.metrics.attempts.labels(self.provider).inc()
-        CallRecord.attempt(self, facts, body)
-
-    def failed(self, error: str, wait: float | None, fault: Fault | None = None) -> None:
-        self.elsewhere += time.monotonic() - self.sent
-        self.answered = 0.0
-        if fault:
-            self.metrics.faults.labels(self.provider, fault).inc()
-        CallRecord.failed(self, error, wait, fault)
-
-    def status(self, side: Side, status: int, headers: Mapping[str, str], streamed: bool) -> None:
-        if side == "upstream":
-            self.answered = time.monotonic()
-            self.metrics.first.observe(self.answered - self.sent)
-        CallRecord.status(self, side, status, headers, streamed)
-
-    def chunk(self, side: Side, data: bytes) -> None:
-        if side == "upstream":
-            self.answered = time.monotonic()
-        CallRecord.chunk(self, side, data)
-
-    def end(
-        self,
-        outcome: Outcome,
-        status: int,
-        *,
-        error: str | None = None,
-        usage: Usage | None = None,
-        fault: Fault | None = None,
-    ) -> None:
-        began = time.monotonic()
-        CallRecord.end(self, outcome, status, error=error, usage=usage, fault=fault)
-        now = time.monotonic()
-        self.metrics.recording.observe(now - began)
-        if not self.over:
-            self.over = True
-            self._count(end_of(outcome, fault), status, usage, now)
-
-    def _count(self, end: End, status: int, usage: Usage | None, now: float) -> None:
+    def _count(self, end: End, status: int, usage: Mapping[str, Any], now: float) -> None:
         metrics, clock = self.metrics, self.clock
         model = metrics.model_label(self.model or str(self.facts.get("model") or ""))
         by = (str(self.facts.get("dialect") or ""), model, self.provider)
@@ -285,7 +260,7 @@ class MeasuredRecord(CallRecord):
         elif end == "answered":
             metrics.unpriced.labels(*by).inc()
         for name in ("input_tokens", "output_tokens", "cached_tokens", "cache_write_tokens", "reasoning_tokens"):
-            if usage and (count := getattr(usage, name)):
+            if count := usage.get(name):
                 metrics.tokens.labels(*by, name.removesuffix("_tokens")).inc(count)
 
 

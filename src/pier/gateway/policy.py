@@ -132,11 +132,9 @@ def check_tokens(tokens: Tokens | None, policy: Policy, sampling: Sampling | Non
     ids, likely = tokens.completion_ids, tokens.logprobs
     if likely is not None and len(likely) != len(ids or ()):
         raise PolicyFailed(f"the policy gave {len(ids or ())} token ids and {len(likely)} log-probs")
-    if likely is not None and not all(isinstance(value, float | int) and value <= 1e-6 for value in likely):
-        wrong = next(value for value in likely if not (isinstance(value, float | int) and value <= 1e-6))
-        raise PolicyFailed(f"the policy gave the log-prob {wrong!r}: expected a number <= 0")
-    if likely is not None and any(math.isinf(value) for value in likely):
-        raise PolicyFailed("the policy gave the log-prob -inf for a token that it sampled")
+    for value in likely or ():
+        if not isinstance(value, float | int) or not -math.inf < value <= 1e-6:
+            raise PolicyFailed(f"the policy gave the log-prob {value!r}: expected a number <= 0 that is finite")
     size = getattr(policy, "vocab_size", None)
     for token in (*(tokens.prompt_ids or ()), *(ids or ())):
         if not isinstance(token, int) or token < 0 or (size is not None and token >= size):

@@ -25,7 +25,7 @@ from pier.record.redact import Scrubber, without_key
 from pier.wire.body import dump, parse
 from pier.wire.dialects import BadResponse
 from pier.wire.faults import classify
-from pier.wire.relayed import AnswerWatch, Extras, Sampler, ask
+from pier.wire.relayed import AnswerWatch, Extras, ask, restore_arguments
 from pier.wire.sse import Framer, MalformedAnswer
 from pier.wire.translate import Translation, translate
 from pier.wire.turn import (
@@ -48,12 +48,11 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
     """Pass the call on and the answer back. With `usage` the upstream is asked to count tokens, whatever its settings
     say."""
     body, extras = x.body, Extras()
-    sampler = None
+    keeps_tokens = target.provider.tokens and x.caller.route.dialect == "chat"
     if x.caller.route.dialect == "chat":
         body, extras = ask(body, tokens=target.provider.tokens, usage=usage or target.provider.usage)
-        if target.provider.tokens:
-            sampler = Sampler(x.memory)
-            body = sampler.restored(body)
+        if keeps_tokens:
+            body = restore_arguments(body, x.memory)
     if "model" in body.fields and body.value["model"] != target.model:
         body = body.with_fields(model=target.model)
     changed = body is not x.body
@@ -69,9 +68,8 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
     try:
         async with x.kept_alive(), x.upstreams.ask(out, x.record) as answer:
             x.turn.spend()
-            if x.stream:
-                return await _stream(x, answer, extras, Scrubber(*target.provider.secrets), sampler)
-            return await _whole(x, answer, extras, Scrubber(*target.provider.secrets), sampler)
+            passing = _stream if x.stream else _whole
+            return await passing(x, answer, extras, Scrubber(*target.provider.secrets), keeps_tokens)
     except UpstreamFailed as failed:
         return await x.fail(failed.status, failed.message, failed.kind, failed.body, fault=failed.fault)
 
@@ -82,7 +80,7 @@ def _path(x: Exchange, model: str) -> str:
     return path + (f"?{query}" if query else "")
 
 
-async def _whole(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, sampler: Sampler | None = None) -> None:
+async def _whole(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, keeps_tokens: bool) -> None:
     raw = await _recorded_answer(x, answer, scrub)
     try:
         value = json.loads(raw)
@@ -96,11 +94,11 @@ async def _whole(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, s
     watch = AnswerWatch(x.caller.route.dialect)
     watch.see_whole(value)
     x.usage = watch.usage
-    if x.collects:
+    if x.collects or keeps_tokens:
         with suppress(BadResponse):
             x.answer = x.caller.dialect.parse_response(value)
-    if sampler:
-        sampler.see_whole(value)
+    if keeps_tokens and x.answer:
+        x.memory.remember(x.answer)
     if extras:
         raw = dump(extras.strip(value))
         x.record.status("delivered", answer.status, answer.headers, False)
@@ -108,7 +106,7 @@ async def _whole(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, s
     return await x.reply(raw, answer.headers)
 
 
-async def _stream(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, sampler: Sampler | None = None) -> None:
+async def _stream(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, keeps_tokens: bool) -> None:
     if not answer.content_type.startswith("text/event-stream"):
         return await _stream_whole(x, answer, scrub)
     x.record.status("upstream", answer.status, answer.headers, True)
@@ -121,22 +119,20 @@ async def _stream(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, 
     try:
         while data := await next_chunk(answer, scrub):
             x.record.chunk("upstream", data)
-            if sampler:
-                sampler.see(data)
-            if x.collects and whole.extend(parser.feed(data)).ended:
+            if (x.collects or keeps_tokens) and whole.extend(parser.feed(data)).ended:
                 x.answer = whole.turn()
             ready = held + await _pass_on(x, framer.feed(data), watch, extras)
             held = b""
             if watch.done:
-                if sampler:
-                    sampler.close()
+                if keeps_tokens:
+                    x.memory.remember(whole.extend(parser.close()).turn())
                 failure = watch.failure
                 status, fault = (failure.status, failure.fault) if failure else (200, None)
                 await x.end("error" if failure else "ok", status, watch.failed, fault)
             if (watch.done and answer.ended) or (not watch.done and watch.finished and x.caller.dialect.ends_at_close):
                 held, ready = ready, b""
             await x.write(ready)
-        if framer.torn or not watch.finished:
+        if framer.rest or not watch.finished:
             raise MalformedAnswer("the provider's stream ended before the turn was over")
     except MalformedAnswer as broken:
         x.usage = watch.usage
@@ -144,13 +140,14 @@ async def _stream(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, 
             return await x.finish(held)
         return await x.fail(502, str(broken), "server")
     x.usage = watch.usage
+    if x.collects and x.answer is None and whole.extend(parser.close()).ended:
+        x.answer = whole.turn()
     await x.end("ok")
     return await x.finish(held)
 
 
 async def _pass_on(x: Exchange, block: bytes, watch: AnswerWatch, extras: Extras) -> bytes:
     """What of these events the agent gets. Those before a broken one are delivered before it is reported."""
-    touched = extras.touch(block)
     try:
         values = watch.see(block)
     except MalformedAnswer as broken:
@@ -160,9 +157,8 @@ async def _pass_on(x: Exchange, block: bytes, watch: AnswerWatch, extras: Extras
     x.usage = watch.usage
     if watch.done and watch.empty and not watch.failure:
         raise MalformedAnswer("the provider's stream ended without an answer")
-    if touched:
-        block = extras.strip_events(block, values)
     if extras:
+        block = extras.strip_events(block, values)
         x.record.chunk("delivered", block)
     return block
 

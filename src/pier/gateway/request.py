@@ -6,7 +6,6 @@ Strict about how a body is delimited: one Content-Length or `chunked`, never bot
 from __future__ import annotations
 
 import asyncio
-import time
 import zlib
 from collections.abc import Iterable
 from email.utils import formatdate
@@ -38,30 +37,26 @@ _WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 """Codings that are understood, as zlib wants them named."""
 
 
-class BadCoding(Exception):
-    """The body is not of the coding that it claims, or of an unknown one."""
-
-
-class TooLarge(Exception):
-    """The body is over the limit."""
+def _too_large(limit: int) -> BadMessage:
+    return BadMessage(f"the request is larger than {limit >> 20} MiB", 413)
 
 
 def inflate(data: bytes, coding: str, limit: int) -> bytes:
     """A body without its `Content-Encoding`, of at most `limit` bytes."""
     window = _WINDOWS.get(coding.strip().lower())
     if window is None:
-        raise BadCoding(f"unsupported Content-Encoding {coding!r}: expected gzip or deflate")
+        raise BadMessage(f"unsupported Content-Encoding {coding!r}: expected gzip or deflate", 415)
     if window == 15 and data[:1] != b"\x78":
         window = -15  # as some clients send it: without the header of zlib
     decoder = zlib.decompressobj(window)
     try:
         plain = decoder.decompress(data, limit + 1)
     except zlib.error as error:
-        raise BadCoding(f"invalid {coding} body: {error}") from None
+        raise BadMessage(f"invalid {coding} body: {error}", 415) from None
     if len(plain) > limit:
-        raise TooLarge
+        raise _too_large(limit)
     if decoder.unused_data or not decoder.eof:
-        raise BadCoding(f"invalid {coding} body: it is {'too long' if decoder.unused_data else 'cut off'}")
+        raise BadMessage(f"invalid {coding} body: it is {'too long' if decoder.unused_data else 'cut off'}", 415)
     return plain
 
 
@@ -69,7 +64,7 @@ class HttpRequest:
     """One request, and where its answer goes. Exactly one of `reply` and `start` ... `finish` answers it."""
 
     __slots__ = (
-        "_asked", "_broken", "_connection", "_continue", "_length", "_parts", "_pending", "_size", "_waiter",
+        "_asked", "_broken", "_connection", "_continue", "_length", "_parts", "_size", "_waiter",
         "chunked", "closing", "finished", "headers", "method", "minor", "path", "query_string", "received", "started",
         "target",
     )  # fmt: skip
@@ -99,7 +94,6 @@ class HttpRequest:
         self._asked = False
         self._broken: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._pending = b""
         self.received = False
         """Whether all of the body is here."""
         self.started = False
@@ -131,10 +125,9 @@ class HttpRequest:
             self._waiter.set_result(None)
 
     async def read(self, limit: int) -> bytes:
-        """The body without its coding, once. `TooLarge` if it has more than `limit` bytes; `BadMessage` or `BadCoding`
-        if it cannot be read."""
+        """The body without its coding, once; `BadMessage` if it has more than `limit` bytes or cannot be read."""
         if self._length is not None and self._length > limit:
-            raise TooLarge
+            raise _too_large(limit)
         if not self.received:
             self._asked = True
             if self._continue and not self._parts:
@@ -144,12 +137,12 @@ class HttpRequest:
                 if self._broken:
                     raise self._broken
                 if self._size > limit:
-                    raise TooLarge
+                    raise _too_large(limit)
                 self._waiter = self._connection.loop.create_future()
                 await self._waiter
         if self._size > limit:
-            raise TooLarge
-        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            raise _too_large(limit)
+        data = b"".join(self._parts)
         self._parts.clear()
         coding = self.headers.get("Content-Encoding")
         if coding is None or coding.lower() == "identity":
@@ -162,20 +155,13 @@ class HttpRequest:
         """A whole answer, sent at once."""
         head = self._head(status, [*fields, ("Content-Length", str(len(body)))], close)
         self.finished = True
-        if self.method == "HEAD":
-            body = b""
-        if len(body) < AHEAD:
-            self._connection.transport.write(head + body)
-        else:
-            self._connection.transport.write(head)
-            self._connection.transport.write(body)
+        self._connection.transport.write(head if self.method == "HEAD" else head + body)
 
     def start(self, status: int, fields: Fields) -> None:
-        """Begin a streamed answer. Its head goes with the first bytes, or by itself when there are none yet."""
+        """Begin a streamed answer."""
         self.chunked = self.minor == 1
         more = [("Transfer-Encoding", "chunked")] if self.chunked else []
-        self._pending = self._head(status, [*fields, *more], close=not self.chunked)
-        self._connection.loop.call_soon(self._flush)
+        self._connection.transport.write(self._head(status, [*fields, *more], close=not self.chunked))
 
     async def write(self, data: bytes) -> None:
         """More of a streamed answer; waits while the client reads slower than we write."""
@@ -190,26 +176,19 @@ class HttpRequest:
         """The end of a streamed answer, and what is left of it."""
         self.finished = True
         end = b"0\r\n\r\n" if self.chunked and self.method != "HEAD" else b""
-        self._connection.transport.write(self._framed(data) + self._pending + end)
-        self._pending = b""
+        self._connection.transport.write(self._framed(data) + end)
         await self._connection.drain()
 
     def _framed(self, data: bytes) -> bytes:
-        """A piece of the body as it is sent, behind a head that waits; nothing if there is no such piece."""
+        """A piece of the body as it is sent; nothing if there is no such piece."""
         if not data or self.method == "HEAD":
             return b""
-        pending, self._pending = self._pending, b""
-        return b"%b%x\r\n%b\r\n" % (pending, len(data), data) if self.chunked else pending + data
-
-    def _flush(self) -> None:
-        if self._pending:
-            pending, self._pending = self._pending, b""
-            self._connection.transport.write(pending)
+        return b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data
 
     def _head(self, status: int, fields: list[tuple[str, str]], close: bool) -> bytes:
         self._connection.check()
         self.closing = self.closing or close or not self.received or self._connection.server.retired
-        fields.append(("Date", _date()))
+        fields.append(("Date", formatdate(usegmt=True)))
         if self.closing:
             fields.append(("Connection", "close"))
         head = render(status, fields)
@@ -244,14 +223,3 @@ def render(status: int, fields: Fields) -> bytes:
     if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:
         raise ValueError("a header has a line break in it")
     return text.encode(errors="surrogateescape")
-
-
-_dates: tuple[int, str] = (0, "")
-
-
-def _date() -> str:
-    global _dates
-    now = int(time.time())
-    if _dates[0] != now:
-        _dates = (now, formatdate(now, usegmt=True))
-    return _dates[1]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import blake2b
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from pier.errors import UsageError
-from pier.gateway.actions import Action, ScriptedCall, ScriptedEdit, Write, perform, text_form
+from pier.gateway.actions import Action, ScriptedCall, ScriptedEdit, ScriptModel, Write, perform, text_form
 from pier.wire.contract import kind_of_status
 from pier.wire.turn import (
     ModelFailed,
@@ -100,16 +100,12 @@ _REPEATS = 8
 """How often an agent that does not stop gets the answer that the script is over, before that becomes an error."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class FailSpec(_Strict):
+class FailSpec(ScriptModel):
     status: int = Field(default=500, ge=400, le=599)
     message: str = "the script says that this call fails"
 
 
-class UsageSpec(_Strict):
+class UsageSpec(ScriptModel):
     input: int | None = None
     output: int | None = None
     cached: int | None = None
@@ -117,7 +113,7 @@ class UsageSpec(_Strict):
     cost_usd: float | None = None
 
 
-class ActionSpec(_Strict):
+class ActionSpec(ScriptModel):
     """One thing to do; exactly one field."""
 
     shell: str | None = None
@@ -125,12 +121,8 @@ class ActionSpec(_Strict):
     edit: ScriptedEdit | None = None
     call: ScriptedCall | None = None
 
-    def actions(self) -> Iterator[Action]:
-        if self.shell is not None:
-            yield self.shell
-        for action in (self.write, self.edit, self.call):
-            if action is not None:
-                yield action
+    def actions(self) -> list[Action]:
+        return [action for action in (self.shell, self.write, self.edit, self.call) if action is not None]
 
 
 class TurnSpec(ActionSpec):
@@ -158,7 +150,7 @@ class TurnSpec(ActionSpec):
         return [*self.actions(), *(action for spec in self.actions_ for action in spec.actions())]
 
 
-class WhenSpec(_Strict):
+class WhenSpec(ScriptModel):
     """Which calls a lane answers; all that is given must hold."""
 
     model: str | None = None
@@ -167,12 +159,12 @@ class WhenSpec(_Strict):
     tool: str | None = None
 
 
-class LaneSpec(_Strict):
+class LaneSpec(ScriptModel):
     when: WhenSpec
     turns: list[TurnSpec] = Field(min_length=1)
 
 
-class ScriptFile(_Strict):
+class ScriptFile(ScriptModel):
     turns: list[TurnSpec] = Field(min_length=1)
     lanes: list[LaneSpec] = Field(default_factory=list)
     side: str | None = "Scripted session"
@@ -191,13 +183,12 @@ class _Lane:
     last: tuple[bytes, Turn] | None = None
 
     def takes(self, request: Request) -> bool:
-        when = self.when
-        if when is None:
-            return True
+        when = self.when or WhenSpec()
+        users = (message.text for message in request.messages if message.role == "user" and message.text)
         checks = (
             when.model is None or fnmatchcase(request.model, when.model),
             when.system is None or re.search(when.system, "\n".join(request.system)) is not None,
-            when.message is None or re.search(when.message, _first_user_text(request)) is not None,
+            when.message is None or re.search(when.message, next(users, "")) is not None,
             when.tool is None or any(fnmatchcase(tool.name, when.tool) for tool in request.tools),
         )
         return all(checks)
@@ -325,7 +316,3 @@ def _letters(parts: Iterable[Part]) -> int:
 def _digest(request: Request) -> bytes:
     text = repr((request.model, request.system, request.messages))
     return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
-
-
-def _first_user_text(request: Request) -> str:
-    return next((message.text for message in request.messages if message.role == "user" and message.text), "")

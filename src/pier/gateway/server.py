@@ -7,7 +7,7 @@ import hmac
 import resource
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -66,7 +66,6 @@ class BodyCache:
 
 _MOST = 512
 """Connections of one session at its own address, so that an agent cannot use up the files of all others."""
-
 _MANY = 1 << 16
 
 
@@ -103,7 +102,7 @@ class Gateway:
         self._listening: dict[str, list[asyncio.Server]] = {}
         self.metrics = GatewayMetrics()
         self.metrics.gauge("open_sessions", "Sessions with a living key.", lambda: len(self._sessions))
-        self._stack = AsyncExitStack()
+        self._stack = ExitStack()
 
     async def __aenter__(self) -> Gateway:
         _allow_many_files()
@@ -117,7 +116,7 @@ class Gateway:
         """End every session and connection. Idempotent."""
         for session in list(self._sessions.values()):
             await session.close("the gateway was closed")
-        await self._stack.aclose()
+        self._stack.close()
         for server in self._servers.values():
             await server.shutdown(1)
         self._servers.clear()
@@ -220,14 +219,14 @@ class Gateway:
         if session:
             self._listening.setdefault(session.id, []).append(server)
         else:
-            self._stack.push_async_callback(_stop, server)
+            self._stack.callback(server.close)
         return f"http://{f'[{host}]' if ':' in host else host}:{server.sockets[0].getsockname()[1]}"
 
     async def serve_unix(self, path: Path, session: Session | None = None) -> None:
         """Listen on a unix socket until the gateway is closed."""
         server = await asyncio.get_running_loop().create_unix_server(self.protocol_factory(session), str(path))
         self._stack.callback(path.unlink, missing_ok=True)
-        self._stack.push_async_callback(_stop, server)
+        self._stack.callback(server.close)
 
     def _find(self, key: str, bound: Session | None) -> Session | None:
         found = self._sessions.get(_digest(key))
@@ -271,7 +270,3 @@ def _digest(key: str) -> bytes:
 def _encoded(key: str) -> bytes:
     """A header may hold any bytes."""
     return key.encode(errors="surrogateescape")
-
-
-async def _stop(server: asyncio.Server) -> None:
-    server.close()

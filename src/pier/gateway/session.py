@@ -28,7 +28,7 @@ from pier.gateway.metrics import CallCounts
 from pier.gateway.policy import Policy, Upstream, for_session, version_of
 from pier.gateway.providers import Directory, Provider, Target
 from pier.gateway.relay import relay
-from pier.gateway.request import BadCoding, BadMessage, TooLarge
+from pier.gateway.request import BadMessage
 from pier.gateway.upstream import Outgoing, UpstreamFailed, Upstreams, read_answer
 from pier.record.redact import Scrubber
 from pier.record.writer import CallRecord, Durable, Outcome, Recorder
@@ -196,10 +196,10 @@ class Session:
         """The same as one word."""
         self.generations: list[Generation] = []
         """What is over so far, in memory; only with `on_generation`."""
-        self._gateway = gateway
+        self.gateway = gateway
         self._meters = (self.meter, pool) if pool else (self.meter,)
         self._answer = answer
-        self._memory = Memory()
+        self.memory = Memory()
         self._others: dict[str, Answerer] = {}
         self._calls: set[asyncio.Task[Any]] = set()
         info = {"id": self.id, "model": terms.model, "labels": dict(terms.labels), "closed_book": terms.closed_book}
@@ -245,7 +245,7 @@ class Session:
 
     async def close(self, reason: str = "done") -> None:
         """The key is dead, calls under way are cut off, the recording is complete. Idempotent."""
-        if not self._gateway.forget(self):
+        if not self.gateway.forget(self):
             return
         self.ended = self.ended or reason
         for meter in self._meters:
@@ -269,7 +269,7 @@ class Session:
         self._calls.add(task)
         self.counts.most = max(self.counts.most, len(self._calls))
         try:
-            with self._gateway.metrics.serving(self.counts):
+            with self.gateway.metrics.serving(self.counts):
                 return await self._serve(caller)
         finally:
             self._calls.discard(task)
@@ -277,20 +277,17 @@ class Session:
     async def _serve(self, caller: Caller) -> None:
         try:
             raw = await caller.read()
-        except TooLarge:
-            return await self._turn_down(caller, b"", 413, "the request is larger than 64 MiB", "too_large")
-        except BadCoding as error:
-            return await self._turn_down(caller, b"", 415, str(error), "invalid_request")
         except BadMessage as error:
-            return await self._turn_down(caller, b"", error.status, str(error), "invalid_request")
+            reason: ErrorKind = "too_large" if error.status == 413 else "invalid_request"
+            return await self._turn_down(caller, b"", error.status, str(error), reason)
         kind = caller.route.kind
         if kind in ("generate", "count_tokens"):
             try:
-                earlier = self._gateway.bodies.of(self.id)
+                earlier = self.gateway.bodies.of(self.id)
                 body = await asyncio.to_thread(parse, raw, earlier) if len(raw) > _BIG else parse(raw, earlier)
             except BadRequest as error:
                 return await self._turn_down(caller, raw, 400, str(error), "invalid_request")
-            self._gateway.bodies.keep(self.id, body)
+            self.gateway.bodies.keep(self.id, body)
             return await (self._generate(caller, body) if kind == "generate" else self._count(caller, body))
         if kind == "models":
             value = caller.dialect.models_body((self.model,))
@@ -325,7 +322,7 @@ class Session:
             if not self.terms.closed_book or is_closed(dialect, body.value):
                 answer = self._answerer(caller.route.model or str(body.value.get("model") or self.model))
                 if isinstance(answer, ByProvider):
-                    counted = await answer.count(caller, body, record, self._gateway.upstreams)
+                    counted = await answer.count(caller, body, record, self.gateway.upstreams)
         except UsageError as error:
             record.note(uncounted=error.explain())
         except asyncio.CancelledError:
@@ -342,22 +339,10 @@ class Session:
         for meter in self._meters:
             meter.start()
         asked = caller.route.model or str(body.value.get("model") or self.model)
-        stream = caller.route.stream if caller.route.stream is not None else bool(body.value.get("stream"))
-        facts = {**caller.facts(), "model": asked, "stream": stream}
-        record = self._gateway.metrics.measured(self.recorder.call(facts, body), facts)
+        facts = {**caller.facts(), "model": asked, "stream": caller.streams(body)}
+        record = self.gateway.metrics.measured(self.recorder.call(facts, body), facts)
         with Reservation(self._meters) as turn:
-            gateway = self._gateway
-            x = Exchange(
-                caller,
-                body,
-                record,
-                turn,
-                gateway.upstreams,
-                self._memory,
-                keep_alive=gateway.keep_alive,
-                sampling=self.terms.sampling,
-                collects=self.terms.on_generation is not None,
-            )
+            x = Exchange(self, caller, body, record, turn)
             try:
                 return await self._within_time(x, asked)
             except (asyncio.CancelledError, CallerGone):
@@ -472,5 +457,5 @@ class Session:
             return self._answer
         name = name or asked
         if name not in self._others:
-            self._others[name] = self._gateway.answerer(name, self.terms)
+            self._others[name] = self.gateway.answerer(name, self.terms)
         return self._others[name]

@@ -44,12 +44,13 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from pier.gateway.budget import Limiter, Retry, pause
-from pier.gateway.code_assist import Unwrapper
 from pier.gateway.login import LoginRefused
+from pier.gateway.logins import Unwrapper
 from pier.gateway.providers import Provider
 from pier.record.redact import Scrubber, redacted_path
 from pier.record.writer import CallRecord
 from pier.wire.body import Body
+from pier.wire.contract import kind_of_status
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Fault, classify, error_in
 from pier.wire.sse import Framer, MalformedAnswer, data_of, events_of
@@ -67,18 +68,19 @@ KEPT = 60.0
 """Seconds in which an unused connection is kept."""
 
 
+@dataclass(eq=False)
 class UpstreamFailed(Exception):
-    """There is no answer. `body` is the provider's own error in its dialect, when it sent one."""
+    """There is no answer. `body` is the provider's own error in its dialect, when it sent one. `passing`: trying again
+    may help, after the pause that was `asked` for; `stale`: the provider had given up the kept connection already."""
 
-    def __init__(
-        self, status: int, message: str, kind: ErrorKind, body: bytes | None = None, fault: Fault = "provider"
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.kind: ErrorKind = kind
-        self.body = body
-        self.fault: Fault = fault
+    status: int
+    message: str
+    kind: ErrorKind
+    body: bytes | None = None
+    fault: Fault = "provider"
+    passing: bool = False
+    asked: float | None = None
+    stale: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,16 +188,16 @@ class Upstreams:
             await limiter.pass_gate()
             try:
                 return await self._attempt(out, record)
-            except _Fault as fault:
-                stale = fault.stale
+            except UpstreamFailed as failed:
+                stale = failed.stale
                 wait = 0.0 if stale else None
-                if fault.passing and not stale:
-                    limited = fault.failed.fault == "rate_limit"
-                    wait = self.retry.pause(attempt, time.monotonic() - began, fault.asked, limited=limited)
-                record.failed(fault.failed.message, wait, None if stale else fault.failed.fault)
+                if failed.passing and not stale:
+                    limited = failed.fault == "rate_limit"
+                    wait = self.retry.pause(attempt, time.monotonic() - began, failed.asked, limited=limited)
+                record.failed(failed.message, wait, None if stale else failed.fault)
                 if wait is None:
-                    raise fault.failed from None
-                if fault.asked:
+                    raise
+                if failed.asked:
                     limiter.close_for(wait)
                 else:
                     await pause(wait)
@@ -213,11 +215,15 @@ class Upstreams:
                 record.attempt({**facts, "url": redacted_path(address)}, out.body)
                 answer = await self.send(address, headers, out.data)
         except NoAnswer as error:
-            raise _Fault(_unreachable(error, provider), error.passing, stale=error.stale) from None
+            words, status = f"{provider.name} cannot be reached: {error}", 502
+            if error.timed_out:
+                words, status = f"{provider.name} did not answer in time", 504
+            kind = kind_of_status(status)
+            raise UpstreamFailed(status, words, kind, passing=error.passing, stale=error.stale) from None
         except LoginRefused as error:
             # 400: some agents take a 401 for a fault that passes, and ask again for minutes
             status = 503 if error.passing else 400
-            raise _Fault(UpstreamFailed(status, str(error), "authentication"), error.passing) from None
+            raise UpstreamFailed(status, str(error), "authentication", passing=error.passing) from None
         if answer.status >= 300:
             raise await _refused(answer, out, record)
         try:
@@ -235,10 +241,10 @@ class Upstreams:
         while True:
             try:
                 sent = await login.request(self.send, out.path, out.headers, out.data, out.model, refused)
-                facts["url"] = redacted_path(sent.address)
+                facts["url"] = redacted_path(sent[0])
             finally:
                 record.attempt(facts, out.body)
-            answer = await self.send(sent.address, CIMultiDict(sent.headers), sent.data)
+            answer = await self.send(*sent)
             if answer.status != 401:
                 if answer.status < 300:
                     answer.unwrapper = login.unwrapper(stream=_is_stream(answer))
@@ -346,15 +352,7 @@ class _Connector(TCPConnector):
         return connection
 
 
-@dataclass
-class _Fault(Exception):
-    failed: UpstreamFailed
-    passing: bool
-    asked: float | None = None
-    stale: bool = False
-
-
-async def _refused(answer: Answer, out: Outgoing, record: CallRecord) -> _Fault:
+async def _refused(answer: Answer, out: Outgoing, record: CallRecord) -> UpstreamFailed:
     """What an error answer means."""
     raw = b""
     try:
@@ -364,10 +362,10 @@ async def _refused(answer: Answer, out: Outgoing, record: CallRecord) -> _Fault:
         raw = b""
     finally:
         answer.close()
-    return _fault(answer, raw, _decoded(raw), out, record)
+    return _failure(answer, raw, _decoded(raw), out, record)
 
 
-def _fault(answer: Answer, raw: bytes, error: object, out: Outgoing, record: CallRecord) -> _Fault:
+def _failure(answer: Answer, raw: bytes, error: object, out: Outgoing, record: CallRecord) -> UpstreamFailed:
     scrub = Scrubber(*out.provider.secrets)
     raw = scrub(raw)
     record.status("upstream", answer.status, answer.headers, answer.status < 300 and _is_stream(answer))
@@ -376,10 +374,9 @@ def _fault(answer: Answer, raw: bytes, error: object, out: Outgoing, record: Cal
     failure = classify(status, error, answer.headers, out.data)
     words = scrub(json.dumps(error).encode()) if answer.status < 300 else raw
     message, kind = DIALECTS[out.dialect].parse_error(failure.status, _decoded(words))
-    own = raw if _is_object(raw) and failure.status == answer.status else None
+    own = raw if isinstance(_decoded(raw), dict) and failure.status == answer.status else None
     said = message or f"{out.provider.name} answered {answer.status}"
-    failed = UpstreamFailed(failure.status, said, kind, own, failure.fault)
-    return _Fault(failed, failure.passing, failure.asked)
+    return UpstreamFailed(failure.status, said, kind, own, failure.fault, failure.passing, failure.asked)
 
 
 async def _look_ahead(answer: Answer, out: Outgoing, record: CallRecord) -> None:
@@ -389,7 +386,7 @@ async def _look_ahead(answer: Answer, out: Outgoing, record: CallRecord) -> None
     else:
         raw, error = await _read_error(answer, out.dialect)
     if error is not None:
-        raise _fault(answer, raw, {"error": error}, out, record)
+        raise _failure(answer, raw, {"error": error}, out, record)
     answer.unread(raw)
 
 
@@ -431,18 +428,17 @@ def _is_stream(answer: Answer) -> bool:
 
 async def read_answer(answer: Answer) -> bytes:
     """All of an answer that is not streamed."""
-    parts, size = [], 0
+    whole = bytearray()
     try:
         while part := await answer.read():
-            size += len(part)
-            if size > MAX_ANSWER:
+            whole += part
+            if len(whole) > MAX_ANSWER:
                 raise UpstreamFailed(502, f"the provider's answer is larger than {MAX_ANSWER} bytes", "server")
-            parts.append(part)
     except TimeoutError:
         raise UpstreamFailed(504, "the provider fell silent in the middle of its answer", "timeout") from None
     except OSError as error:
         raise UpstreamFailed(502, f"the provider's answer was cut off: {error}", "server") from None
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    return bytes(whole)
 
 
 def _decoded(raw: bytes) -> object:
@@ -450,13 +446,3 @@ def _decoded(raw: bytes) -> object:
         return json.loads(raw)
     except ValueError:
         return raw.decode(errors="replace")
-
-
-def _is_object(raw: bytes) -> bool:
-    return isinstance(_decoded(raw), dict)
-
-
-def _unreachable(error: NoAnswer, provider: Provider) -> UpstreamFailed:
-    if error.timed_out:
-        return UpstreamFailed(504, f"{provider.name} did not answer in time", "timeout")
-    return UpstreamFailed(502, f"{provider.name} cannot be reached: {error}", "server")

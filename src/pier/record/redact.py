@@ -10,15 +10,8 @@ from pier.secret import looks_secret
 
 SECRET_HEADERS = frozenset(
     {
-        "authorization",
-        "proxy-authorization",
-        "x-api-key",
-        "api-key",
-        "x-goog-api-key",
-        "cookie",
-        "set-cookie",
-        "openai-organization",
-        "anthropic-organization-id",
+        *("authorization", "proxy-authorization", "x-api-key", "api-key", "x-goog-api-key", "cookie", "set-cookie"),
+        *("openai-organization", "anthropic-organization-id"),
     }
 )
 REDACTED = "[redacted]"

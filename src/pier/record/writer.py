@@ -16,6 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -39,40 +40,32 @@ class Flusher:
 
     def __init__(self) -> None:
         self._written: set[Recorder] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._syncing: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._hurry = asyncio.Event()
 
     def sync_soon(self, recorder: Recorder) -> None:
         self._written.add(recorder)
-        if self._timer is None and self._syncing is None:
-            self._timer = asyncio.get_running_loop().call_later(SYNC, self._start)
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._sync())
 
     async def close(self) -> None:
         """All is on disk."""
-        while self._written or self._syncing:
-            if self._timer:
-                self._start()
-            if self._syncing:
-                await asyncio.wait({self._syncing})
-
-    def _start(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-            self._timer = None
-        if self._syncing is None:
-            self._syncing = asyncio.get_running_loop().create_task(self._sync())
+        self._hurry.set()
+        while self._task:
+            await asyncio.wait({self._task})
+        self._hurry.clear()
 
     async def _sync(self) -> None:
-        written, self._written = self._written, set()
         try:
-            await asyncio.to_thread(_sync_all, written)
-        finally:
-            self._syncing = None
-            for each in written:
-                if each not in self._written:
+            while self._written:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._hurry.wait(), SYNC)
+                written, self._written = self._written, set()
+                await asyncio.to_thread(_sync_all, written)
+                for each in written - self._written:
                     each.rest()
-            if self._written and self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(SYNC, self._start)
+        finally:
+            self._task = None
 
 
 def _sync_all(written: set[Recorder]) -> None:
@@ -285,13 +278,18 @@ class CallRecord:
         """Whether a secret was removed from what is recorded of this call."""
         return self.secret or self._found
 
+    def notice(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """What happened to the call, before it is written, also if nothing is recorded. For metrics."""
+
     def edited(self, edits: list[Mapping[str, Any]]) -> None:
         """The gateway changed the request, for the reasons given."""
+        self.notice("edits", {"edits": edits})
         if edits:
             self._write("edits", {"edits": edits})
 
     def attempt(self, facts: Mapping[str, Any], body: Body | bytes | None) -> None:
         """The request goes to an upstream, with this body (None: as the agent sent it)."""
+        self.notice("attempt", facts)
         if self.recorder.on:
             lines, pieces, found = self.recorder.pieces(body) if body is not None else ([], None, False)
             self.secret = self.secret or found
@@ -300,7 +298,9 @@ class CallRecord:
     def failed(self, error: str, wait: float | None, fault: Fault | None = None) -> None:
         """The attempt gave no answer worth passing on; `wait` seconds later there is another one."""
         self.fault = fault
-        self._write("failed", {"error": error, "wait": wait, "fault": fault})
+        facts = {"error": error, "wait": wait, "fault": fault}
+        self.notice("failed", facts)
+        self._write("failed", facts)
 
     def held(self, fault: Fault) -> None:
         """The call waits until its provider takes requests again."""
@@ -313,10 +313,12 @@ class CallRecord:
             self._end_stream(side)
             self._streams[side] = self._redactor(is_whole=not streamed)
         fields = {"side": side, "status": status, "headers": redacted(headers), "streamed": streamed}
+        self.notice("status", fields)
         self._write("status", fields)
 
     def chunk(self, side: Side, data: bytes) -> None:
         """Bytes of an answer, before they go on."""
+        self.notice("chunk", {"side": side})
         if not self.recorder.on:
             return
         if self.recorder.redactor:
@@ -356,7 +358,10 @@ class CallRecord:
         counts = {name: value for name, value in known if value is not None} or None
         if self.recorder.redactor and self.recorder.on:
             self._end_redaction()
-        self._write("end", {"outcome": outcome, "status": status, "error": error, "usage": counts, "fault": fault})
+        facts = {"outcome": outcome, "status": status, "error": error, "usage": counts, "fault": fault}
+        began = time.monotonic()
+        self._write("end", facts)
+        self.notice("end", {**facts, "recorded": time.monotonic() - began})
 
     def note(self, **facts: Any) -> None:
         """Anything else worth keeping, e.g. the tokens of a policy's answer."""

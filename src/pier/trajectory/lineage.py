@@ -142,8 +142,11 @@ def with_version(turn: Turn, version: str | None) -> Turn:
 
 def read_call(call: Call) -> Node | None:
     """A generation as a node of the lineage; None if its request cannot be read."""
-    parsed = _request_of(call)
-    if parsed is None:
+    parts = urlsplit(call.path)
+    route = recognise("POST", parts.path, dict(parse_qsl(parts.query)), {})
+    try:
+        parsed = DIALECTS[call.dialect].parse_request(call.request, route)
+    except BadRequest:
         return None
     turn = turn_of(call, parsed)
     # The parsed body is as big as the whole history; what is needed of it is in the node.
@@ -152,7 +155,8 @@ def read_call(call: Call) -> Node | None:
     if used := _noted(call, "sampling"):
         used = {name: tuple(value) if isinstance(value, list) else value for name, value in used.items()}
         parsed = replace(parsed, sampling=replace(parsed.sampling, **used))
-    node = Node(call.number, parsed, turn, call.at, _end_of(call), headers)
+    last = call.answer.chunks[-1].at if call.answer and call.answer.chunks else None
+    node = Node(call.number, parsed, turn, call.at, last if call.ended is None else call.ended, headers)
     if turn is not None:
         node.cost_usd = turn.usage.cost_usd
         if node.cost_usd is None and call.usage is not None:
@@ -162,15 +166,6 @@ def read_call(call: Call) -> Node | None:
             node.cost_usd = cost_of(turn.usage, call.upstream.model, call.upstream.provider)
             node.cost_source = f"genai-prices {version('genai-prices')}" if node.cost_usd is not None else None
     return node
-
-
-def _request_of(call: Call) -> Request | None:
-    parts = urlsplit(call.path)
-    route = recognise("POST", parts.path, dict(parse_qsl(parts.query)), {})
-    try:
-        return DIALECTS[call.dialect].parse_request(call.request, route)
-    except BadRequest:
-        return None
 
 
 def turn_of(call: Call, request: Request) -> Turn | None:
@@ -218,12 +213,6 @@ def _noted_tokens(call: Call) -> Tokens | None:
             lists = [tuple(noted[name]) if noted.get(name) is not None else None for name in _TOKEN_LISTS]
             pieces.append(Tokens(*lists, weights=noted.get("weights")))
     return joined(pieces)
-
-
-def _end_of(call: Call) -> float | None:
-    if call.ended is not None:
-        return call.ended
-    return call.answer.chunks[-1].at if call.answer and call.answer.chunks else None
 
 
 def settle(node: Node, recent: Sequence[Node]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -98,8 +98,8 @@ _KINDS: dict[str, ErrorKind] = {
 }
 _SAMPLING = {name: name for name in ("max_tokens", "temperature", "top_p", "top_k")} | {"stop": "stop_sequences"}
 _FIELDS = (
-    *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "temperature", "top_p", "top_k"),
-    *("stop_sequences", "stream", "thinking", "output_config"),
+    *("model", "messages", "system", "tools", "tool_choice", "stream", "thinking", "output_config"),
+    *_SAMPLING.values(),
 )
 _STRING = {"type": "string"}
 _CLIENT_SIDE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
@@ -142,12 +142,15 @@ def parse_messages(raw: list[Any]) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def render_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    listed = list(messages)
-    ends = [*[False] * (len(listed) - 1), True]
-    rows = zip(listed, ends, strict=False)
-    blocks = ((each, each.role, render_parts(each.parts, trim=end and each.role == "assistant")) for each, end in rows)
-    return join_results(blocks, "content")
+def render_messages(messages: tuple[Message, ...]) -> list[dict[str, Any]]:
+    """Without empty texts, which Anthropic refuses, and with a prefill that ends cleanly."""
+    rows = [(each, each.role, [block for part in each.parts if (block := render_part(part))]) for each in messages]
+    blocks = rows[-1][2] if rows and rows[-1][1] == "assistant" else []
+    if blocks and blocks[-1]["type"] == "text":
+        blocks[-1]["text"] = blocks[-1]["text"].rstrip()
+        if not blocks[-1]["text"]:
+            blocks.pop()
+    return join_results(rows, "content")
 
 
 def parse_block(block: Mapping[str, Any]) -> Part:
@@ -192,16 +195,6 @@ def _parse_media(block: Mapping[str, Any]) -> Part:
             return Opaque("anthropic", block)
 
 
-def render_parts(parts: Iterable[Part], *, trim: bool = False) -> list[dict[str, Any]]:
-    """Blocks of a request's message, without empty texts, which Anthropic refuses; `trim` ends a prefill cleanly."""
-    blocks = [block for part in parts if (block := render_part(part))]
-    if trim and blocks and blocks[-1]["type"] == "text":
-        blocks[-1]["text"] = blocks[-1]["text"].rstrip()
-        if not blocks[-1]["text"]:
-            blocks.pop()
-    return blocks
-
-
 def render_part(part: Part, *, answer: bool = False) -> dict[str, Any] | None:
     """A block. In an `answer` all reasoning is shown; in history only what Anthropic itself signed."""
     match part:
@@ -243,12 +236,8 @@ def _render_media(media: Media) -> dict[str, Any]:
 def parse_tool(raw: Any) -> Tool:
     tool = need_dict(raw, "a tool")
     if isinstance(tool.get("input_schema"), dict) and tool.get("type") in (None, "custom"):
-        return Tool(
-            need_str(tool.get("name"), "a tool's name"),
-            tool.get("description"),
-            tool["input_schema"],
-            tool.get("strict"),
-        )
+        name = need_str(tool.get("name"), "a tool's name")
+        return Tool(name, tool.get("description"), tool["input_schema"], tool.get("strict"))
     return Tool(str(tool.get("name") or tool.get("type")), kind="hosted", raw=tool)
 
 
@@ -256,8 +245,7 @@ def render_tool(tool: Tool) -> dict[str, Any]:
     if tool.kind == "hosted" and tool.raw is not None:
         return dict(tool.raw)
     schema = {"type": "object", **(tool.schema or {})}
-    rendered = {"name": tool.name, "description": tool.description, "input_schema": schema, "strict": tool.strict}
-    return compact(rendered)
+    return compact({"name": tool.name, "description": tool.description, "input_schema": schema, "strict": tool.strict})
 
 
 def parse_choice(raw: Any) -> tuple[ToolChoice | None, bool | None]:
@@ -281,20 +269,14 @@ def render_choice(choice: ToolChoice | None, parallel: bool | None, has_tools: b
     return rendered
 
 
-def read_usage(raw: Mapping[str, Any] | None) -> Usage:
+def read_usage(raw: Any) -> Usage:
     """Anthropic counts cache reads and writes separately from the input; here the input includes them."""
     if not isinstance(raw, dict):
         return Usage()
-    fresh, cached, written = (
-        whole(raw.get(key)) for key in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
-    )
+    names = ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    fresh, said, cached, written = (whole(raw.get(name)) for name in names)
     total = None if fresh is None else fresh + (cached or 0) + (written or 0)
-    return Usage(
-        input_tokens=total,
-        output_tokens=whole(raw.get("output_tokens")),
-        cached_tokens=cached,
-        cache_write_tokens=written,
-    )
+    return Usage(total, said, cached_tokens=cached, cache_write_tokens=written)
 
 
 def render_usage(usage: Usage) -> dict[str, Any]:
@@ -394,16 +376,10 @@ class AnthropicRenderer(EventRenderer):
         return _event({"type": "ping"})
 
     def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
-        return _event(error_body(message, kind))
+        return _event(error_body(status, message, kind))
 
     def _begin(self, start: TurnStart) -> bytes:
-        message = {
-            **_message_head(start.id, self._request),
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": render_usage(start.usage or Usage()),
-        }
+        message = _message(start.id, self._request, [], None, None, start.usage or Usage())
         return _event({"type": "message_start", "message": message})
 
     def _start(self, part: Part) -> bytes:
@@ -453,11 +429,15 @@ def _event(data: dict[str, Any]) -> bytes:
     return sse(data, data["type"])
 
 
-def _message_head(id_: str | None, request: Request) -> dict[str, Any]:
-    return {"id": id_ or fresh_id("msg_"), "type": "message", "role": "assistant", "model": request.model}
+def _message(
+    id_: str | None, request: Request, content: list[Any], stop: str | None, sequence: str | None, usage: Usage
+) -> dict[str, Any]:
+    head = {"id": id_ or fresh_id("msg_"), "type": "message", "role": "assistant", "model": request.model}
+    end = {"stop_reason": stop, "stop_sequence": sequence, "usage": render_usage(usage)}
+    return {**head, "content": content, **end}
 
 
-def error_body(message: str, kind: ErrorKind) -> dict[str, Any]:
+def error_body(status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
     return {"type": "error", "error": {"type": _ERRORS[kind][0], "message": message}, "request_id": None}
 
 
@@ -490,20 +470,28 @@ class Anthropic(Dialect):
     file_places = ("messages", "system")
     local_tools = re.compile(r"custom|(bash|text_editor|computer|memory)_\d+|tool_search_tool_\w+")
 
+    def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
+        return error_body(status, message, kind)
+
+    def read_usage(self, raw: Any) -> Usage:
+        return read_usage(raw)
+
     def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
         choice, parallel = parse_choice(body.get("tool_choice"))
         output = body.get("output_config")
         output = output if isinstance(output, dict) else {}
-        rest = take(output, "effort", "format")
+        rest, wanted = take(output, "effort", "format"), output.get("format")
+        schema = wanted if isinstance(wanted, dict) and wanted.get("type") == "json_schema" else None
+        system = parse_parts(body.get("system"), parse_block)
         return Request(
             model=need_str(body.get("model"), "model"),
             messages=parse_messages(need_list(body.get("messages"), "messages")),
-            system=_parse_system(body.get("system")),
+            system=tuple(part.text for part in system if isinstance(part, Text)),
             tools=tuple(parse_tool(tool) for tool in body.get("tools") or ()),
             tool_choice=choice,
             parallel_tools=parallel,
             sampling=_parse_sampling(body, output.get("effort")),
-            response_format=_parse_format(output.get("format")),
+            response_format=ResponseFormat(schema.get("schema")) if schema else None,
             stream=bool(body.get("stream")),
             dialect=self.name,
             extra={**take(body, *_FIELDS), **({"output_config": rest} if rest else {})},
@@ -535,27 +523,14 @@ class Anthropic(Dialect):
             raise BadResponse(f"the provider's answer has no content: {error_text(dict(body))[:200]}")
         parts = tuple(parse_parts(content, parse_block))
         native = body.get("stop_reason")
+        stop, usage = read_stop(native, any(isinstance(part, ToolCall) for part in parts)), body.get("usage")
         return Turn(
-            parts=parts,
-            stop=read_stop(native, any(isinstance(part, ToolCall) for part in parts)),
-            usage=read_usage(body.get("usage")),
-            id=body.get("id"),
-            model=body.get("model"),
-            native_stop=native,
-            stop_sequence=body.get("stop_sequence"),
+            parts, stop, read_usage(usage), body.get("id"), body.get("model"), native, body.get("stop_sequence")
         )
 
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
-        return {
-            **_message_head(turn.id, request),
-            "content": [block for part in turn.parts if (block := render_part(part, answer=True))],
-            "stop_reason": NATIVE[turn.stop],
-            "stop_sequence": turn.stop_sequence,
-            "usage": render_usage(turn.usage),
-        }
-
-    def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
-        return error_body(message, kind)
+        content = [block for part in turn.parts if (block := render_part(part, answer=True))]
+        return _message(turn.id, request, content, NATIVE[turn.stop], turn.stop_sequence, turn.usage)
 
     def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
         message = error_text(body)
@@ -566,18 +541,12 @@ class Anthropic(Dialect):
         return message, _KINDS.get(type_ or "", kind_of_status(status))
 
     def models_body(self, models: tuple[str, ...]) -> dict[str, Any]:
-        return {
-            "data": [self.model_body(model) for model in models],
-            "has_more": False,
-            "first_id": models[0] if models else None,
-            "last_id": models[-1] if models else None,
-        }
+        first, last = (models[0], models[-1]) if models else (None, None)
+        data = [self.model_body(model) for model in models]
+        return {"data": data, "has_more": False, "first_id": first, "last_id": last}
 
     def model_body(self, model: str) -> dict[str, Any]:
         return {"type": "model", "id": model, "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
-
-    def read_usage(self, raw: Any) -> Usage:
-        return read_usage(raw)
 
     def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         match event.get("type"):
@@ -617,15 +586,6 @@ def read_stop(native: Any, has_calls: bool) -> StopReason:
     return "tool_use" if has_calls and stop in ("end", "other") else stop
 
 
-def _parse_system(raw: Any) -> tuple[str, ...]:
-    if raw is None or raw == "":
-        return ()
-    if isinstance(raw, str):
-        return (raw,)
-    blocks = (need_dict(block, "a system block") for block in need_list(raw, "system"))
-    return tuple(block.get("text") or "" for block in blocks)
-
-
 def _parse_sampling(body: Mapping[str, Any], effort: str | None) -> Sampling:
     thinking = body.get("thinking")
     budget = None
@@ -641,12 +601,6 @@ def _render_thinking(budget: int | None) -> dict[str, Any] | None:
     if budget <= 0:
         return {"type": "disabled" if budget == 0 else "adaptive"}
     return {"type": "enabled", "budget_tokens": budget}
-
-
-def _parse_format(raw: Any) -> ResponseFormat | None:
-    if isinstance(raw, dict) and raw.get("type") == "json_schema":
-        return ResponseFormat(raw.get("schema"))
-    return None
 
 
 def _fit_sampling(request: Request, edits: list[Edit]) -> Sampling:

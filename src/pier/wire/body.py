@@ -181,10 +181,6 @@ def _parse_array(text: str, first: int, known: Array | None, count: int) -> tupl
 
 
 def _skip(text: str, at: int) -> int:
-    if text[at : at + 1] > " ":
-        return at
-    if text[at : at + 1] == " " and text[at + 1 : at + 2] > " ":
-        return at + 1
     return WHITESPACE.match(text, at).end()
 
 

@@ -20,15 +20,16 @@ from pier.wire.contract import (
     BadRequest,
     BadResponse,
     Dialect,
+    ParsedMessage,
     Route,
     compact,
     data_url,
     error_text,
     fresh_id,
+    gather_messages,
     kind_of_status,
     media_at,
     need_dict,
-    need_list,
     need_str,
     parse_parts,
     read_sampling,
@@ -43,7 +44,6 @@ from pier.wire.turn import (
     Delta,
     ErrorKind,
     Media,
-    Message,
     Opaque,
     Part,
     Reasoning,
@@ -72,16 +72,8 @@ STOPS: dict[str, StopReason] = {
     "function_call": "tool_use",
     "content_filter": "refusal",
 }
-FINISHES: dict[StopReason, str] = {
-    "end": "stop",
-    "length": "length",
-    "tool_use": "tool_calls",
-    "stop_sequence": "stop",
-    "refusal": "content_filter",
-    "pause": "stop",
-    "context": "length",
-    "other": "stop",
-}
+_FINISHES = {"length": "length", "context": "length", "tool_use": "tool_calls", "refusal": "content_filter"}
+"""The words for other stops than `stop`."""
 _SAMPLING = {
     **{name: name for name in ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "presence_penalty")},
     **{name: name for name in ("frequency_penalty", "logprobs", "top_logprobs")},
@@ -90,14 +82,11 @@ _SAMPLING = {
 _NEW_MAX = re.compile(r"(^|/)(o[1-9]|gpt-[5-9]|codex)", re.IGNORECASE)
 _FIELDS = (
     *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "n"),
-    *("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "stop", "seed", "presence_penalty"),
-    *("frequency_penalty", "reasoning_effort", "logprobs", "top_logprobs", "response_format"),
+    *("max_completion_tokens", "response_format", *_SAMPLING.values()),
 )
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 _PROSE = ("text", "refusal", "thinking", "content", "annotations")
 _CONTENT = AnswerProgress(content=True)
-
-
 _ERROR_TYPES: dict[ErrorKind, tuple[str, str | None]] = {
     "invalid_request": ("invalid_request_error", None),
     "authentication": ("invalid_request_error", "invalid_api_key"),
@@ -118,34 +107,6 @@ LOCAL_FIELDS = """
     return_tokens_as_token_ids chat_template_kwargs structured_outputs guided_json guided_regex guided_choice
     guided_grammar cache_salt priority
 """
-
-
-class OpenAI(Dialect):
-    """What the two dialects of OpenAI share."""
-
-    def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
-        return error_body(message, kind)
-
-    def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
-        message = error_text(body)
-        inner = body.get("error") if isinstance(body, dict) else None
-        code = inner.get("code") if isinstance(inner, dict) else None
-        too_long = code == "context_length_exceeded" or "maximum context length" in message
-        return message, "context_length" if too_long else kind_of_status(status)
-
-    def models_body(self, models: tuple[str, ...]) -> dict[str, Any]:
-        return {"object": "list", "data": [self.model_body(model) for model in models]}
-
-    def model_body(self, model: str) -> dict[str, Any]:
-        return {"id": model, "object": "model", "created": 0, "owned_by": "pier"}
-
-    def read_usage(self, raw: Any) -> Usage:
-        return read_usage(raw)
-
-
-def error_body(message: str, kind: ErrorKind) -> dict[str, Any]:
-    type_, code = _ERROR_TYPES[kind]
-    return {"error": {"message": message, "type": type_, "param": None, "code": code}}
 
 
 def read_usage(raw: Any) -> Usage:
@@ -171,6 +132,34 @@ def _table(raw: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
+def error_body(status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
+    type_, code = _ERROR_TYPES[kind]
+    return {"error": {"message": message, "type": type_, "param": None, "code": code}}
+
+
+class OpenAI(Dialect):
+    """What the two dialects of OpenAI share."""
+
+    def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
+        return error_body(status, message, kind)
+
+    def read_usage(self, raw: Any) -> Usage:
+        return read_usage(raw)
+
+    def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
+        message = error_text(body)
+        inner = body.get("error") if isinstance(body, dict) else None
+        code = inner.get("code") if isinstance(inner, dict) else None
+        too_long = code == "context_length_exceeded" or "maximum context length" in message
+        return message, "context_length" if too_long else kind_of_status(status)
+
+    def models_body(self, models: tuple[str, ...]) -> dict[str, Any]:
+        return {"object": "list", "data": [self.model_body(model) for model in models]}
+
+    def model_body(self, model: str) -> dict[str, Any]:
+        return {"id": model, "object": "model", "created": 0, "owned_by": "pier"}
+
+
 def render_usage(usage: Usage) -> dict[str, Any] | None:
     if usage.total_tokens is None:
         return None
@@ -180,13 +169,10 @@ def render_usage(usage: Usage) -> dict[str, Any] | None:
         "total_tokens": usage.total_tokens,
     }
     prompt = {"cached_tokens": usage.cached_tokens, "cache_write_tokens": usage.cache_write_tokens}
-    if any(value is not None for value in prompt.values()):
-        body["prompt_tokens_details"] = {key: value for key, value in prompt.items() if value is not None}
-    if usage.reasoning_tokens is not None:
-        body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
-    if usage.cost_usd is not None:
-        body["cost"] = usage.cost_usd
-    return body
+    completion = {"reasoning_tokens": usage.reasoning_tokens}
+    details = {"prompt_tokens_details": compact(prompt), "completion_tokens_details": compact(completion)}
+    body |= {name: table for name, table in details.items() if table}
+    return body if usage.cost_usd is None else {**body, "cost": usage.cost_usd}
 
 
 def parse_tokens(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Tokens | None:
@@ -222,39 +208,17 @@ def _weights(body: Mapping[str, Any], choice: Mapping[str, Any]) -> str | None:
     return None
 
 
-def parse_messages(raw: list[Any]) -> tuple[tuple[str, ...], tuple[Message, ...]]:
-    system: list[str] = []
-    messages: list[Message] = []
-    after_tool = False
-    for position, item in enumerate(raw):
-        message = need_dict(item, f"messages[{position}]")
-        role = message.get("role")
-        is_tool = role == "tool"
-        if role in ("system", "developer"):
-            parts = parse_parts(message.get("content"), _parse_part)
-            if not messages:
-                system.extend(part.text for part in parts if isinstance(part, Text))
-            else:
-                messages.append(Message("system", tuple(parts)))
-        elif role == "user":
-            messages.append(Message("user", tuple(parse_parts(message.get("content"), _parse_part))))
-        elif role == "assistant":
-            messages.append(Message("assistant", tuple(parse_assistant(message))))
-        elif is_tool:
-            result = _parse_result(message)
-            if after_tool:
-                messages[-1] = Message("user", (*messages[-1].parts, result))
-            else:
-                messages.append(Message("user", (result,)))
-        else:
-            raise BadRequest(f"messages[{position}] has the unknown role {role!r}")
-        after_tool = is_tool
-    return tuple(system), tuple(messages)
-
-
-def _parse_result(message: Mapping[str, Any]) -> ToolResult:
-    parts = result_parts(parse_parts(message.get("content"), _parse_part))
-    return ToolResult(need_str(message.get("tool_call_id"), "tool_call_id"), parts, name=message.get("name"))
+def _parse_message(message: Mapping[str, Any]) -> ParsedMessage:
+    role = message.get("role")
+    if role == "assistant":
+        return "assistant", parse_assistant(message), None
+    parts = parse_parts(message.get("content"), _parse_part)
+    if role == "tool":
+        call_id = need_str(message.get("tool_call_id"), "tool_call_id")
+        return "user", [ToolResult(call_id, result_parts(parts), name=message.get("name"))], "results"
+    if role not in ("system", "developer", "user"):
+        raise BadRequest(f"unknown role {role!r}")
+    return "user" if role == "user" else "system", parts, None
 
 
 def _parse_part(part: dict[str, Any]) -> Part:
@@ -547,7 +511,7 @@ class ChatRenderer(EventRenderer):
         return b": keep-alive\n"
 
     def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
-        return sse(error_body(message, kind))
+        return sse(error_body(status, message, kind))
 
     def _begin(self, start: TurnStart) -> bytes:
         self._id = start.id or self._id
@@ -556,9 +520,7 @@ class ChatRenderer(EventRenderer):
     def _start(self, part: Part) -> bytes:
         if isinstance(part, ToolCall):
             self._calls += 1
-            body = {"name": part.name, "input" if part.custom else "arguments": part.arguments}
-            kind = "custom" if part.custom else "function"
-            return self._chunk({"tool_calls": [{"index": self._calls, "id": part.id, "type": kind, kind: body}]})
+            return self._chunk({"tool_calls": [{"index": self._calls, **_render_call(part)}]})
         return self._more(part.text) if isinstance(part, Text | Reasoning | Refusal) else b""
 
     def _grow(self, text: str) -> bytes:
@@ -577,7 +539,7 @@ class ChatRenderer(EventRenderer):
 
     def _end(self, end: TurnEnd) -> bytes:
         choice = {"stop_reason": end.stop_sequence} if end.stop_sequence is not None else {}
-        data = self._chunk({}, finish=FINISHES[end.stop], **choice)
+        data = self._chunk({}, finish=_FINISHES.get(end.stop, "stop"), **choice)
         usage = render_usage(end.usage)
         if self._request.stream_usage and usage:
             data += sse({**self._head(), "choices": [], "usage": usage})
@@ -622,7 +584,7 @@ class Chat(OpenAI):
         return changed
 
     def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
-        system, messages = parse_messages(need_list(body.get("messages"), "messages"))
+        system, messages = gather_messages(body.get("messages"), "messages", _parse_message)
         options, limit = body.get("stream_options"), body.get("max_completion_tokens")
         given = body if limit is None else {**body, "max_tokens": limit}
         return Request(
@@ -641,7 +603,6 @@ class Chat(OpenAI):
         )
 
     def _render_request(self, request: Request) -> dict[str, Any]:
-        sampling = request.sampling
         limit = "max_completion_tokens" if _NEW_MAX.search(request.model) else "max_tokens"
         body = {
             "model": request.model,
@@ -649,7 +610,7 @@ class Chat(OpenAI):
             "tools": [render_tool(tool) for tool in request.tools] or None,
             "tool_choice": render_choice(request.tool_choice),
             "parallel_tool_calls": request.parallel_tools,
-            **write_sampling(sampling, {**_SAMPLING, "max_tokens": limit}),
+            **write_sampling(request.sampling, {**_SAMPLING, "max_tokens": limit}),
             "response_format": render_format(request.response_format),
             "stream": request.stream or None,
             "stream_options": {"include_usage": True} if request.stream and request.stream_usage else None,
@@ -658,15 +619,11 @@ class Chat(OpenAI):
 
     def _parse_response(self, body: Mapping[str, Any]) -> Turn:
         choices = body.get("choices")
-        if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        if not isinstance(choices, list) or not choices:
             raise BadResponse(f"the provider's answer has no choices: {error_text(dict(body))[:200]}")
-        choice = choices[0]
-        message = choice.get("message")
-        if not isinstance(message, dict):
-            raise BadResponse("the provider's answer has no message")
-        parts = tuple(parse_assistant(message))
-        native = choice.get("finish_reason")
-        matched = choice.get("stop_reason")
+        choice = need_dict(choices[0], "a choice")
+        parts = tuple(parse_assistant(need_dict(choice.get("message"), "message")))
+        native, matched = choice.get("finish_reason"), choice.get("stop_reason")
         return Turn(
             parts=parts,
             stop=read_stop(native, matched, any(isinstance(part, ToolCall) for part in parts)),
@@ -679,8 +636,7 @@ class Chat(OpenAI):
         )
 
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
-        message = render_assistant(turn.parts, answer=True)
-        finish = FINISHES[turn.stop]
+        message, finish = render_assistant(turn.parts, answer=True), _FINISHES.get(turn.stop, "stop")
         choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
         if turn.stop_sequence is not None:
             choice["stop_reason"] = turn.stop_sequence

@@ -29,6 +29,7 @@ from pier.wire.turn import (
     Part,
     Reasoning,
     Request,
+    Role,
     Sampling,
     Text,
     Tool,
@@ -509,6 +510,33 @@ def need_str(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise BadRequest(f"{what} must be a string")
     return value
+
+
+ParsedMessage = tuple[Role, list[Part], str | None]
+"""The role and the parts of a message, and a name if it is one with the message before it of the same name."""
+
+
+def gather_messages(
+    raw: Any, where: str, parse: Callable[[dict[str, Any]], ParsedMessage]
+) -> tuple[tuple[str, ...], tuple[Message, ...]]:
+    """The leading system texts, and the messages."""
+    system: list[str] = []
+    messages: list[Message] = []
+    joins: str | None = None
+    for position, value in enumerate(need_list(raw, where)):
+        try:
+            role, parts, kind = parse(need_dict(value, "it"))
+        except BadRequest as error:
+            raise BadRequest(f"invalid value for {where}[{position}]: {error}") from None
+        if role == "system" and not messages:
+            system.extend(part.text for part in parts if isinstance(part, Text))
+            continue
+        if kind is not None and joins == kind:
+            messages[-1] = Message(role, (*messages[-1].parts, *parts))
+        else:
+            messages.append(Message(role, tuple(parts)))
+        joins = kind
+    return tuple(system), tuple(messages)
 
 
 def whole(value: Any) -> int | None:

@@ -12,16 +12,7 @@ from pier.wire.gemini import Gemini
 from pier.wire.responses import Responses
 from pier.wire.turn import DialectName
 
-__all__ = [
-    "DIALECTS",
-    "BadRequest",
-    "BadResponse",
-    "Dialect",
-    "Route",
-    "check_name",
-    "recognise",
-    "rollout_in",
-]
+__all__ = ["DIALECTS", "BadRequest", "BadResponse", "Dialect", "Route", "check_name", "recognise", "rollout_in"]
 
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (Anthropic(), Responses(), Gemini(), Chat())}
 

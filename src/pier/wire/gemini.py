@@ -64,26 +64,10 @@ from pier.wire.turn import (
     Usage,
 )
 
-STOPS: dict[str, StopReason] = {
-    "STOP": "end",
-    "MAX_TOKENS": "length",
-    "SAFETY": "refusal",
-    "RECITATION": "refusal",
-    "BLOCKLIST": "refusal",
-    "PROHIBITED_CONTENT": "refusal",
-    "SPII": "refusal",
-    "IMAGE_SAFETY": "refusal",
-}
-FINISHES: dict[StopReason, str] = {
-    "end": "STOP",
-    "length": "MAX_TOKENS",
-    "tool_use": "STOP",
-    "stop_sequence": "STOP",
-    "refusal": "SAFETY",
-    "pause": "STOP",
-    "context": "MAX_TOKENS",
-    "other": "OTHER",
-}
+_REFUSALS = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "IMAGE_SAFETY")
+STOPS: dict[str, StopReason] = {"STOP": "end", "MAX_TOKENS": "length", **dict.fromkeys(_REFUSALS, "refusal")}
+_FINISHES = {"length": "MAX_TOKENS", "context": "MAX_TOKENS", "refusal": "SAFETY", "other": "OTHER"}
+"""The words for other stops than `STOP`."""
 _STATUSES: dict[ErrorKind, str] = {
     "invalid_request": "INVALID_ARGUMENT",
     "authentication": "UNAUTHENTICATED",
@@ -118,6 +102,7 @@ _CONFIG = (
 _JSON = json.JSONDecoder()
 _KEPT_TOOLS = ("functionDeclarations", "function_declarations", "computerUse", "computer_use")
 _THINKS = re.compile(r"gemini-(2\.5|[3-9])")
+_WANTS_SIGNATURES = re.compile(r"gemini-[3-9]")
 _FILLER = "skip_thought_signature_validator"
 """What Google takes in place of a signature for calls that its model did not make."""
 
@@ -171,14 +156,11 @@ class Contents:
             self._waiting.remove(found)
         body = response.get("response")
         failed = isinstance(body, dict) and set(body) == {"error"}
-        return ToolResult(call_id or (found[1] if found else name), _result_parts(body), failed, name=name)
-
-
-def _result_parts(body: Any) -> tuple[Text, ...]:
-    if isinstance(body, dict) and len(body) == 1 and set(body) <= {"output", "error", "result", "content"}:
-        body = next(iter(body.values()))
-    text = body if isinstance(body, str) else "" if body is None else json.dumps(body, ensure_ascii=False)
-    return (Text(text),) if text else ()
+        if isinstance(body, dict) and len(body) == 1 and set(body) <= {"output", "error", "result", "content"}:
+            body = next(iter(body.values()))
+        text = body if isinstance(body, str) else "" if body is None else json.dumps(body, ensure_ascii=False)
+        parts = (Text(text),) if text else ()
+        return ToolResult(call_id or (found[1] if found else name), parts, failed, name=name)
 
 
 def parse_call(call: Mapping[str, Any], signature: str | None) -> ToolCall:
@@ -206,10 +188,6 @@ def parse_part(part: Mapping[str, Any]) -> Iterator[Part]:
         yield Media(data.get("mimeType"), url=data.get("fileUri"))
     else:
         yield Opaque("gemini", dict(part))
-
-
-def render_contents(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    return join_results(_contents(messages), "parts")
 
 
 def _contents(messages: Iterable[Message]) -> Iterator[tuple[Message, str, list[dict[str, Any]]]]:
@@ -301,10 +279,8 @@ def parse_choice(raw: Any) -> ToolChoice | None:
     config = camel(camel(raw, "toolConfig").get("functionCallingConfig") or {}, "functionCallingConfig")
     names = config.get("allowedFunctionNames") or []
     match str(config.get("mode") or "").upper():
-        case "ANY" if len(names) == 1:
-            return ToolChoice("tool", names[0])
         case "ANY":
-            return ToolChoice("any")
+            return ToolChoice("tool", names[0]) if len(names) == 1 else ToolChoice("any")
         case "NONE":
             return ToolChoice("none")
         case "AUTO" | "VALIDATED":
@@ -316,11 +292,9 @@ def parse_choice(raw: Any) -> ToolChoice | None:
 def render_choice(choice: ToolChoice | None) -> dict[str, Any] | None:
     if choice is None:
         return None
-    modes = {"auto": "AUTO", "any": "ANY", "none": "NONE", "tool": "ANY"}
-    config: dict[str, Any] = {"mode": modes[choice.mode]}
     if choice.mode == "tool":
-        config["allowedFunctionNames"] = [choice.name]
-    return {"functionCallingConfig": config}
+        return {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": [choice.name]}}
+    return {"functionCallingConfig": {"mode": choice.mode.upper()}}
 
 
 def parse_system(raw: Any) -> tuple[str, ...]:
@@ -342,26 +316,24 @@ def read_usage(raw: Any) -> Usage:
     prompt, tools = whole(raw.get("promptTokenCount")), whole(raw.get("toolUsePromptTokenCount"))
     candidates, thoughts = whole(raw.get("candidatesTokenCount")), whole(raw.get("thoughtsTokenCount"))
     known_output = candidates is not None or thoughts is not None
-    return Usage(
-        input_tokens=None if prompt is None else prompt + (tools or 0),
-        output_tokens=(candidates or 0) + (thoughts or 0) if known_output else None,
-        cached_tokens=whole(raw.get("cachedContentTokenCount")),
-        reasoning_tokens=thoughts,
-    )
+    asked = None if prompt is None else prompt + (tools or 0)
+    said = (candidates or 0) + (thoughts or 0) if known_output else None
+    return Usage(asked, said, whole(raw.get("cachedContentTokenCount")), reasoning_tokens=thoughts)
 
 
 def render_usage(usage: Usage) -> dict[str, Any] | None:
     if usage.total_tokens is None:
         return None
     spoken = None if usage.output_tokens is None else max(usage.output_tokens - (usage.reasoning_tokens or 0), 0)
-    body = {
-        "promptTokenCount": usage.input_tokens,
-        "candidatesTokenCount": spoken,
-        "thoughtsTokenCount": usage.reasoning_tokens,
-        "cachedContentTokenCount": usage.cached_tokens,
-        "totalTokenCount": usage.total_tokens,
-    }
-    return compact(body)
+    return compact(
+        {
+            "promptTokenCount": usage.input_tokens,
+            "candidatesTokenCount": spoken,
+            "thoughtsTokenCount": usage.reasoning_tokens,
+            "cachedContentTokenCount": usage.cached_tokens,
+            "totalTokenCount": usage.total_tokens,
+        }
+    )
 
 
 class GeminiParser(EventParser):
@@ -500,14 +472,10 @@ class GeminiRenderer(EventRenderer):
 
     def _end(self, end: TurnEnd) -> bytes:
         # The last chunk has a part: clients look for one without asking first.
-        return self._chunk([{"text": ""}], FINISHES[end.stop], render_usage(end.usage)) + self._tail()
+        return self._chunk([{"text": ""}], end.stop, end.usage) + self._tail()
 
-    def _chunk(self, parts: list[dict[str, Any]], finish: str | None = None, usage: Any = None) -> bytes:
-        candidate: dict[str, Any] = {"content": {"role": "model", "parts": parts}, "index": 0}
-        if finish:
-            candidate["finishReason"] = finish
-        body = {"candidates": [candidate], "modelVersion": self._request.model, "responseId": self._id}
-        return self._frame({**body, "usageMetadata": usage} if usage else body)
+    def _chunk(self, parts: list[dict[str, Any]], stop: StopReason | None = None, usage: Usage | None = None) -> bytes:
+        return self._frame(_answer(self._request, self._id, parts, stop, usage))
 
     def _frame(self, body: dict[str, Any]) -> bytes:
         if self._sse:
@@ -517,6 +485,17 @@ class GeminiRenderer(EventRenderer):
 
     def _tail(self) -> bytes:
         return b"" if self._sse else b"]"
+
+
+def _answer(
+    request: Request, id_: str, parts: list[dict[str, Any]], stop: StopReason | None, usage: Usage | None
+) -> dict[str, Any]:
+    finish = _FINISHES.get(stop, "STOP") if stop else None
+    candidate = compact({"content": {"role": "model", "parts": parts}, "finishReason": finish, "index": 0})
+    counts = render_usage(usage) if usage else None
+    return compact(
+        {"candidates": [candidate], "usageMetadata": counts, "modelVersion": request.model, "responseId": id_}
+    )
 
 
 def error_body(status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
@@ -573,6 +552,9 @@ class Gemini(Dialect):
         config = camel(fields.get("generationConfig") or {}, "generationConfig")
         model = (route.model if route else None) or fields.get("model")
         thinking = camel(config.get("thinkingConfig") or {}, "thinkingConfig")
+        level, budget = thinking.get("thinkingLevel"), thinking.get("thinkingBudget")
+        effort = level.lower() if isinstance(level, str) else None
+        wanted = config.get("responseJsonSchema") or config.get("responseSchema")
         rest = take(config, *_CONFIG)
         if more := take(thinking, "thinkingBudget", "thinkingLevel"):
             rest["thinkingConfig"] = more
@@ -582,8 +564,8 @@ class Gemini(Dialect):
             system=parse_system(fields.get("systemInstruction")),
             tools=tuple(parse_tools(fields.get("tools"))),
             tool_choice=parse_choice(fields.get("toolConfig")),
-            sampling=_parse_sampling(config, thinking),
-            response_format=_parse_format(config),
+            sampling=read_sampling(config, _SAMPLING, effort=effort, thinking_budget=budget),
+            response_format=ResponseFormat(wanted) if config.get("responseMimeType") == "application/json" else None,
             stream=bool(route and route.stream),
             dialect=self.name,
             extra={**take(fields, *_FIELDS), **({"generationConfig": rest} if rest else {})},
@@ -591,14 +573,13 @@ class Gemini(Dialect):
 
     def _render_request(self, request: Request) -> dict[str, Any]:
         extra = dict(request.extra) if request.dialect == self.name else {}
-        config = _render_config(request, extra.pop("generationConfig", {}))
         system = [{"text": text} for text in request.system if text]
         body = {
-            "contents": render_contents(request.messages),
+            "contents": join_results(_contents(request.messages), "parts"),
             "systemInstruction": {"parts": system} if system else None,
             "tools": render_tools(request.tools) or None,
             "toolConfig": render_choice(request.tool_choice),
-            "generationConfig": config or None,
+            "generationConfig": _render_config(request, extra.pop("generationConfig", {})) or None,
         }
         return {**extra, **compact(body)}
 
@@ -617,29 +598,13 @@ class Gemini(Dialect):
         native = candidate.get("finishReason") or blocked
         raw = [camel(part, "a part") for part in (candidate.get("content") or {}).get("parts") or ()]
         parts = tuple(part for item in raw for part in read_part(item))
-        return Turn(
-            parts=parts,
-            stop="refusal" if blocked else read_stop(native, any(isinstance(part, ToolCall) for part in parts)),
-            usage=read_usage(body.get("usageMetadata")),
-            id=body.get("responseId"),
-            model=body.get("modelVersion"),
-            native_stop=native,
-        )
+        stop = "refusal" if blocked else read_stop(native, any(isinstance(part, ToolCall) for part in parts))
+        usage = read_usage(body.get("usageMetadata"))
+        return Turn(parts, stop, usage, body.get("responseId"), body.get("modelVersion"), native)
 
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
         parts = [part for item in turn.parts if (part := render_part(item, answer=True))]
-        candidate = {
-            "content": {"role": "model", "parts": parts or [{"text": ""}]},
-            "finishReason": FINISHES[turn.stop],
-            "index": 0,
-        }
-        body = {
-            "candidates": [candidate],
-            "usageMetadata": render_usage(turn.usage),
-            "modelVersion": request.model,
-            "responseId": turn.id or fresh_id(""),
-        }
-        return compact(body)
+        return _answer(request, turn.id or fresh_id(""), parts or [{"text": ""}], turn.stop, turn.usage)
 
     def stream_renderer(self, request: Request, route: Route | None = None) -> GeminiRenderer:
         return GeminiRenderer(request, sse_form=route is None or route.sse)
@@ -684,7 +649,7 @@ class Gemini(Dialect):
         return None if answer.get("candidates") or answer.get("promptFeedback") else "candidates"
 
     def adapt(self, request: Request, *, foreign: bool, edits: list[Edit]) -> Request:
-        if _wants_signatures(request.model):
+        if _WANTS_SIGNATURES.search(request.model):
             request = replace(request, messages=tuple(_signed(message) for message in request.messages))
         if foreign and not _THINKS.search(request.model):
             return replace(request, sampling=replace(request.sampling, thinking_budget=None))
@@ -713,12 +678,6 @@ def read_stop(native: Any, has_calls: bool) -> StopReason:
     return "tool_use" if stop == "end" and has_calls else stop
 
 
-def _parse_sampling(config: Mapping[str, Any], thinking: Mapping[str, Any]) -> Sampling:
-    level = thinking.get("thinkingLevel")
-    effort = level.lower() if isinstance(level, str) else None
-    return read_sampling(config, _SAMPLING, effort=effort, thinking_budget=thinking.get("thinkingBudget"))
-
-
 def _render_config(request: Request, extra: Mapping[str, Any]) -> dict[str, Any]:
     sampling, wanted = request.sampling, request.response_format
     thinking = {
@@ -733,17 +692,6 @@ def _render_config(request: Request, extra: Mapping[str, Any]) -> dict[str, Any]
         "responseJsonSchema": wanted.schema if wanted else None,
     }
     return {**take(extra, "thinkingConfig"), **compact(config)}
-
-
-def _parse_format(config: Mapping[str, Any]) -> ResponseFormat | None:
-    if config.get("responseMimeType") != "application/json":
-        return None
-    return ResponseFormat(config.get("responseJsonSchema") or config.get("responseSchema"))
-
-
-def _wants_signatures(model: str) -> bool:
-    version = model.rpartition("gemini-")[2][:1]
-    return "gemini-" in model and version.isdigit() and int(version) >= 3
 
 
 def _signed(message: Message) -> Message:

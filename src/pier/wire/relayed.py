@@ -14,12 +14,12 @@ from json.decoder import JSONDecoder
 from typing import Any
 
 from pier.wire.body import Body, dump
-from pier.wire.contract import AnswerProgress, compact, need_dict, need_list
-from pier.wire.dialects import DIALECTS, BadResponse
+from pier.wire.contract import AnswerProgress, compact, need_dict, need_list, take
+from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Failure, classify, error_in
 from pier.wire.sse import MalformedAnswer, data_of, events_of
 from pier.wire.translate import Memory
-from pier.wire.turn import DialectName, TurnBuilder, Usage
+from pier.wire.turn import DialectName, Usage
 
 _scan = JSONDecoder().scan_once  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -102,9 +102,6 @@ def _decoded(data: bytes, before: int) -> Any:
     return value
 
 
-_EXTRAS = (b"usage", b"token_ids", b"logprobs")
-
-
 @dataclass(frozen=True, slots=True)
 class Extras:
     """What was asked for on top, so must be taken out."""
@@ -128,17 +125,10 @@ class Extras:
             kept.pop("usage", None)
             if "choices" in kept and not kept["choices"]:
                 return None
+        drop = [name for name in ("token_ids", "logprobs") if getattr(self, name)]
         if isinstance(kept.get("choices"), list):
-            kept["choices"] = [self._strip_choice(choice) for choice in kept["choices"]]
+            kept["choices"] = [take(each, *drop) if isinstance(each, dict) else each for each in kept["choices"]]
         return kept
-
-    def _strip_choice(self, choice: Any) -> Any:
-        drop = {*(("token_ids",) if self.token_ids else ()), *(("logprobs",) if self.logprobs else ())}
-        return {name: part for name, part in choice.items() if name not in drop} if isinstance(choice, dict) else choice
-
-    def touch(self, block: bytes) -> bool:
-        """Whether there may be something to take out of these events."""
-        return bool(self) and any(word in block for word in _EXTRAS)
 
     def strip_events(self, block: bytes, values: list[Any]) -> bytes:
         """The same for whole events as bytes, whose decoded data are `values` (None: no JSON in it)."""
@@ -153,60 +143,38 @@ class Extras:
 
 def ask(body: Body, *, tokens: bool, usage: bool) -> tuple[Body, Extras]:
     """A Chat Completions body that asks for what is wanted, and what that adds to the answer."""
-    value, changes = body.value, {}
+    value = body.value
     options = need_dict(value.get("stream_options") or {}, "stream_options")
     extras = Extras(
         token_ids=tokens and not value.get("return_token_ids"),
         logprobs=tokens and not value.get("logprobs"),
         usage=usage and bool(value.get("stream")) and not options.get("include_usage"),
     )
-    if extras.token_ids:
-        changes["return_token_ids"] = True
-    if extras.logprobs:
-        changes["logprobs"] = True
-    if extras.usage:
-        changes["stream_options"] = {**options, "include_usage": True}
+    wanted = {
+        "return_token_ids": extras.token_ids,
+        "logprobs": extras.logprobs,
+        "stream_options": extras.usage and {**options, "include_usage": True},
+    }
+    changes = {name: change for name, change in wanted.items() if change}
     return (body.with_fields(**changes) if changes else body), extras
 
 
-class Sampler:
-    """Keeps what a relayed model samples as arguments of tool calls, so that the next prompt can have them again.
+def restore_arguments(body: Body, memory: Memory) -> Body:
+    """A Chat Completions body whose history has the arguments of tool calls as they were sampled. Clients write them
+    anew, with other white space; the prompt would then hold other tokens than were sampled."""
 
-    Clients write arguments anew, with other white space; the prompt would then hold other tokens than were sampled.
-    """
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-        self._parser = DIALECTS["chat"].stream_parser()
-        self._turn = TurnBuilder()
-
-    def restored(self, body: Body) -> Body:
-        """A request whose history has the arguments as they were sampled; the same one if it has them already."""
-        messages, changed = [], False
-        for message in need_list(body.value.get("messages") or [], "messages"):
-            calls = message.get("tool_calls") if isinstance(message, dict) else None
-            known = [self._as_sampled(call) for call in calls] if isinstance(calls, list) else calls
-            changed = changed or known != calls
-            messages.append({**message, "tool_calls": known} if known != calls else message)
-        return body.with_fields(messages=messages) if changed else body
-
-    def _as_sampled(self, call: Any) -> Any:
+    def restored(call: Any) -> Any:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
             return call
-        arguments = self._memory.arguments(str(call.get("id")), function["arguments"])
+        arguments = memory.arguments(str(call.get("id")), function["arguments"])
         return {**call, "function": {**function, "arguments": arguments}}
 
-    def see(self, data: bytes) -> None:
-        """A piece of a stream."""
-        self._turn.extend(self._parser.feed(data))
-
-    def see_whole(self, value: Any) -> None:
-        try:
-            self._memory.remember(DIALECTS["chat"].parse_response(value))
-        except BadResponse:
-            return
-
-    def close(self) -> None:
-        """The stream is over."""
-        self._memory.remember(self._turn.extend(self._parser.close()).turn())
+    messages = need_list(body.value.get("messages") or [], "messages")
+    known = [
+        {**message, "tool_calls": [restored(call) for call in message["tool_calls"]]}
+        if isinstance(message, dict) and isinstance(message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
+    return body.with_fields(messages=known) if known != messages else body

@@ -28,14 +28,15 @@ from pier.wire.contract import (
     AnswerProgress,
     BadRequest,
     BadResponse,
+    ParsedMessage,
     Route,
     compact,
     data_url,
     error_text,
     fresh_id,
+    gather_messages,
     media_at,
     need_dict,
-    need_list,
     need_str,
     parse_data_url,
     parse_parts,
@@ -72,8 +73,8 @@ from pier.wire.turn import (
 
 _SAMPLING = {"max_tokens": "max_output_tokens", **{name: name for name in ("temperature", "top_p", "top_logprobs")}}
 _FIELDS = (
-    *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens"),
-    *("temperature", "top_p", "top_logprobs", "reasoning", "text", "stream", "previous_response_id", "conversation"),
+    *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "reasoning", "text"),
+    *("stream", "previous_response_id", "conversation", *_SAMPLING.values()),
 )
 _CODES: dict[ErrorKind, str] = {
     "context_length": "context_length_exceeded",
@@ -91,43 +92,27 @@ _REASONS: dict[StopReason, str] = {
     "context": "max_output_tokens",
     "refusal": "content_filter",
 }
+_CUSTOM_CALL = ("custom_tool_call", "input", "ctc_")
+_FUNCTION_CALL = ("function_call", "arguments", "fc_")
 _SUMMARY: dict[str, Any] = {"summary_index": 0}
 _REASONING_MODEL = re.compile(r"(^|/)(o\d|codex|gpt-([5-9]|\d\d)(?!.*chat))")
 """Models of OpenAI that reason without being asked to. Others refuse to encrypt what they do not have."""
 
 
-def parse_input(raw: Any) -> tuple[list[str], tuple[Message, ...]]:
-    """Leading system texts, and the messages. What the model said in one go is one message, whatever items it took."""
-    if isinstance(raw, str):
-        return [], (Message("user", (Text(raw),)),)
-    system: list[str] = []
-    messages: list[Message] = []
-    joins: str | None = None
-    for position, value in enumerate(need_list(raw, "input")):
-        item = need_dict(value, f"input[{position}]")
-        role, parts, kind = _parse_input_item(item)
-        if role == "system" and not messages:
-            system.extend(part.text for part in parts if isinstance(part, Text))
-            continue
-        if joins is not None and joins == kind:
-            last = messages[-1]
-            messages[-1] = Message(last.role, (*last.parts, *parts))
-        else:
-            messages.append(Message(role, tuple(parts)))
-        joins = kind
-    return system, tuple(messages)
-
-
-def _parse_input_item(item: Mapping[str, Any]) -> tuple[Any, list[Part], str | None]:
-    """(role, parts, what it may be joined with)."""
+def _parse_input_item(item: Mapping[str, Any]) -> ParsedMessage:
+    """What the model said in one go is one message, whatever items it took."""
     kind = item.get("type") or "message"
     if kind == "message":
-        role = item.get("role")
-        role = "system" if role == "developer" else role
-        if role not in ("system", "user", "assistant"):
-            raise BadRequest(f"an input message has the unknown role {item.get('role')!r}")
         parts = parse_parts(item.get("content"), _parse_piece)
-        return role, parts, "assistant" if role == "assistant" else None
+        match item.get("role"):
+            case "system" | "developer":
+                return "system", parts, None
+            case "user":
+                return "user", parts, None
+            case "assistant":
+                return "assistant", parts, "assistant"
+            case role:
+                raise BadRequest(f"unknown role {role!r}")
     if kind in ("function_call_output", "custom_tool_call_output"):
         parts = result_parts(parse_parts(item.get("output"), _parse_piece))
         call_id = need_str(item.get("call_id"), f"a {kind}'s call_id")
@@ -140,16 +125,10 @@ def _parse_input_item(item: Mapping[str, Any]) -> tuple[Any, list[Part], str | N
 def parse_output(item: Mapping[str, Any]) -> Part:
     """One item that the model made, other than a message."""
     match item.get("type"):
-        case "function_call":
-            return ToolCall(
-                item.get("call_id") or fresh_id("call_"),
-                need_str(item.get("name"), "a function_call's name"),
-                item.get("arguments") or "",
-                namespace=item.get("namespace"),
-            )
-        case "custom_tool_call":
-            name = need_str(item.get("name"), "a custom_tool_call's name")
-            return ToolCall(item.get("call_id") or fresh_id("call_"), name, item.get("input") or "", custom=True)
+        case "function_call" | "custom_tool_call" as kind:
+            custom, name = kind == "custom_tool_call", need_str(item.get("name"), f"a {kind}'s name")
+            text, space = item.get("input" if custom else "arguments") or "", item.get("namespace")
+            return ToolCall(item.get("call_id") or fresh_id("call_"), name, text, custom, None if custom else space)
         case "reasoning":
             signature, origin = unsign(item.get("encrypted_content"), "responses")
             text = "\n\n".join(piece.get("text") or "" for piece in item.get("summary") or ())
@@ -257,19 +236,16 @@ def message_item(content: list[dict[str, Any]], *, answer: bool, id_: str | None
 def render_item(part: Part, *, answer: bool, id_: str | None = None) -> dict[str, Any] | None:
     """One item other than a message. History shows only reasoning that this dialect's own models gave."""
     match part:
-        case ToolCall(custom=True):
-            body = {"type": "custom_tool_call", "call_id": part.id, "name": part.name, "input": part.arguments}
-            return {"id": id_ or fresh_id("ctc_"), "status": "completed", **body} if answer else body
-        case ToolCall():
-            body = {"type": "function_call", "call_id": part.id, "name": part.name, "arguments": part.arguments}
-            if part.namespace:
+        case ToolCall(custom=custom):
+            kind, field, prefix = _CUSTOM_CALL if custom else _FUNCTION_CALL
+            body = {"type": kind, "call_id": part.id, "name": part.name, field: part.arguments}
+            if part.namespace and not custom:
                 body["namespace"] = part.namespace
-            return {"id": id_ or fresh_id("fc_"), "status": "completed", **body} if answer else body
+            return {"id": id_ or fresh_id(prefix), "status": "completed", **body} if answer else body
         case Reasoning():
             if not answer and part.origin != "responses":
                 return None
-            summary = [{"type": "summary_text", "text": part.text}] if part.text else []
-            item: dict[str, Any] = {"type": "reasoning", "summary": summary}
+            item: dict[str, Any] = {"type": "reasoning", "summary": [_summary(part.text)] if part.text else []}
             if answer or part.id:
                 item["id"] = part.id or id_ or fresh_id("rs_")
             if signature := sign(part, "responses"):
@@ -284,17 +260,17 @@ def render_item(part: Part, *, answer: bool, id_: str | None = None) -> dict[str
 def parse_tools(raw: Any, namespace: str | None = None) -> Iterator[Tool]:
     for value in raw or ():
         tool = need_dict(value, "a tool")
-        kind = tool.get("type")
-        if kind == "function":
-            name = need_str(tool.get("name"), "a tool's name")
-            yield Tool(name, tool.get("description"), tool.get("parameters"), tool.get("strict"), namespace=namespace)
-        elif kind == "custom":
-            name = need_str(tool.get("name"), "a tool's name")
-            yield Tool(name, tool.get("description"), kind="custom", namespace=namespace, raw=tool)
-        elif kind == "namespace":
-            yield from parse_tools(tool.get("tools"), need_str(tool.get("name"), "a namespace's name"))
-        else:
+        kind, name, words = tool.get("type"), tool.get("name"), tool.get("description")
+        if kind not in ("function", "custom", "namespace"):
             yield Tool(str(kind), kind="hosted", raw=tool)
+            continue
+        name = need_str(name, f"the name of a {kind}")
+        if kind == "function":
+            yield Tool(name, words, tool.get("parameters"), tool.get("strict"), namespace=namespace)
+        elif kind == "custom":
+            yield Tool(name, words, kind="custom", namespace=namespace, raw=tool)
+        else:
+            yield from parse_tools(tool.get("tools"), name)
 
 
 def render_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
@@ -558,7 +534,7 @@ class ResponsesRenderer(EventRenderer):
 
     def _response(self, stop: StopReason | None, usage: dict[str, Any] | None) -> dict[str, Any]:
         output = list(self._output) if stop else []
-        return response_body(self._request, id_=self._id, output=output, stop=stop, usage=usage)
+        return response_body(self._request, self._id, output, stop, usage)
 
     def _on_text(self, kind: str, **fields: Any) -> bytes:
         return self._on_item(kind, content_index=len(self._message or ()), **fields)
@@ -602,8 +578,9 @@ class Responses(OpenAI):
     local_tools = re.compile(r"function|custom|local_shell|apply_patch|tool_search|namespace|computer\w*")
 
     def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
-        instructions = body.get("instructions")
-        system, messages = parse_input(body.get("input") or [])
+        instructions, raw = body.get("instructions"), body.get("input") or []
+        raw = [{"role": "user", "content": raw}] if isinstance(raw, str) else raw
+        system, messages = gather_messages(raw, "input", _parse_input_item)
         reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
         more = {"reasoning": take(reasoning, "effort"), "text": take(text, "format")}
         return Request(
@@ -621,9 +598,8 @@ class Responses(OpenAI):
         )
 
     def _render_request(self, request: Request) -> dict[str, Any]:
-        sampling = request.sampling
         extra = dict(request.extra) if request.dialect == self.name else {}
-        reasoning = compact({**extra.pop("reasoning", {}), "effort": sampling.effort})
+        reasoning = compact({**extra.pop("reasoning", {}), "effort": request.sampling.effort})
         text = compact({**extra.pop("text", {}), "format": render_format(request.response_format, flat=True)})
         body = {
             "model": request.model,
@@ -632,7 +608,7 @@ class Responses(OpenAI):
             "tools": render_tools(request.tools) or None,
             "tool_choice": render_choice(request.tool_choice, flat=True),
             "parallel_tool_calls": request.parallel_tools,
-            **write_sampling(sampling, _SAMPLING),
+            **write_sampling(request.sampling, _SAMPLING),
             "reasoning": reasoning or None,
             "text": text or None,
             "stream": request.stream or None,
@@ -645,23 +621,11 @@ class Responses(OpenAI):
             raise BadResponse(f"the provider's answer failed: {error_text(dict(body))[:200]}")
         parts = tuple(part for item in output for part in _parse_item(need_dict(item, "an output item")))
         stop, native = read_stop(body, any(isinstance(part, ToolCall) for part in parts))
-        return Turn(
-            parts=parts,
-            stop=stop,
-            usage=read_usage(body.get("usage")),
-            id=body.get("id"),
-            model=body.get("model"),
-            native_stop=native,
-        )
+        return Turn(parts, stop, read_usage(body.get("usage")), body.get("id"), body.get("model"), native)
 
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
-        return response_body(
-            request,
-            id_=turn.id or fresh_id("resp_"),
-            output=list(render_output(turn.parts, answer=True)),
-            stop=turn.stop,
-            usage=render_usage(turn.usage),
-        )
+        output = list(render_output(turn.parts, answer=True))
+        return response_body(request, turn.id or fresh_id("resp_"), output, turn.stop, render_usage(turn.usage))
 
     def count_tokens_body(self, tokens: int) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": tokens}
@@ -710,10 +674,8 @@ def _stateless(request: Request) -> dict[str, Any]:
 
 def _sealed(message: Message) -> Message:
     """Without reasoning that only its id stands for: nothing is stored under it."""
-    return Message(
-        message.role,
-        tuple(part for part in message.parts if not isinstance(part, Reasoning) or part.signature),
-    )
+    parts = (part for part in message.parts if not isinstance(part, Reasoning) or part.signature)
+    return Message(message.role, tuple(parts))
 
 
 def _parse_item(item: Mapping[str, Any]) -> list[Part]:
@@ -731,12 +693,7 @@ def read_stop(body: Mapping[str, Any], has_calls: bool) -> tuple[StopReason, str
 
 
 def response_body(
-    request: Request,
-    *,
-    id_: str,
-    output: list[dict[str, Any]],
-    stop: StopReason | None,
-    usage: dict[str, Any] | None,
+    request: Request, id_: str, output: list[dict[str, Any]], stop: StopReason | None, usage: dict[str, Any] | None
 ) -> dict[str, Any]:
     """A response object; without `stop` it is still in progress."""
     reason = _REASONS.get(stop) if stop else None

@@ -55,44 +55,22 @@ class Framer:
         """The beginning of an event that is not whole."""
         return bytes(self._rest.strip())
 
-    @property
-    def torn(self) -> bool:
-        """Whether the stream stands in the middle of an event."""
-        return bool(self.rest)
-
     def feed(self, data: bytes) -> bytes:
         """The events that are whole now, as they came."""
-        rest = self._rest
-        if rest:
-            seen = max(len(rest) - 3, 0)
-            rest += data
-            end = _last_end(rest, seen)
-            data = bytes(rest[:end])
-            del rest[:end]
-        elif (end := _last_end(data, 0)) < len(data):
-            rest += data[end:]
-            data = data[:end]
-        if len(rest) > MAX_EVENT:
+        seen = max(len(self._rest) - 3, 0)
+        self._rest += data
+        end = max((found.end() for found in _END_OF_EVENT.finditer(self._rest, seen)), default=0)
+        whole = bytes(self._rest[:end])
+        del self._rest[:end]
+        if len(self._rest) > MAX_EVENT:
             raise MalformedAnswer(f"the provider sent an event of more than {MAX_EVENT} bytes")
-        return data
-
-
-def _last_end(data: bytes | bytearray, start: int) -> int:
-    """Where the last whole event ends; 0 if there is none."""
-    if data.find(b"\r", start) < 0:
-        return data.rfind(b"\n\n", start) + 2 if data.find(b"\n\n", start) >= 0 else 0
-    return max((found.end() for found in _END_OF_EVENT.finditer(data, start)), default=0)
+        return whole
 
 
 def events_of(block: bytes) -> list[bytes]:
     """Whole events, one by one."""
-    if not block:
-        return []
-    if b"\r" not in block and b"\n\n\n" not in block and block.endswith(b"\n\n"):
-        return [event + b"\n\n" for event in block[:-2].split(b"\n\n")]
-    ends = [*(found.end() for found in _END_OF_EVENT.finditer(block)), len(block)]
-    ends = ends[:-2] + ends[-1:]
-    return [block[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    ends = [found.end() for found in _END_OF_EVENT.finditer(block)][:-1]
+    return [block[start:end] for start, end in zip([0, *ends], [*ends, len(block)], strict=True)] if block else []
 
 
 def data_of(event: bytes) -> bytes | None:

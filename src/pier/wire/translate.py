@@ -89,31 +89,25 @@ def answer_calls(messages: Iterable[Message], edits: list[Edit]) -> tuple[Messag
     asked = {part.id for message in listed for part in message.parts if isinstance(part, ToolCall)}
     answered: list[Message] = []
     for position, message in enumerate(listed):
-        others = tuple(_orphan(part, asked, edits) for part in message.parts if not _answered(part, asked))
+        others: list[Part] = []
+        for part in message.parts:
+            if not isinstance(part, ToolResult):
+                others.append(part)
+            elif part.call_id not in asked:
+                why = "its call is not in the history; given as text"
+                edits.append(Edit("changed", f"result of {part.call_id}", why))
+                others.append(Text("".join(piece.text for piece in part.parts if isinstance(piece, Text))))
         if others or not message.parts:
-            answered.append(Message(message.role, others))
+            answered.append(Message(message.role, tuple(others)))
         calls = [part for part in message.parts if isinstance(part, ToolCall)]
-        if not calls or (position == len(listed) - 1 and message.role == "assistant"):
-            continue
-        found = tuple(results.get(call.id) or _unanswered(call, edits) for call in calls)
-        answered.append(Message("user", found))
+        if calls and not (position == len(listed) - 1 and message.role == "assistant"):
+            for call in calls:
+                if call.id not in results:
+                    why = "it has no result in the history; given an empty one"
+                    edits.append(Edit("changed", f"call {call.id}", why))
+            found = (results.get(call.id) or ToolResult(call.id, (), name=call.name) for call in calls)
+            answered.append(Message("user", tuple(found)))
     return tuple(answered)
-
-
-def _answered(part: Part, asked: set[str]) -> bool:
-    return isinstance(part, ToolResult) and part.call_id in asked
-
-
-def _orphan(part: Part, asked: set[str], edits: list[Edit]) -> Part:
-    if not isinstance(part, ToolResult):
-        return part
-    edits.append(Edit("changed", f"result of {part.call_id}", "its call is not in the history; given as text"))
-    return Text("".join(piece.text for piece in part.parts if isinstance(piece, Text)))
-
-
-def _unanswered(call: ToolCall, edits: list[Edit]) -> ToolResult:
-    edits.append(Edit("changed", f"call {call.id}", "it has no result in the history; given an empty one"))
-    return ToolResult(call.id, (), name=call.name)
 
 
 def safe_ids(messages: Iterable[Message]) -> tuple[Message, ...]:
@@ -137,18 +131,7 @@ def _short(id_: str) -> str:
     return "call_" + blake2b(id_.encode(errors="surrogatepass"), digest_size=12).hexdigest()
 
 
-def move_system(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """System messages in mid-history in the user's name, for dialects that have them at the start only."""
-    return tuple(replace(message, role="user") if message.role == "system" else message for message in messages)
-
-
 _BUDGETS = {"none": 0, "minimal": 1024, "low": 2048, "medium": 8192, "high": 16_384, "xhigh": 32_000, "max": 32_000}
-
-
-def fit_sampling(request: Request) -> Request:
-    """A request that says how much to think both as an effort and as a budget: dialects know the one or the other."""
-    sampling = request.sampling
-    return replace(request, sampling=replace(sampling, effort=_effort(sampling), thinking_budget=_budget(sampling)))
 
 
 def drop_sampling(request: Request, asked: Sampling, target: Dialect, edits: list[Edit]) -> Request:
@@ -162,19 +145,15 @@ def drop_sampling(request: Request, asked: Sampling, target: Dialect, edits: lis
     return replace(request, sampling=fitted)
 
 
-def _effort(sampling: Sampling) -> str | None:
-    if sampling.effort:
-        return {"xhigh": "high", "max": "high"}.get(sampling.effort, sampling.effort)
-    budget = sampling.thinking_budget
-    if budget is None or budget <= 0:
-        return None
-    return "low" if budget <= 2048 else "medium" if budget <= 8192 else "high"
-
-
-def _budget(sampling: Sampling) -> int | None:
-    if sampling.thinking_budget is not None:
-        return sampling.thinking_budget
-    return _BUDGETS.get(sampling.effort) if sampling.effort else None
+def fit_thinking(sampling: Sampling) -> Sampling:
+    """How much to think both as an effort and as a budget: dialects know the one or the other."""
+    effort, budget = sampling.effort, sampling.thinking_budget
+    if effort:
+        budget = _BUDGETS.get(effort) if budget is None else budget
+        effort = {"xhigh": "high", "max": "high"}.get(effort, effort)
+    elif budget and budget > 0:
+        effort = "low" if budget <= 2048 else "medium" if budget <= 8192 else "high"
+    return replace(sampling, effort=effort, thinking_budget=budget)
 
 
 _GOOD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
@@ -212,12 +191,11 @@ class ToolNames:
 
     def outward(self, call: ToolCall) -> ToolCall:
         plain = f"{call.namespace}__{call.name}" if call.namespace else call.name
-        name = self._outward.get((call.namespace, call.name)) or (
-            plain if _GOOD_NAME.fullmatch(plain) else _mangled(plain)
-        )
+        good = plain if _GOOD_NAME.fullmatch(plain) else _mangled(plain)
+        name = self._outward.get((call.namespace, call.name)) or good
         if self._keeps_custom:
             return replace(call, name=name if call.namespace is None else call.name)
-        if call.custom and not self._keeps_custom:
+        if call.custom:
             return replace(call, name=name, namespace=None, custom=False, arguments=wrap_custom(call.arguments))
         return replace(call, name=name, namespace=None)
 
@@ -299,7 +277,7 @@ class Memory:
 
     def restore(self, message: Message, dialect: str) -> Message:
         """An assistant message with the arguments as sampled and the reasoning that led to them."""
-        parts = tuple(self._sampled(part) if isinstance(part, ToolCall) else part for part in message.parts)
+        parts = self.as_sampled(message).parts
         first = next((part for part in parts if isinstance(part, ToolCall)), None)
         known = self._reasoning.get(first.id, ()) if first else ()
         if any(isinstance(part, Reasoning) and part.origin == dialect for part in parts):
@@ -307,9 +285,7 @@ class Memory:
         return Message(message.role, (*(part for part in known if part.origin == dialect), *parts))
 
     def as_sampled(self, message: Message) -> Message:
-        """An assistant message with the arguments of its calls as sampled; the same one if it has them already."""
-        if not any(isinstance(part, ToolCall) and part.id in self._calls for part in message.parts):
-            return message
+        """An assistant message with the arguments of its calls as sampled."""
         parts = tuple(self._sampled(part) if isinstance(part, ToolCall) else part for part in message.parts)
         return Message(message.role, parts)
 
@@ -403,7 +379,8 @@ def translate(request: Request, target: DialectName, model: str, memory: Memory 
         return Translation(upstream, upstream.adapt(fitted, foreign=False, edits=edits), names, edits, memory)
     if request.extra:
         edits.append(Edit("removed", f"fields {', '.join(sorted(request.extra))}", f"{target} does not know them"))
-    fitted = upstream.adapt(fit_sampling(fitted), foreign=True, edits=edits)
+    fitted = replace(fitted, sampling=fit_thinking(fitted.sampling))
+    fitted = upstream.adapt(fitted, foreign=True, edits=edits)
     return Translation(upstream, drop_sampling(fitted, request.sampling, upstream, edits), names, edits, memory)
 
 
@@ -414,7 +391,9 @@ def _fit_messages(
     renamed = (_outward(message, names, target) for message in messages)
     restored = [memory.restore(message, target.name) if message.role == "assistant" else message for message in renamed]
     fitted = safe_ids(answer_calls(drop_foreign(restored, target.name, edits), edits))
-    return fitted if target.system_anywhere else move_system(fitted)
+    if target.system_anywhere:
+        return fitted
+    return tuple(replace(message, role="user") if message.role == "system" else message for message in fitted)
 
 
 def _outward(message: Message, names: ToolNames, target: Dialect) -> Message:

@@ -435,7 +435,13 @@ def stream_turn(turn: Turn, chunk: int = 64) -> Iterator[Delta]:
     yield TurnEnd(turn.stop, turn.usage, turn.native_stop, turn.stop_sequence)
 
 
-PRICE_IDS = {"google": "google", "anthropic": "anthropic", "openai": "openai", "openrouter": "openrouter"}
+_PRICED = ("google", "anthropic", "openai", "openrouter")
+"""The providers that the price table knows by pier's names."""
+
+
+def is_priced(model: str, provider: str) -> bool:
+    """Whether the price table knows this model, or the provider reports money itself."""
+    return provider == "openrouter" or cost_of(Usage(1, 1), model, provider) is not None
 
 
 def cost_of(usage: Usage | None, model: str | None, provider: str) -> float | None:
@@ -444,17 +450,8 @@ def cost_of(usage: Usage | None, model: str | None, provider: str) -> float | No
         return None
     if usage.cost_usd is not None:
         return usage.cost_usd
-    if model is None or usage.input_tokens is None or usage.output_tokens is None or provider not in PRICE_IDS:
+    if model is None or usage.input_tokens is None or usage.output_tokens is None or provider not in _PRICED:
         return None
-    return _from_table(usage, model, PRICE_IDS[provider])
-
-
-def is_priced(model: str, provider: str) -> bool:
-    """Whether the price table knows this model, or the provider reports money itself."""
-    return provider == "openrouter" or cost_of(Usage(1, 1), model, provider) is not None
-
-
-def _from_table(usage: Usage, model: str, provider: str) -> float | None:
     import genai_prices
 
     counts = genai_prices.Usage(

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,12 +37,10 @@ from pier.trajectory.model import (
     SubagentTrajectoryRef,
 )
 from pier.trajectory.paged import JsonWindow
-from pier.tree import Tree, TreeError, open_regular
+from pier.tree import Tree, TreeError, find_files, open_regular
 
 K = TypeVar("K")
 EXTENSIONS = {"image/png": "png", "image/jpeg": "jpg", "image/gif": "gif", "image/webp": "webp"}
-
-
 _DEEPEST = 32
 """The deepest nesting of sessions in a trajectory; one more level holds all that lies deeper."""
 
@@ -218,8 +217,9 @@ class Assembler:
         return {"input_tokens": turn.metrics.prompt_tokens, "output_tokens": turn.metrics.completion_tokens}
 
     def turn(self, key: str | None, at: str | None, model: str | None = None) -> None:
-        """A model call begins; the step before it is whole."""
+        """A model call begins; the step before it is whole. The session's model is that of its first call."""
         self.close()
+        self.session.model = self.session.model or model
         self._open = _Turn(key, at, model)
 
     def text(self, text: str) -> None:
@@ -260,23 +260,17 @@ class Assembler:
         child = extra.pop("child", None)
         known = any(child == each.id for each in self.session.children)
         refs = [SubagentTrajectoryRef(trajectory_id=child)] if known else None
+        result = ObservationResult(content=content, subagent_trajectory_ref=refs, extra=_known(extra))
         own = self._open and any(row.tool_call_id == call for row in self._open.calls)
         if self._open is not None and (own or call is None):
-            if any(row.source_call_id == call for row in self._open.results if call):
-                return
-            self._open.results.append(
-                ObservationResult(
-                    source_call_id=call, content=content, subagent_trajectory_ref=refs, extra=_known(extra)
-                )
-            )
+            if not any(row.source_call_id == call for row in self._open.results if call):
+                result.source_call_id = call
+                self._open.results.append(result)
             return
-        result = ObservationResult(
-            content=content, subagent_trajectory_ref=refs, extra=_known({"call_id": call, **extra})
-        )
+        result.extra = _known({"call_id": call, **extra})
         self.close()
-        self._emit(
-            Step(step_id=1, source="system", message="", timestamp=at, observation=Observation(results=[result]))
-        )
+        observation = Observation(results=[result])
+        self._emit(Step(step_id=1, source="system", message="", timestamp=at, observation=observation))
 
     def count(
         self,
@@ -435,6 +429,26 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
                 yield value
 
 
+def first_records(root: Path, pattern: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The logs at `root`, each with its first record."""
+    return ((path, next(records(path), {})) for path in find_files(root, pattern))
+
+
+def begins_with(path: Path, is_own: Callable[[dict[str, Any]], bool]) -> bool:
+    """Whether one of the first records of a log is as an agent writes them."""
+    return any(map(is_own, islice(records(path), 200)))
+
+
+def document(path: Path) -> dict[str, Any]:
+    """The object that a small file holds; empty if it is missing, or was not written to its end."""
+    try:
+        with open_regular(path) as file:
+            value = json.load(file)
+    except (OSError, ValueError, TreeError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def members(path: Path, listed: str) -> Iterator[tuple[str, Any]]:
     """The members of the object in a file; the one named `listed`, an array, comes as one member for each element."""
     with open_regular(path) as file, suppress(ValueError):
@@ -449,6 +463,7 @@ def members(path: Path, listed: str) -> Iterator[tuple[str, Any]]:
 
 _LONGEST = 256 * 1024 * 1024
 """Bytes of the longest value that a query may give or compute."""
+_TABLES = "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0"
 
 
 @contextmanager
@@ -460,11 +475,10 @@ def opened(path: Path, *tables: str) -> Iterator[sqlite3.Connection]:
             raise sqlite3.DatabaseError(f"{path.name}{end} is not a regular file")
     for how in ("mode=ro", "immutable=1"):
         with closing(sqlite3.connect(f"{path.as_uri()}?{how}", uri=True)) as database:
+            database.row_factory = sqlite3.Row
             database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
             try:
-                found = database.execute(
-                    "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0"
-                ).fetchall()
+                found = database.execute(_TABLES).fetchall()
             except sqlite3.OperationalError:
                 if how == "immutable=1":
                     raise
@@ -473,3 +487,10 @@ def opened(path: Path, *tables: str) -> Iterator[sqlite3.Connection]:
                 raise sqlite3.DatabaseError(f"{path.name} has no table {missing.pop()}")
             yield database
             return
+
+
+def databases(root: Path, name: str, query: str, *tables: str) -> Iterator[tuple[Path, list[sqlite3.Row]]]:
+    """The databases of this name at `root`, each with what a query gives; those that cannot be read are left out."""
+    for path in find_files(root, name):
+        with suppress(sqlite3.DatabaseError), opened(path, *tables) as database:
+            yield path, database.execute(query).fetchall()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.native.assemble import Assembler, SessionLog, records
+from pier.trajectory.native.assemble import Assembler, SessionLog, begins_with, records
 from pier.tree import find_files
 
 NAME = "claude-code"
@@ -15,17 +15,12 @@ NAME = "claude-code"
 def find(root: Path) -> list[SessionLog]:
     """The sessions below a directory (a configuration directory, a project or a trial's logs), or in one file."""
     paths = find_files(root, "*.jsonl")
-    return [_session(path) for path in paths if path.parent.name != "subagents" and _is_log(path)]
+    return [_session(path) for path in paths if path.parent.name != "subagents" and begins_with(path, _is_own)]
 
 
-def _is_log(path: Path) -> bool:
-    for number, row in enumerate(records(path)):
-        said = row.get("type") in ("user", "assistant") and "content" in (row.get("message") or {})
-        if said and "sessionId" in row and "uuid" in row:
-            return True
-        if number > 200:
-            break
-    return False
+def _is_own(row: dict[str, Any]) -> bool:
+    said = row.get("type") in ("user", "assistant") and "content" in (row.get("message") or {})
+    return said and "sessionId" in row and "uuid" in row
 
 
 def _session(path: Path) -> SessionLog:
@@ -40,7 +35,7 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
         session.version = row.get("version") or session.version
         kind = row.get("type")
         if kind == "assistant":
-            _assistant(row, session, assembler)
+            _assistant(row, assembler)
         elif kind == "user":
             _user(row, assembler)
         elif kind == "system" and row.get("subtype") == "compact_boundary":
@@ -50,12 +45,11 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
         yield
 
 
-def _assistant(row: dict[str, Any], session: SessionLog, assembler: Assembler) -> None:
+def _assistant(row: dict[str, Any], assembler: Assembler) -> None:
     message = row.get("message") or {}
     key = message.get("id") or row.get("uuid")
     if assembler.key != key:
         assembler.turn(key, row.get("timestamp"), message.get("model"))
-        session.model = session.model or message.get("model")
     for block in message.get("content") or ():
         if block.get("type") == "redacted_thinking":
             assembler.note(redacted_thinking=True)

@@ -35,7 +35,7 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
     prompt = None
     for name, value in members(session.path, "messages"):
         if name == "messages" and isinstance(value, dict):
-            _message(value, session, assembler)
+            _message(value, assembler)
         elif name == "origin" and isinstance(value, dict):
             session.version = value.get("version") or session.version
         elif name == "system_prompt":
@@ -46,27 +46,24 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
         session.extra["system_prompt"] = prompt
 
 
-def _message(message: dict[str, Any], session: SessionLog, assembler: Assembler) -> None:
+def _message(message: dict[str, Any], assembler: Assembler) -> None:
     at, content = iso(message.get("ts")), message.get("content")
     blocks: list[dict[str, Any]] = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
     if message.get("role") == "assistant":
-        _answer(message, blocks, at, session, assembler)
+        _answer(message, blocks, at, assembler)
         return
     rest = []
     for block in blocks:
         if block.get("type") == "tool_result":
-            _result(block, at, session, assembler)
+            _result(block, at, assembler)
         else:
             rest.append(block)
     if rest:
         assembler.say("user", assembler.content(rest, whole=True), at)
 
 
-def _answer(
-    message: dict[str, Any], blocks: list[dict[str, Any]], at: str | None, session: SessionLog, assembler: Assembler
-) -> None:
+def _answer(message: dict[str, Any], blocks: list[dict[str, Any]], at: str | None, assembler: Assembler) -> None:
     model = (message.get("modelInfo") or {}).get("id")
-    session.model = session.model or model
     assembler.turn(message.get("id"), at, model)
     for block in blocks:
         assembler.block(block, "tool_use")
@@ -75,8 +72,8 @@ def _answer(
         assembler.count(*used, written=counted.get("cacheWriteTokens"), cost=counted.get("cost"))
 
 
-def _result(block: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
+def _result(block: dict[str, Any], at: str | None, assembler: Assembler) -> None:
     content = block.get("content")
     told = assembler.content(content, whole=True) if isinstance(content, str | list) else json.dumps(content)
     failed = True if block.get("is_error") else None
-    assembler.observe(str(block.get("tool_use_id")), told, at, child=session.child_in(told), is_error=failed)
+    assembler.observe(str(block.get("tool_use_id")), told, at, child=assembler.session.child_in(told), is_error=failed)

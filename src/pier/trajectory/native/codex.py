@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.trajectory.model import Content
-from pier.trajectory.native.assemble import Assembler, SessionLog, arguments_in, nested, records
-from pier.tree import find_files
+from pier.trajectory.native.assemble import Assembler, SessionLog, arguments_in, first_records, nested, records
 
 NAME = "codex"
 _CALLS = ("function_call", "custom_tool_call", "local_shell_call", "web_search_call")
@@ -18,10 +17,8 @@ _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call
 
 def find(root: Path) -> list[SessionLog]:
     """The sessions below a directory, or in one file. Those that another one started are its children."""
-    paths = find_files(root, "rollout-*.jsonl")
     found: list[tuple[SessionLog, str | None]] = []
-    for path in paths:
-        first = next(records(path), {})
+    for path, first in first_records(root, "rollout-*.jsonl"):
         if first.get("type") == "session_meta":
             meta = first.get("payload") or {}
             found.append((SessionLog(NAME, path, read, id=str(meta.get("id"))), _parent(meta)))
@@ -45,7 +42,7 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
             case "turn_context":
                 session.model = payload.get("model") or session.model
             case "response_item":
-                _item(payload, at, session, assembler, exits)
+                _item(payload, at, assembler, exits)
             case "token_usage_record":
                 _count(payload.get("usage") or {}, assembler)
             case "compacted":
@@ -65,9 +62,7 @@ def _event(payload: dict[str, Any], assembler: Assembler, exits: dict[str, int])
         _count(usage, assembler)
 
 
-def _item(
-    item: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler, exits: dict[str, int]
-) -> None:
+def _item(item: dict[str, Any], at: str | None, assembler: Assembler, exits: dict[str, int]) -> None:
     kind, role = item.get("type"), item.get("role")
     if kind == "message" and role != "assistant":
         content = assembler.content(item.get("content"))
@@ -77,15 +72,15 @@ def _item(
         call = str(item.get("call_id"))
         code = exits.pop(call, None)
         output = _output(item.get("output"), assembler)
-        assembler.observe(call, output, at, child=session.child_in(output), exit_code=code)
+        assembler.observe(call, output, at, child=assembler.session.child_in(output), exit_code=code)
     elif kind in ("message", "reasoning", *_CALLS):
-        _answer(item, at, session, assembler)
+        _answer(item, at, assembler)
 
 
-def _answer(item: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
+def _answer(item: dict[str, Any], at: str | None, assembler: Assembler) -> None:
     """An item of an answer. The answer before it is over once its tokens were reported or a tool has answered."""
     if assembler.is_over:
-        assembler.turn(None, at, session.model)
+        assembler.turn(None, at, assembler.session.model)
     if item["type"] == "message":
         assembler.text(str(assembler.content(item.get("content"))))
     elif item["type"] == "reasoning":

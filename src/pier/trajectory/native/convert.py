@@ -16,21 +16,11 @@ from pier.trajectory.model import VERSION, Trajectory
 from pier.trajectory.native.assemble import LogTotals, SessionLog
 from pier.tree import TreeError
 
-READERS = {
-    "claude-code": "pier.trajectory.native.claude_code:find",
-    "codex": "pier.trajectory.native.codex:find",
-    "gemini-cli": "pier.trajectory.native.gemini_cli:find",
-    "opencode": "pier.trajectory.native.opencode:find",
-    "mini-swe-agent": "pier.trajectory.native.mini_swe_agent:find",
-    "openhands": "pier.trajectory.native.openhands:find",
-    "qwen-code": "pier.trajectory.native.qwen_code:find",
-    "goose": "pier.trajectory.native.goose:find",
-    "pi": "pier.trajectory.native.pi:find",
-    "kimi": "pier.trajectory.native.kimi:find",
-    "cline": "pier.trajectory.native.cline:find",
-    "copilot": "pier.trajectory.native.copilot:find",
-}
-"""For each agent the function that finds its sessions in a directory or file."""
+READERS = (
+    *("claude-code", "codex", "gemini-cli", "opencode", "mini-swe-agent", "openhands", "qwen-code", "goose", "pi"),
+    *("kimi", "cline", "copilot"),
+)
+"""The agents whose logs can be read: each has a module here, whose `find` gives the sessions in a directory or file."""
 
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]")
 _LONGEST = 150
@@ -47,7 +37,7 @@ def find_sessions(root: Path, agent: str | None = None) -> list[SessionLog]:
     found: list[SessionLog] = []
     for name in names:
         with _readable(name, root):
-            found += load(READERS[name])(root)
+            found += load(f"pier.trajectory.native.{name.replace('-', '_')}:find")(root)
     if not found:
         raise UsageError(f"there are no session logs of {' or '.join(names)} at {root}", code="trajectory")
     return found

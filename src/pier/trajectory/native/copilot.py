@@ -7,18 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.native.assemble import Assembler, SessionLog, records
-from pier.tree import find_files
+from pier.trajectory.native.assemble import Assembler, SessionLog, first_records, records
 
 NAME = "copilot"
 
 
 def find(root: Path) -> list[SessionLog]:
     """The sessions below a directory, or in one file. Sub-agents are children that read the same file."""
-    paths = find_files(root, "events.jsonl")
     found = []
-    for path in paths:
-        head = next(records(path), {})
+    for path, head in first_records(root, "events.jsonl"):
         if head.get("type") != "session.start":
             continue
         session = SessionLog(NAME, path, read, id=str((head.get("data") or {}).get("sessionId") or path.parent.name))
@@ -46,10 +43,10 @@ def read(session: SessionLog, assembler: Assembler, agent: str | None = None) ->
             case "session.usage_record":
                 used = data.get("usage") or {}
             case "assistant.message":
-                _answer(data, at, used, session, assembler)
+                _answer(data, at, used, assembler)
                 used = {}
             case "tool.execution_complete":
-                _result(data, at, session, assembler)
+                _result(data, at, assembler)
             case "session.compaction_complete":
                 before = data.get("preCompactionTokens")
                 assembler.compacted(str(data.get("summaryContent") or ""), at, tokens_before=before)
@@ -60,10 +57,7 @@ def read(session: SessionLog, assembler: Assembler, agent: str | None = None) ->
         yield
 
 
-def _answer(
-    data: dict[str, Any], at: str | None, used: dict[str, Any], session: SessionLog, assembler: Assembler
-) -> None:
-    session.model = session.model or data.get("model")
+def _answer(data: dict[str, Any], at: str | None, used: dict[str, Any], assembler: Assembler) -> None:
     assembler.turn(data.get("messageId"), at, data.get("model"))
     assembler.text(str(data.get("content") or ""))
     assembler.think(str(data.get("reasoningText") or ""))
@@ -74,11 +68,11 @@ def _answer(
         assembler.count(*counts, written=used.get("cacheWriteTokens"), reasoning=used.get("reasoningTokens"))
 
 
-def _result(data: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
+def _result(data: dict[str, Any], at: str | None, assembler: Assembler) -> None:
     told = data.get("result") or {}
     code = (data.get("shellExecution") or {}).get("exitCode")
     failed = True if data.get("success") is False else None
     said = told.get("content") or (data.get("error") or {}).get("message") or ""
     call = str(data.get("toolCallId"))
-    child = next((child.id for child in session.children if child.id in (call, data.get("agentId"))), None)
+    child = next((child.id for child in assembler.session.children if child.id in (call, data.get("agentId"))), None)
     assembler.observe(call, str(said), at, child=child, exit_code=code, is_error=failed)

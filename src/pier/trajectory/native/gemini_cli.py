@@ -6,18 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.native.assemble import Assembler, SessionLog, function_response, nested, records
-from pier.tree import find_files
+from pier.trajectory.native.assemble import Assembler, SessionLog, first_records, function_response, nested, records
 
 NAME = "gemini-cli"
 
 
 def find(root: Path) -> list[SessionLog]:
     """The sessions below a directory, or in one file; sub-agents are in a directory with their session's id."""
-    paths = find_files(root, "*.jsonl")
     found: list[tuple[SessionLog, str | None]] = []
-    for path in paths:
-        head = next(records(path), {})
+    for path, head in first_records(root, "*.jsonl"):
         if "sessionId" in head and "projectHash" in head:
             session = SessionLog(NAME, path, read, id=str(head["sessionId"]))
             found.append((session, path.parent.name if head.get("kind") == "subagent" else None))
@@ -34,7 +31,7 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
                 )
             continue
         if waiting is not None and row.get("id") != waiting.get("id"):
-            _answer(waiting, session, assembler)
+            _answer(waiting, assembler)
             waiting = None
         if row.get("type") == "gemini":
             waiting = row
@@ -42,7 +39,7 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
             _other(row, assembler)
         yield
     if waiting is not None:
-        _answer(waiting, session, assembler)
+        _answer(waiting, assembler)
 
 
 def _other(row: dict[str, Any], assembler: Assembler) -> None:
@@ -61,8 +58,7 @@ def _other(row: dict[str, Any], assembler: Assembler) -> None:
         assembler.say(source, assembler.content(said), at, kind=kind)
 
 
-def _answer(row: dict[str, Any], session: SessionLog, assembler: Assembler) -> None:
-    session.model = session.model or row.get("model")
+def _answer(row: dict[str, Any], assembler: Assembler) -> None:
     assembler.turn(row.get("id"), row.get("timestamp"), row.get("model"))
     assembler.text(str(assembler.content(row.get("content"))))
     for thought in row.get("thoughts") or ():

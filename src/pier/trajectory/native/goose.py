@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.native.assemble import Assembler, SessionLog, iso, nested, opened
-from pier.tree import find_files
+from pier.trajectory.native.assemble import Assembler, SessionLog, databases, iso, nested, opened
 
 NAME = "goose"
+_TABLES = ("sessions", "messages")
 _SESSIONS = "SELECT * FROM sessions ORDER BY created_at, id"
 _MESSAGES = "SELECT * FROM messages WHERE session_id = ? ORDER BY id"
 _COMPACTIONS = (
@@ -23,16 +22,10 @@ _COMPACTIONS = (
 
 def find(root: Path) -> list[SessionLog]:
     """The sessions of every database below a directory, or of one; those that another one started are its children."""
-    paths = find_files(root, "sessions.db")
     tops: list[SessionLog] = []
-    for path in paths:
-        try:
-            with _open(path) as database:
-                rows = [dict(row) for row in database.execute(_SESSIONS)]
-        except sqlite3.DatabaseError:
-            continue
+    for path, rows in databases(root, "sessions.db", _SESSIONS, *_TABLES):
         found: list[tuple[SessionLog, str | None]] = []
-        for row in rows:
+        for row in map(dict, rows):
             session = SessionLog(NAME, path, read, id=row["id"], cost_usd=row["accumulated_cost"])
             session.extra["title"] = row["name"] or None
             found.append((session, row.get("parent_session_id")))
@@ -40,20 +33,13 @@ def find(root: Path) -> list[SessionLog]:
     return [session for session in tops if session.children or _has_messages(session)]
 
 
-@contextmanager
-def _open(path: Path) -> Iterator[sqlite3.Connection]:
-    with opened(path, "sessions", "messages") as database:
-        database.row_factory = sqlite3.Row
-        yield database
-
-
 def _has_messages(session: SessionLog) -> bool:
-    with _open(session.path) as database:
+    with opened(session.path, *_TABLES) as database:
         return database.execute(_MESSAGES, (session.id,)).fetchone() is not None
 
 
 def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
-    with _open(session.path) as database:
+    with opened(session.path, *_TABLES) as database:
         waiting = database.execute(_COMPACTIONS, (session.id,)).fetchall()
         for row in database.execute(_MESSAGES, (session.id,)):
             while waiting and waiting[-1]["created_timestamp"] < row["created_timestamp"]:
@@ -61,9 +47,9 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
             parts, facts = json.loads(row["content_json"]), json.loads(row["metadata_json"] or "{}")
             at = iso(row["created_timestamp"] * 1000)
             if row["role"] == "assistant":
-                _answer(row["message_id"], at, parts, facts, session, assembler)
+                _answer(row["message_id"], at, parts, facts, assembler)
             else:
-                _question(at, parts, facts, session, assembler)
+                _question(at, parts, facts, assembler)
             yield
         while waiting:
             _compacted(waiting.pop(), assembler)
@@ -75,15 +61,9 @@ def _compacted(row: sqlite3.Row, assembler: Assembler) -> None:
 
 
 def _answer(
-    id_: str | None,
-    at: str | None,
-    parts: list[dict[str, Any]],
-    facts: dict[str, Any],
-    session: SessionLog,
-    assembler: Assembler,
+    id_: str | None, at: str | None, parts: list[dict[str, Any]], facts: dict[str, Any], assembler: Assembler
 ) -> None:
     model = (facts.get("inference") or {}).get("requestedModel")
-    session.model = session.model or model
     if id_ is None or assembler.key != id_:
         assembler.turn(id_, at, model)
     for part in parts:
@@ -102,13 +82,11 @@ def _answer(
         assembler.note(user_visible=facts.get("userVisible"), agent_visible=facts.get("agentVisible"))
 
 
-def _question(
-    at: str | None, parts: list[dict[str, Any]], facts: dict[str, Any], session: SessionLog, assembler: Assembler
-) -> None:
+def _question(at: str | None, parts: list[dict[str, Any]], facts: dict[str, Any], assembler: Assembler) -> None:
     said: list[dict[str, Any]] = []
     for part in parts:
         if part.get("type") == "toolResponse":
-            _result(part, at, session, assembler)
+            _result(part, at, assembler)
         else:
             said.append(part)
     if said:
@@ -116,14 +94,14 @@ def _question(
         assembler.say("user", assembler.content(said, whole=True), at, injected=injected)
 
 
-def _result(part: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
+def _result(part: dict[str, Any], at: str | None, assembler: Assembler) -> None:
     told = part.get("toolResult") or {}
     value = told.get("value") or {}
     content = assembler.content(value.get("content"), whole=True)
     structured = value.get("structuredContent")
     facts = structured if isinstance(structured, dict) else {}
     failed = True if told.get("status") == "error" or value.get("isError") else None
-    children = {child.id for child in session.children}
+    children = {child.id for child in assembler.session.children}
     child = next((id_ for id_ in map(str, facts.values()) if id_ in children), None)
     said, code = content or str(told.get("error") or ""), facts.get("exit_code")
     assembler.observe(str(part.get("id")), said, at, child=child, exit_code=code, is_error=failed)

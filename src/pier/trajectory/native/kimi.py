@@ -7,19 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.native.assemble import Assembler, SessionLog, below_tops, iso, records
-from pier.tree import find_files
+from pier.trajectory.native.assemble import Assembler, SessionLog, below_tops, first_records, iso, records
 
 NAME = "kimi"
 
 
 def find(root: Path) -> list[SessionLog]:
     """The sessions below a directory, or the one of a file; other agents of a session are below its main one."""
-    paths = find_files(root, "agents/*/wire.jsonl")
     found: list[tuple[SessionLog, Path | None]] = []
     tops: dict[Path, SessionLog] = {}
-    for path in paths:
-        if "protocol_version" not in next(records(path), {}):
+    for path, head in first_records(root, "agents/*/wire.jsonl"):
+        if "protocol_version" not in head:
             continue
         place, is_main = path.parent.parent.parent, path.parent.name == "main"
         id_ = place.name.removeprefix("session_") if is_main else path.parent.name
@@ -40,7 +38,7 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
             case "context.append_message":
                 _message(row.get("message") or {}, at, assembler)
             case "context.append_loop_event":
-                _event(row.get("event") or {}, at, session, assembler)
+                _event(row.get("event") or {}, at, assembler)
             case "context.apply_compaction":
                 assembler.compacted(str(row.get("summary") or ""), at)
             case _:
@@ -56,16 +54,16 @@ def _message(message: dict[str, Any], at: str | None, assembler: Assembler) -> N
     assembler.say("user", assembler.content(message.get("content")), at, injected=injected)
 
 
-def _event(event: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
+def _event(event: dict[str, Any], at: str | None, assembler: Assembler) -> None:
     match event.get("type"):
         case "step.begin":
-            assembler.turn(event.get("uuid"), at, session.model)
+            assembler.turn(event.get("uuid"), at, assembler.session.model)
         case "content.part":
             assembler.block(event.get("part") or {})
         case "tool.call":
             assembler.call(str(event.get("toolCallId")), str(event.get("name")), event.get("args") or {})
         case "tool.result":
-            _result(event, at, session, assembler)
+            _result(event, at, assembler)
         case "step.end":
             if usage := event.get("usage"):
                 cached, written = usage.get("inputCacheRead") or 0, usage.get("inputCacheCreation") or 0
@@ -74,9 +72,11 @@ def _event(event: dict[str, Any], at: str | None, session: SessionLog, assembler
             assembler.note(stop_reason=event.get("finishReason"))
 
 
-def _result(event: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
+def _result(event: dict[str, Any], at: str | None, assembler: Assembler) -> None:
     told = event.get("result") or {}
     output = told.get("output")
     content = assembler.content(output) if isinstance(output, str | list) else json.dumps(output)
     failed = True if told.get("isError") else None
-    assembler.observe(str(event.get("toolCallId")), content, at, child=session.child_in(content), is_error=failed)
+    assembler.observe(
+        str(event.get("toolCallId")), content, at, child=assembler.session.child_in(content), is_error=failed
+    )

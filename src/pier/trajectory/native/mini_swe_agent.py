@@ -29,7 +29,7 @@ def _is_log(path: Path) -> bool:
 def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
     for name, value in members(session.path, "messages"):
         if name == "messages" and isinstance(value, dict):
-            _message(value, session, assembler)
+            _message(value, assembler)
         elif name == "info" and isinstance(value, dict):
             session.version = value.get("mini_version") or session.version
             session.cost_usd = (value.get("model_stats") or {}).get("instance_cost") or None
@@ -37,14 +37,13 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
         yield
 
 
-def _message(message: dict[str, Any], session: SessionLog, assembler: Assembler) -> None:
+def _message(message: dict[str, Any], assembler: Assembler) -> None:
     extra, role = message.get("extra") or {}, message.get("role")
     seconds = extra.get("timestamp")
     at = iso(seconds * 1000) if isinstance(seconds, (int, float)) else None
     content = assembler.content(message.get("content"))
     if role == "assistant":
         response = extra.get("response") or {}
-        session.model = session.model or response.get("model")
         assembler.turn(response.get("id"), at, response.get("model"))
         assembler.text(content if isinstance(content, str) else "\n".join(part.text or "" for part in content))
         assembler.think(str(message.get("reasoning_content") or ""))

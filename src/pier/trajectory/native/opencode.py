@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.native.assemble import Assembler, SessionLog, iso, nested, opened
-from pier.tree import find_files
+from pier.trajectory.native.assemble import Assembler, SessionLog, databases, iso, nested, opened
 
 NAME = "opencode"
 _TABLES = ("session", "message", "part")
@@ -20,14 +18,8 @@ _PARTS = "SELECT data FROM part WHERE message_id = ? ORDER BY id"
 
 def find(root: Path) -> list[SessionLog]:
     """The sessions of every database below a directory, or of one; those that another one started are its children."""
-    paths = find_files(root, "opencode.db")
     tops: list[SessionLog] = []
-    for path in paths:
-        try:
-            with opened(path, *_TABLES) as database:
-                rows = database.execute(_SESSIONS).fetchall()
-        except sqlite3.DatabaseError:
-            continue
+    for path, rows in databases(root, "opencode.db", _SESSIONS, *_TABLES):
         found: list[tuple[SessionLog, str | None]] = []
         for id_, parent, version, title in rows:
             session = SessionLog(NAME, path, read, id=id_, version=version or "unknown", extra={"title": title})
@@ -42,7 +34,7 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
             message = json.loads(data)
             parts = (json.loads(row[0]) for row in database.execute(_PARTS, (id_,)))
             if message.get("role") == "assistant":
-                _answer(id_, created, message, parts, session, assembler)
+                _answer(id_, created, message, parts, assembler)
             else:
                 _question(created, parts, assembler)
             yield
@@ -62,14 +54,8 @@ def _question(created: int, parts: Iterator[dict[str, Any]], assembler: Assemble
 
 
 def _answer(
-    id_: str,
-    created: int,
-    message: dict[str, Any],
-    parts: Iterator[dict[str, Any]],
-    session: SessionLog,
-    assembler: Assembler,
+    id_: str, created: int, message: dict[str, Any], parts: Iterator[dict[str, Any]], assembler: Assembler
 ) -> None:
-    session.model = session.model or message.get("modelID")
     assembler.turn(id_, iso(created), message.get("modelID"))
     for part in parts:
         match part.get("type"):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.native.assemble import Assembler, SessionLog, arguments_in
-from pier.tree import TreeError, find_files, open_regular
+from pier.trajectory.native.assemble import Assembler, SessionLog, arguments_in, document
+from pier.tree import find_files
 
 NAME = "openhands"
 _BESIDE = frozenset({"ConversationStateUpdateEvent", "TokenEvent", "LLMCompletionLogEvent", "StreamingDeltaEvent"})
@@ -50,14 +49,14 @@ def _files(place: Path) -> Iterator[Path]:
 def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
     usage = _usage(session)
     for path in _files(session.path):
-        row = _document(path)
+        row = document(path)
         match row.get("kind"):
             case "ActionEvent":
-                _action(row, session, assembler, usage)
+                _action(row, assembler, usage)
             case "ObservationEvent" | "UserRejectObservation" | "AgentErrorEvent":
-                _result(row, session, assembler)
+                _result(row, assembler)
             case "MessageEvent":
-                _message(row, session, assembler, usage)
+                _message(row, assembler, usage)
             case "SystemPromptEvent":
                 assembler.say(
                     "system", assembler.content([row.get("system_prompt") or {}], whole=True), row.get("timestamp")
@@ -73,19 +72,9 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
         yield
 
 
-def _document(path: Path) -> dict[str, Any]:
-    """One file's object; empty if the program was stopped while it wrote."""
-    try:
-        with open_regular(path) as file:
-            value = json.load(file)
-    except (OSError, ValueError, TreeError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def _usage(session: SessionLog) -> dict[str, dict[str, Any]]:
     """The tokens of each model call by its id, and the state's totals of the conversation."""
-    state = _document(session.path / "base_state.json")
+    state = document(session.path / "base_state.json")
     session.model = ((state.get("agent") or {}).get("llm") or {}).get("model")
     session.extra["exit_status"] = state.get("execution_status")
     known: dict[str, dict[str, Any]] = {}
@@ -97,19 +86,19 @@ def _usage(session: SessionLog) -> dict[str, dict[str, Any]]:
     return known
 
 
-def _turn(row: dict[str, Any], session: SessionLog, assembler: Assembler, usage: dict[str, dict[str, Any]]) -> None:
+def _turn(row: dict[str, Any], assembler: Assembler, usage: dict[str, dict[str, Any]]) -> None:
     """Open the step of a model call. One call may be several events: its tool calls come in an event each."""
     id_ = row.get("llm_response_id")
     if id_ is not None and assembler.key == id_:
         return
-    assembler.turn(id_, row.get("timestamp"), session.model)
+    assembler.turn(id_, row.get("timestamp"), assembler.session.model)
     if found := usage.get(id_ or ""):
         used = (found.get(name) for name in ("prompt_tokens", "completion_tokens", "cache_read_tokens"))
         assembler.count(*used, reasoning=found.get("reasoning_tokens"))
 
 
-def _action(row: dict[str, Any], session: SessionLog, assembler: Assembler, usage: dict[str, dict[str, Any]]) -> None:
-    _turn(row, session, assembler, usage)
+def _action(row: dict[str, Any], assembler: Assembler, usage: dict[str, dict[str, Any]]) -> None:
+    _turn(row, assembler, usage)
     _thoughts(row, assembler)
     assembler.text(str(assembler.content(row.get("thought") or (), whole=True)))
     given = (row.get("tool_call") or {}).get("arguments") or row.get("action")  # what is not kept is as it was run
@@ -121,31 +110,24 @@ def _thoughts(row: dict[str, Any], assembler: Assembler) -> None:
     assembler.think(str(row.get("reasoning_content") or "") or "\n\n".join(blocks))
 
 
-def _message(row: dict[str, Any], session: SessionLog, assembler: Assembler, usage: dict[str, dict[str, Any]]) -> None:
+def _message(row: dict[str, Any], assembler: Assembler, usage: dict[str, dict[str, Any]]) -> None:
     message = row.get("llm_message") or {}
     content = [*(message.get("content") or ()), *(row.get("extended_content") or ())]
     if row.get("source") == "agent":
-        _turn(row, session, assembler, usage)
+        _turn(row, assembler, usage)
         _thoughts(message, assembler)
         assembler.text(str(assembler.content(content, whole=True)))
-    elif row.get("source") == "user":
-        assembler.say("user", assembler.content(content, whole=True), row.get("timestamp"))
     else:
-        assembler.say("system", assembler.content(content, whole=True), row.get("timestamp"))
+        source = "user" if row.get("source") == "user" else "system"
+        assembler.say(source, assembler.content(content, whole=True), row.get("timestamp"))
 
 
-def _result(row: dict[str, Any], session: SessionLog, assembler: Assembler) -> None:
+def _result(row: dict[str, Any], assembler: Assembler) -> None:
     told = row.get("observation") or {}
     content = assembler.content(told.get("content") or (), whole=True)
     failed = True if told.get("is_error") or "observation" not in row else None
-    children = {child.id for child in session.children}
+    children = {child.id for child in assembler.session.children}
     child = next((str(value) for value in told.values() if isinstance(value, str) and value in children), None)
     said = content or str(row.get("error") or row.get("rejection_reason") or "")
-    assembler.observe(
-        str(row.get("tool_call_id")),
-        said,
-        row.get("timestamp"),
-        child=child,
-        exit_code=told.get("exit_code"),
-        is_error=failed,
-    )
+    call, at, code = str(row.get("tool_call_id")), row.get("timestamp"), told.get("exit_code")
+    assembler.observe(call, said, at, child=child, exit_code=code, is_error=failed)

@@ -6,21 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.native.assemble import Assembler, SessionLog, records
-from pier.tree import find_files
+from pier.trajectory.native.assemble import Assembler, SessionLog, first_records, records
 
 NAME = "pi"
 
 
 def find(root: Path) -> list[SessionLog]:
     """The sessions below a directory, or in one file."""
-    paths = find_files(root, "*.jsonl")
-    found = []
-    for path in paths:
-        head = next(records(path), {})
-        if head.get("type") == "session" and "cwd" in head and "id" in head:
-            found.append(SessionLog(NAME, path, read, id=str(head["id"])))
-    return found
+    found = first_records(root, "*.jsonl")
+    own = ((path, head) for path, head in found if head.get("type") == "session" and {"cwd", "id"} <= set(head))
+    return [SessionLog(NAME, path, read, id=str(head["id"])) for path, head in own]
 
 
 def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
@@ -28,7 +23,7 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
         at = row.get("timestamp")
         match row.get("type"):
             case "message":
-                _message(row.get("message") or {}, at, session, assembler)
+                _message(row.get("message") or {}, at, assembler)
             case "compaction":
                 assembler.compacted(str(row.get("summary") or ""), at, tokens_before=row.get("tokensBefore"))
             case "branch_summary":
@@ -40,10 +35,10 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
         yield
 
 
-def _message(message: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
+def _message(message: dict[str, Any], at: str | None, assembler: Assembler) -> None:
     role, content = message.get("role"), message.get("content")
     if role == "assistant":
-        _answer(message, at, session, assembler)
+        _answer(message, at, assembler)
     elif role == "toolResult":
         failed = True if message.get("isError") else None
         assembler.observe(str(message.get("toolCallId")), assembler.content(content), at, is_error=failed)
@@ -54,8 +49,7 @@ def _message(message: dict[str, Any], at: str | None, session: SessionLog, assem
         assembler.say("user", assembler.content(content), at, kind=None if role == "user" else role)
 
 
-def _answer(message: dict[str, Any], at: str | None, session: SessionLog, assembler: Assembler) -> None:
-    session.model = session.model or message.get("model")
+def _answer(message: dict[str, Any], at: str | None, assembler: Assembler) -> None:
     assembler.turn(message.get("responseId"), at, message.get("model"))
     for part in message.get("content") or ():
         assembler.block(part, "toolCall", "arguments")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pier.trajectory.native.assemble import Assembler, SessionLog, below_tops, function_response, records
-from pier.tree import TreeError, find_files, open_regular
+from pier.trajectory.native.assemble import (
+    Assembler,
+    SessionLog,
+    begins_with,
+    below_tops,
+    document,
+    function_response,
+    records,
+)
+from pier.tree import find_files
 
 NAME = "qwen-code"
 _BESIDE = frozenset({"ui_telemetry", "attribution_snapshot", "file_history_snapshot"})
@@ -27,28 +34,14 @@ def find(root: Path) -> list[SessionLog]:
     found: list[tuple[SessionLog, tuple[Path, str] | None]] = [(session, None) for session in tops.values()]
     for path in find_files(root, "agent-*.jsonl"):
         if path.parent.parent.name == "subagents" and _is_log(path):
-            child = SessionLog(NAME, path, read, id=path.stem, extra={"call": _call_of(path)})
+            call = document(path.with_suffix(".meta.json")).get("toolUseId")  # of the tool call that began it
+            child = SessionLog(NAME, path, read, id=path.stem, extra={"call": call})
             found.append((child, (path.parent.parent.parent, path.parent.name)))
     return below_tops(found, tops)
 
 
 def _is_log(path: Path) -> bool:
-    for number, row in enumerate(records(path)):
-        if "uuid" in row and "parts" in (row.get("message") or {}):
-            return True
-        if number > 200:
-            break
-    return False
-
-
-def _call_of(path: Path) -> str | None:
-    """The id of the tool call that began a sub-agent, from the file next to its log."""
-    try:
-        with open_regular(path.with_suffix(".meta.json")) as file:
-            facts = json.load(file)
-    except (OSError, ValueError, TreeError):
-        return None
-    return facts.get("toolUseId") if isinstance(facts, dict) else None
+    return begins_with(path, lambda row: "uuid" in row and "parts" in (row.get("message") or {}))
 
 
 def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
@@ -61,7 +54,7 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
             case "assistant":
                 # A sub-agent's log has the tokens of a model call first, its tool calls in a separate line.
                 goes_on = before == "assistant" and row.get("isSidechain") and "usageMetadata" not in row
-                _answer(row, parts, session, assembler, goes_on=bool(goes_on))
+                _answer(row, parts, assembler, goes_on=bool(goes_on))
             case "tool_result":
                 _results(row, parts, assembler, children)
             case "user":
@@ -75,10 +68,7 @@ def read(session: SessionLog, assembler: Assembler) -> Iterator[None]:
         yield
 
 
-def _answer(
-    row: dict[str, Any], parts: list[dict[str, Any]], session: SessionLog, assembler: Assembler, *, goes_on: bool
-) -> None:
-    session.model = session.model or row.get("model")
+def _answer(row: dict[str, Any], parts: list[dict[str, Any]], assembler: Assembler, *, goes_on: bool) -> None:
     if not goes_on:
         assembler.turn(row.get("uuid"), row.get("timestamp"), row.get("model"))
     for part in parts:
