@@ -39,12 +39,13 @@ _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
 """Characters that stand for themselves in every encoding."""
 _WRAPPED_LEAST, _WRAPPED_MOST = 48, 128
 """How long the lines of wrapped base64 may be."""
-_WRAP = re.compile(rb"(?:\r?\n|\\{1,8}(?:r\\{1,8})?n)[ \t+]{0,16}")
+_WRAP = rb"(?:\r?\n|\\{1,8}(?:r\\{1,8})?n)[ \t]{0,16}"
+_WRAPS = (re.compile(_WRAP), re.compile(_WRAP + rb"\+"))
 _ENCODED = rb"[A-Za-z0-9+/_-]"
 _LINE_OF_IT = rb"(?:%b{%d,}|(?<=%b)%b*)" % (_ENCODED, _WRAPPED_LEAST, re.escape(_MARK), _ENCODED)
-_WRAPPED = re.compile(rb"(?:%b%b)+%b+" % (_LINE_OF_IT, _WRAP.pattern, _ENCODED))
-_WRAPPED_END = re.compile(rb"%b(?:%b|\r)?\Z" % (_LINE_OF_IT, _WRAP.pattern))
-"""Base64 in lines, as `base64` and MIME write it; in a diff, each begins with a plus."""
+_WRAPPED = re.compile(rb"(?:%b%b)+%b+" % (_LINE_OF_IT, _WRAP, _ENCODED))
+_WRAPPED_END = re.compile(rb"%b(?:%b\+?|\r)?\Z" % (_LINE_OF_IT, _WRAP))
+"""Base64 in lines, as `base64` and MIME write it; in a diff, each begins with one more plus."""
 _TOKEN_FIELDS = ("logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs", "logprobsResult")
 """Fields that spell a text once more, token by token."""
 
@@ -90,10 +91,13 @@ class Redactor:
             data = secret.pattern.sub(_MARK, data)
 
         def clean(block: re.Match[bytes]) -> bytes:
-            joined = cleaned = _WRAP.sub(b"", block[0])
-            for secret in near:
-                cleaned = secret.pattern.sub(_MARK, cleaned)
-            return block[0] if cleaned == joined else cleaned
+            for wrap in _WRAPS:
+                joined = cleaned = wrap.sub(b"", block[0])
+                for secret in near:
+                    cleaned = secret.pattern.sub(_MARK, cleaned)
+                if cleaned != joined:
+                    return cleaned
+            return block[0]
 
         return _WRAPPED.sub(clean, data) if near else data
 
