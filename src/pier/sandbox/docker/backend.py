@@ -233,7 +233,7 @@ class DockerBackend(Backend):
         sandbox = kind(spec, box, self)
         if has_quota:
             sandbox.free_disk = engine.free_disk
-        elif spec.limits.disk is not None:
+        if spec.limits.disk is not None and (box.volumes or not has_quota):
             box.watch_disk(spec.limits.disk)
         self._sandboxes.add(sandbox)
         await sandbox.begin()

@@ -49,6 +49,8 @@ class ContainerBox:
         self._entrance = entrance
         self._docker = docker
         self._address = address
+        self.volumes: list[str] = []
+        """Where the engine keeps what is written to volumes, which are not part of the container's layer."""
         self._disk: DiskWatch | None = None
         self._running: asyncio.Future[tuple[str, int]] | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -92,6 +94,8 @@ class ContainerBox:
         found = await container.show()
         if not found["State"]["Pid"]:
             raise SandboxError(f"the container {self.name} ended at once", code=CONTAINER_ENDED)
+        mounts = found.get("Mounts") or []
+        self.volumes = [mount["Source"] for mount in mounts if mount.get("Type") == "volume" and mount.get("RW")]
         return found["Id"], found["State"]["Pid"]
 
     async def _create(self, config: dict[str, Any]) -> DockerContainer:
@@ -115,8 +119,9 @@ class ContainerBox:
         self._disk = DiskWatch(self.channel, limit, self.entered.free_disk, self._measure)
 
     async def _measure(self) -> int:
-        """What the container's layer holds, also by files without a name; the engine counts those with one."""
-        used = await self.entered.used_disk()
+        """What the container's layer and volumes hold, also by files without a name; the engine counts those of the
+        layer with one."""
+        used = await self.entered.used_disk(self.volumes)
         if used is not None:
             return used
         try:

@@ -86,7 +86,7 @@ def _look(sock: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _measure(message: dict[str, Any]) -> dict[str, Any]:
-    return {"bytes": changes.measure(message["path"]) + unlinked.measure("/proc", message["pid"])}
+    return {"bytes": unlinked.measure("/proc", message["pid"], *message["paths"])}
 
 
 def _compare(message: dict[str, Any]) -> dict[str, Any]:

@@ -50,8 +50,9 @@ class Entered(ABC):
         """How many bytes are free where the container writes, if that can be seen from here."""
         return None
 
-    async def used_disk(self) -> int | None:
-        """How many bytes the container has written, if that can be seen from here without the engine."""
+    async def used_disk(self, volumes: list[str]) -> int | None:
+        """How many bytes the container has written, and those in `volumes`, directories of the engine's host; None if
+        that cannot be seen from here without the engine."""
         return None
 
     @abstractmethod
@@ -167,10 +168,10 @@ class OwnEntered(Entered):
     async def free_disk(self) -> int | None:
         return free_bytes(Path(self._layers[0])) if self._layers else None
 
-    async def used_disk(self) -> int | None:
+    async def used_disk(self, volumes: list[str]) -> int | None:
         if self._layers is None:
             return None
-        asked = {"op": "measure", "path": self._layers[0], "pid": self._pid}
+        asked = {"op": "measure", "paths": [self._layers[0], *volumes], "pid": self._pid}
         return (await self._zygotes.ask_any(asked))[0]["bytes"]
 
     def network(self, policy: NetworkPolicy, on_decision: OnDecision | None) -> Network:

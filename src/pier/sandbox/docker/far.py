@@ -172,7 +172,8 @@ class Far:
             elif message["op"] == "changes":
                 answer = await self._attended[message["container"]].changes(self._doorkeeper, self._root)
             elif message["op"] == "measure":
-                answer = await self._attended[message["container"]].used_disk(self._doorkeeper, self._root)
+                attended, volumes = self._attended[message["container"]], message["volumes"]
+                answer = await attended.used_disk(self._doorkeeper, self._root, volumes)
             elif message["op"] == "free" and "path" in message:
                 answer = {"bytes": free_bytes(Path(self._root + message["path"]))}
             elif message["op"] == "free":

@@ -153,13 +153,11 @@ class FarEntered(Entered):
         return None if rows is None else [Change(*row) for row in rows]
 
     async def free_disk(self) -> int | None:
-        return await self._ask_disk("free")
+        return (await self._helper.ask({"op": "free", "container": self._key}))[0]["bytes"]
 
-    async def used_disk(self) -> int | None:
-        return await self._ask_disk("measure")
-
-    async def _ask_disk(self, op: str) -> int | None:
-        return (await self._helper.ask({"op": op, "container": self._key}))[0]["bytes"]
+    async def used_disk(self, volumes: list[str]) -> int | None:
+        asked = {"op": "measure", "container": self._key, "volumes": volumes}
+        return (await self._helper.ask(asked))[0]["bytes"]
 
     def network(self, policy: NetworkPolicy, on_decision: OnDecision | None) -> Network:
         network = FarNetwork(policy, on_decision)

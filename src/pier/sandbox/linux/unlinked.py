@@ -1,4 +1,4 @@
-"""Space on disk that a sandbox holds through files without a name: open or mapped, and unlinked.
+"""Space on disk that a sandbox holds, also through files without a name: open or mapped, and unlinked.
 
 Runs in a child of a zygote, which may look at all processes of a sandbox. Files on their way through a socket are not
 seen. Standard library only.
@@ -11,21 +11,24 @@ import os
 import stat
 from collections.abc import Iterator
 
+from pier.sandbox.linux import changes
+
 _DELETED = " (deleted)"
 
 
-def measure(proc: str, init: int) -> int:
-    """How many bytes the unlinked files of the root take that processes of the pid namespace of `init` hold. What
-    cannot be looked at does not count."""
+def measure(proc: str, init: int, root: str, *volumes: str) -> int:
+    """How many bytes the trees `root` (what was written to the root) and `volumes` take, with unlinked files of theirs
+    that processes of the pid namespace of `init` hold. What cannot be looked at does not count."""
+    named = sum(map(changes.measure, (root, *volumes)))
     held: dict[tuple[int, int], int] = {}
     with contextlib.suppress(OSError):
         inside = os.stat(f"{proc}/{init}/ns/pid").st_ino
-        elsewhere = _other_devices(f"{proc}/{init}")
+        elsewhere = _other_devices(f"{proc}/{init}") - {os.stat(path).st_dev for path in volumes}
         for pid in filter(str.isdigit, os.listdir(proc)):
             with contextlib.suppress(OSError):
                 if os.stat(f"{proc}/{pid}/ns/pid").st_ino == inside:
                     _count(f"{proc}/{pid}", elsewhere, held)
-    return sum(held.values())
+    return named + sum(held.values())
 
 
 def _other_devices(process: str) -> set[int]:

@@ -332,8 +332,8 @@ class Zygote:
 def look(message: dict[str, Any], lowers: list[str], most: int | None = None) -> dict[str, Any]:
     """The answer to a question about a tree; `TooMany` if it is one about changes in more than `most` entries."""
     if message["op"] == "measure":
-        named = changes.measure(HOST + message["path"])
-        return {"bytes": named + unlinked.measure(f"{HOST}/proc", message["pid"])}
+        paths = (HOST + path for path in message["paths"])
+        return {"bytes": unlinked.measure(f"{HOST}/proc", message["pid"], *paths)}
     return {"changes": changes.compare(HOST + message["path"], lowers, most)}
 
 
