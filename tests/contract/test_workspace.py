@@ -81,9 +81,38 @@ def test_a_workspace_from_start_to_stop(task: Path, tmp_path: Path) -> None:
     assert "not running" in pier("exec", "true", cwd=ws, image=None, code=2).stderr
     (row,) = json.loads(ask("list", "--json", cwd=tmp_path))
     assert (row["workspace"], row["status"]) == (str(ws.resolve()), "stopped")
+    (task / "instruction.md").write_text("Write more.\n")
     start(cwd=ws)
+    assert (ws / ".task" / "instruction.md").read_text() == "Write more.\n"
     assert ask("exec", "cat", "/opt/kept", "answer.txt", cwd=ws) == "kept\nhi\n"
     assert not (ws / "notes.txt").exists()
+
+
+CLAUDE = """#!/usr/bin/env python3
+import json, os, urllib.request
+body = {"model": "any", "max_tokens": 9, "messages": [{"role": "user", "content": "Do the task"}]}
+headers = {"x-api-key": os.environ["ANTHROPIC_AUTH_TOKEN"], "Content-Type": "application/json"}
+address = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages"
+print(urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode(), headers)).read().decode())
+"""
+
+
+def test_an_agent_that_the_image_has(tmp_path: Path) -> None:
+    """It is recorded too, and keeps its own logs in the workspace."""
+    ws = tmp_path / "ws"
+    (tmp_path / "script.yaml").write_text("turns:\n  - finish: said-by-script\n")
+    start("--image", "host", "-d", "ws", "-m", "script:script.yaml", cwd=tmp_path)
+    done = subprocess.run(
+        [*PIER, "exec", "sh", "-c", "cat > /usr/local/bin/claude && chmod 755 /usr/local/bin/claude"],
+        input=CLAUDE.encode(), cwd=ws, check=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and "said-by-script" in ask("exec", "claude", cwd=ws)
+    captured = json.loads(ask("capture", "--json", cwd=ws))
+    assert (captured["agent"], captured["source"], captured["n_agent_steps"]) == ("claude-code", "recording", 1)
+    ask("exec", "sh", "-c", "touch $CLAUDE_CONFIG_DIR/log $CODEX_HOME/log", cwd=ws)
+    assert len(list((ws / ".pier" / "agent").glob("*/log"))) == 2
+    refused = pier("capture", "--session-dir", "/opt", "-a", "codex", cwd=ws, image=None, code=2).stderr
+    assert "no session logs of codex at /opt\n" in refused
 
 
 def test_a_terminal(tmp_path: Path) -> None:
@@ -194,6 +223,12 @@ def test_host_mode(task: Path, tmp_path: Path) -> None:
     (ws / "answer.txt").write_text("hi\n")
     assert "reward: 1" in ask("verify", cwd=ws)
     assert "—" in ask("list", cwd=tmp_path)
+    ask("exec", "-d", "--", "sh", "-c", "echo printed; exit 3", cwd=ws)
+    wait_for(lambda: "exited 3" in ask("exec", "--list", cwd=ws))
+    assert ask("exec", "--logs", "1", cwd=ws) == "printed\n"
+    ask("exec", "-d", "sleep", "1002", cwd=ws)
+    ask("exec", "--stop", "2", cwd=ws)
+    assert "exited 143" in ask("exec", "--list", cwd=ws)
     shutil.move(ws, tmp_path / "moved")
     assert Workspace.find(tmp_path / "moved").root == (tmp_path / "moved").resolve()
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pier.agent.contract import PACK_PATH, Agent, AgentFile, AgentRun, Launch, find_agent
+from pier.agent.claude_code import CONFIG
+from pier.agent.contract import AGENT_LOGS, PACK_PATH, Agent, AgentFile, AgentRun, Launch, find_agent
 from pier.agent.packed import PackedAgent, place
 from pier.errors import AgentError, SandboxError, UsageError
 from pier.files import write_json
@@ -54,6 +55,8 @@ _ADDED_FLAGS = {"codex": ("--no-daemon",)}
 
 HOMES_IN_LOGS = frozenset({"codex"})
 """Agents whose own directory a variable chooses: it is in the kept logs, not in the home directory."""
+LOG_HOMES = {"CLAUDE_CONFIG_DIR": CONFIG, "CODEX_HOME": f"{AGENT_LOGS}/.codex"}
+"""Variables of every command, so that agents of the image keep their logs too."""
 
 
 def recognise(word: str) -> str | None:
@@ -63,10 +66,10 @@ def recognise(word: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class InstalledAgent:
-    """An agent whose pack is mounted at `location`."""
+    """An agent whose pack is mounted at `location`; one of the image itself has none, nor a known version."""
 
     agent: Agent
-    version: str
+    version: str | None
     location: str
 
     @property
@@ -79,13 +82,15 @@ class InstalledAgent:
         return [word for word, name in PROGRAMS.items() if name == self.name] or [self.name]
 
     def launch(self, run: AgentRun) -> Launch:
-        """How it is started without arguments of pier's: its program, and flags that hand it the task's tools."""
+        """How it is started without arguments of pier's: its program, and flags that hand it the task's tools. The
+        image's own has no program here, and gets nothing that names a pack."""
         planned = self.agent.launch(_for_people(self.agent, run))
         argv = [*_program(planned.argv), *_kept(planned.argv), *_ADDED_FLAGS.get(self.name, ())]
         files = (*planned.files, *_first_files(self.agent, run))
         env = {**planned.env, **_own_env(self.agent, run)}
-        if self.location == PACK_PATH:
-            return replace(planned, argv=argv, env=env, files=files)
+        if not self.location:
+            kept = tuple(file for file in files if PACK_PATH.encode() not in file.data)
+            return Launch([], {name: value for name, value in env.items() if PACK_PATH not in value}, kept)
         return Launch(
             [self._moved(word) for word in argv],
             {name: self._moved(value) for name, value in env.items()},
@@ -94,6 +99,11 @@ class InstalledAgent:
 
     def _moved(self, text: str) -> str:
         return text.replace(PACK_PATH, self.location)
+
+
+def agent_of_image(name: str) -> InstalledAgent:
+    """An agent that the image may have, without a pack."""
+    return InstalledAgent(make_agent(AgentChoice(name)), None, "")
 
 
 def _for_people(agent: Agent, run: AgentRun) -> AgentRun:
@@ -120,8 +130,6 @@ def _first_files(agent: Agent, run: AgentRun) -> tuple[AgentFile, ...]:
     """Settings that spare people the questions of a first start."""
     if agent.name != "claude-code":
         return ()
-    from pier.agent.claude_code import CONFIG
-
     project = {"hasTrustDialogAccepted": True, "hasCompletedProjectOnboarding": True}
     settings = {
         "hasCompletedOnboarding": True,
@@ -129,7 +137,7 @@ def _first_files(agent: Agent, run: AgentRun) -> tuple[AgentFile, ...]:
         "theme": "dark",
         "projects": {run.workdir: project},
     }
-    return (AgentFile(f"{CONFIG}/.claude.json", json.dumps(settings).encode(), 0o600),)
+    return (AgentFile(f"{CONFIG}/.claude.json", json.dumps(settings).encode()),)
 
 
 def _program(argv: Sequence[str]) -> list[str]:

@@ -111,9 +111,7 @@ def _from_workspace(workspace: Workspace, logs: Path, agent: str | None, session
     with tempfile.TemporaryDirectory(prefix="pier-logs.") as name:
         place = take_logs(workspace.agent_logs, ".", Path(name) / "logs", since)
         found = _from_copy(recorded, place, logs, agent, session)
-    if found is None or not found.source.startswith(f"{place}/"):
-        return found
-    return replace(found, source=f"{workspace.agent_logs}{found.source[len(str(place)) :]}")
+    return found and replace(found, source=found.source.replace(f"{place}/", f"{workspace.agent_logs}/"))
 
 
 def take_logs(home: Path, below: str, target: Path, since: float = 0.0) -> Path:
@@ -316,7 +314,7 @@ def capture(
     if any(target.iterdir()):
         raise UsageError(f"{target}: the directory of a new trial must be empty", code="trial_directory")
     redactor = Redactor([*secret_values(env, env), *known_secrets(env, workspace)])
-    scratch = target / ".incoming"
+    scratch, place = target / ".incoming", None
     try:
         place = _session_place(workspace, session_dir, scratch) if session_dir else None
         found = capture_session(
@@ -325,6 +323,8 @@ def capture(
         )  # fmt: skip
         if found is None:
             raise _nothing(root, workspace, agent, session)
+        if place is not None and session_dir is not None:
+            found = replace(found, source=found.source.replace(str(place), session_dir))
         shutil.rmtree(scratch, ignore_errors=True)
         _seal(target, found, workspace, root, redactor)
     except BaseException as error:
@@ -335,6 +335,8 @@ def capture(
         if isinstance(error, OSError | TreeError) and getattr(error, "errno", None) in FAULTS:
             words = f"the session could not be saved to {target}: {error}"
             raise StorageError(words, hint="free some space, then pier capture again") from error
+        if isinstance(error, UsageError) and place is not None and session_dir is not None:
+            error.message = error.message.replace(str(place.resolve()), session_dir)
         raise
     return Capture(target, found)
 

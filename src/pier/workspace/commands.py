@@ -17,8 +17,9 @@ import json
 import os
 import signal
 import struct
+import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,7 @@ async def run_command(
     """Run a command for a client; when the client goes, so does the command."""
     order = order_of(request)
     rows, columns = request.get("size") or (24, 80)
-    agent = recognise(order.argv[0])
-    async with live.session(agent, order) as recorded:
+    async with live.session(order) as recorded:
         cast = _cast(recorded.kept, rows, columns, order, live.redactor)
 
         async def hand_on(stream: str, data: bytes) -> None:
@@ -125,7 +125,8 @@ async def run_command(
                 cast.close()
             _finish(recorded.kept, code)
     await live.adopt()
-    missing = code == _NOT_FOUND and agent is not None and live.find(agent) is None
+    agent = recognise(order.argv[0])
+    missing = code == _NOT_FOUND and agent not in live.workspace.config.agents
     notes = [f"cannot keep the terminal: {cast.fault}"] if cast is not None and cast.fault else []
     return {"exit_code": code, "missing": agent if missing else None, "notes": notes}
 
@@ -180,6 +181,7 @@ async def _type(process: Process, unread: asyncio.Queue[bytes | None], writer: a
 
 
 LOG, INFO = "output.log", "info.json"
+_CODE = "exit-code"
 _GRACE = 10.0
 
 
@@ -232,6 +234,9 @@ def read_background(workspace: Workspace, live: frozenset[str] | None = None) ->
             info = BackgroundCommand.model_validate_json((home / name / INFO).read_bytes())
         except (OSError, ValidationError):
             continue
+        if info.exit_code is None and live is None:
+            with contextlib.suppress(OSError, ValueError):
+                info.exit_code = int((home / name / _CODE).read_text())
         if info.exit_code is None:
             info.lost = not _is_alive(info.pid) if live is None else name not in live
         found.append(info)
@@ -256,6 +261,20 @@ def _is_alive(pid: int | None) -> bool:
     return True
 
 
+def start_on_host(workspace: Workspace, command: Sequence[str], env: Mapping[str, str]) -> str:
+    """Start a command of a workspace without a sandbox in the background; its id."""
+    info, directory = new_background(workspace, list(command))
+    script = ["/bin/sh", "-c", f'"$@"; echo $? >"$0/{_CODE}"', str(directory), *command]
+    with (directory / LOG).open("ab") as log:
+        process = subprocess.Popen(
+            script, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+        )
+    info.pid = process.pid
+    write_info(directory, info)
+    process.returncode = 0  # it is meant to outlive this process
+    return info.id
+
+
 def end_on_host(workspace: Workspace, id: str) -> None:
     """End a command of a workspace without a sandbox, and all that it started."""
     info = next((row for row in read_background(workspace) if row.id == id), None)
@@ -267,7 +286,8 @@ def end_on_host(workspace: Workspace, id: str) -> None:
         deadline = time.monotonic() + _GRACE / 2
         while time.monotonic() < deadline:
             if not _is_alive(info.pid):
-                return
+                info.exit_code, info.ended_at = 128 + number, datetime.now(UTC)
+                return write_info(background_home(workspace) / id, info)
             time.sleep(0.05)
 
 
@@ -294,7 +314,7 @@ class Background:
         self, order: Any, info: BackgroundCommand, directory: Path, started: asyncio.Future[Process]
     ) -> None:
         try:
-            async with self._live.session(recognise(order.argv[0]), order) as recorded:
+            async with self._live.session(order) as recorded:
                 with OutputFile(directory / LOG, self._live.redactor) as output:
                     process = await self._live.spawn(order, recorded.endpoint, output)
                     await process.close_stdin()

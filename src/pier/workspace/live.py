@@ -32,14 +32,17 @@ from pier.trial.environment import SandboxStarter, ServiceLogs, TaskSandbox, pre
 from pier.trial.plan import NetworkPlan, SandboxPlan, agent_plan, check_network, check_support, plan_network
 from pier.trial.record import TrialRecord
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec, open_services, user_text
+from pier.verifier.secure import make_folders
 from pier.workspace import state
 from pier.workspace.agents import (
     BIN,
     HOMES_IN_LOGS,
+    LOG_HOMES,
     InstalledAgent,
     PlacedFiles,
     add_programs,
     add_skills,
+    agent_of_image,
     install_agents,
     recognise,
 )
@@ -108,31 +111,34 @@ class LiveWorkspace:
     def path_inside(self, relative: str) -> str:
         return f"{self.environment.workdir.rstrip('/')}/{relative}".rstrip("/") or "/"
 
-    def find(self, agent: str) -> InstalledAgent | None:
-        return next((one for one in self.agents if one.name == agent), None)
+    def agent_of(self, order: CommandOrder) -> InstalledAgent | None:
+        """The agent that a command starts: one of the workspace's, or the image's own."""
+        name = recognise(order.argv[0])
+        known = next((one for one in self.agents if one.name == name), None)
+        return known or (agent_of_image(name) if name else None)
 
     @asynccontextmanager
-    async def session(self, agent: str | None, order: CommandOrder) -> AsyncIterator[Recorded]:
+    async def session(self, order: CommandOrder) -> AsyncIterator[Recorded]:
         """A recorded session for a command that starts an agent; others share one that is not kept."""
+        agent, config = self.agent_of(order), self.workspace.config
         if agent is None:
             yield Recorded(None, endpoint_of(self.shell))
             return
-        installed, config = self.find(agent), self.workspace.config
-        version = installed.version if installed else None
-        kept = self.workspace.new_session(agent, list(order.argv), tty=order.tty, model=config.model, version=version)
+        facts = {"tty": order.tty, "model": config.model, "version": agent.version}
+        kept = self.workspace.new_session(agent.name, list(order.argv), **facts)
         if config.direct:
             yield Recorded(kept, None)
             return
         session = open_session(self.gateway, config.model, kept.directory / RECORDING, self.closed_book, self.redactor)
         try:
             endpoint = endpoint_of(session)
-            await self._place([installed] if installed else [], endpoint)
+            await self._place([agent], endpoint)
             yield Recorded(kept, endpoint)
         finally:
             await asyncio.shield(session.close())
-            if installed is not None and self.shell is not None:
+            if self.shell is not None:
                 with suppress(SandboxError):
-                    await self._place([installed], endpoint_of(self.shell))
+                    await self._place([agent], endpoint_of(self.shell))
 
     @property
     def closed_book(self) -> bool:
@@ -140,13 +146,12 @@ class LiveWorkspace:
 
     async def spawn(self, order: CommandOrder, endpoint: Endpoint | None, on_output: OnOutput) -> Process:
         """Start a command in the workspace."""
-        agent = recognise(order.argv[0])
-        installed = self.find(agent) if agent else None
-        argv = [*self.launch_of(installed, endpoint).argv, *order.argv[1:]] if installed else list(order.argv)
+        agent = self.agent_of(order)
+        program = self.launch_of(agent, endpoint).argv if agent else []
         return await self.sandbox.spawn(
-            argv,
+            [*(program or order.argv[:1]), *order.argv[1:]],
             cwd=self.path_inside(order.cwd),
-            env={**self.command_env(endpoint), **order.env},
+            env={**self.command_env(endpoint, agent), **order.env},
             user=self.identity.user,
             tty=order.tty,
             stdin=True,
@@ -172,15 +177,16 @@ class LiveWorkspace:
         )
         return replace(run, endpoint=endpoint, seconds=None, warn=self.environment.record.warn)
 
-    def command_env(self, endpoint: Endpoint | None) -> dict[str, str]:
-        """The variables of a command: those of every agent, so that one can be started from a shell too."""
+    def command_env(self, endpoint: Endpoint | None, agent: InstalledAgent | None) -> dict[str, str]:
+        """The variables of a command: those of every agent, so that one can be started from a shell too, and last
+        those of the agent that it starts."""
         spec = self.sandbox.spec
         path = spec.env.get("PATH") or spec.image.config.env.get("PATH") or DEFAULT_PATH
-        env = {"HOME": self.identity.home, "TASK_WORKSPACE": self.environment.workdir}
+        env = {"HOME": self.identity.home, "TASK_WORKSPACE": self.environment.workdir, **LOG_HOMES}
         if self.identity.adopt:
             env |= _SAFE_GIT
-        for installed in self.agents:
-            env |= self.launch_of(installed, endpoint).env
+        for one in (*self.agents, *([agent] if agent else [])):
+            env |= self.launch_of(one, endpoint).env
         env |= self.env
         tools = f":{PACK_PATH}/tools" if self.agents else ""
         env["PATH"] = f"{BIN}:{env.get('PATH', path)}{tools}"
@@ -194,6 +200,7 @@ class LiveWorkspace:
     async def set_up_agents(self) -> None:
         """Put the settings, skills and programs of all agents into the sandbox."""
         endpoint = endpoint_of(self.shell)
+        await make_folders(self.sandbox, dict.fromkeys(LOG_HOMES.values(), 0o777))
         await self._place(self.agents, endpoint)
         programs: dict[str, Sequence[str]] = {}
         for installed in self.agents:

@@ -17,10 +17,10 @@ from typing import Any
 
 from pier.beneath import remove
 from pier.errors import PierError, UsageError, WorkspaceError
-from pier.files import write
 from pier.secret import secret_values
 from pier.task import Task, load_task
 from pier.task.sources import find_tasks
+from pier.tree import Tree, TreeError
 from pier.trial.environment import SandboxStarter, ServiceLogs
 from pier.trial.plan import agent_plan
 from pier.workspace.agents import check_agents
@@ -157,8 +157,10 @@ def _existing(order: StartOrder) -> tuple[Workspace, bool]:
         config.backend = order.backend
     _set_env(workspace, order.env)
     if config.task_path is not None and config.task_path.is_dir():
-        given = {**workspace.environment(), **order.env}
-        workspace.agree(_ask_consent(order, load_task(config.task_path), given.keys() | workspace.agreed()))
+        task = load_task(config.task_path, verify=False)
+        given = workspace.environment().keys() | order.env.keys() | workspace.agreed()
+        workspace.agree(_ask_consent(order, task, given))
+        _write_instruction(workspace, task)
     return workspace, config.model_dump() != before or workspace.secret_env() != secret_count
 
 
@@ -318,18 +320,20 @@ def _set_env(workspace: Workspace, env: Mapping[str, str]) -> None:
 
 
 def _write_instruction(workspace: Workspace, task: Task) -> None:
-    """The instructions where people and agents read them; one file for each step."""
-    folder = workspace.root / TASK
-    folder.mkdir(exist_ok=True)
-    for index, step in enumerate(task.steps):
-        name = "instruction.md" if not index else f"instruction-{step.name}.md"
-        path = folder / name
-        source = task.path / "instruction.md"
-        if workspace.is_host and not index and source.is_file():
-            path.unlink(missing_ok=True)
-            path.symlink_to(source)
-        else:
-            write(path, step.instruction)
+    """The instructions where people and agents read them; one file for each step. What is there may come from a
+    sandbox, so no link is followed."""
+    source = task.path / "instruction.md"
+    try:
+        with Tree(workspace.root) as tree:
+            for index, step in enumerate(task.steps):
+                name = f"{TASK}/instruction-{step.name}.md" if index else f"{TASK}/instruction.md"
+                tree.write(name, step.instruction.encode())
+            if workspace.is_host and source.is_file():
+                with tree.reached(f"{TASK}/instruction.md") as path:
+                    path.unlink()
+                    path.symlink_to(source)
+    except TreeError as error:
+        raise WorkspaceError(str(error), hint=f"move {workspace.root / TASK} away", code="workspace-link") from error
 
 
 async def seed_host(workspace: Workspace, task: Task | None, say: Say) -> None:
