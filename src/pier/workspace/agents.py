@@ -43,6 +43,7 @@ PROGRAMS = {
 }
 """The commands that people type, and the agents that they are."""
 
+PLACED = "placed.json"
 BIN = "/opt/pier/bin"
 """Where a shell in the sandbox finds the agents."""
 _PACKS = "/opt/pier/packs"

@@ -38,7 +38,7 @@ _DEFAULTS = {
 LOG = "supervisor.log"
 HELD = 3
 """The exit code of a supervisor that found another one."""
-_SECONDS = 60.0
+_SECONDS = 300.0
 """How long a supervisor may take until it listens."""
 _STATUS_SECONDS = 5.0
 _CHUNK = 1 << 16

@@ -100,8 +100,8 @@ async def run_command(
     """Run a command for a client; when the client goes, so does the command."""
     order = order_of(request)
     rows, columns = request.get("size") or (24, 80)
-    async with live.session(order) as recorded:
-        cast = _cast(recorded.kept, rows, columns, order, live.redactor)
+    async with live.session(order) as (kept, endpoint):
+        cast = _cast(kept, rows, columns, order, live.redactor)
 
         async def hand_on(stream: str, data: bytes) -> None:
             if cast is not None:
@@ -111,7 +111,7 @@ async def run_command(
 
         code: int | None = None
         try:
-            process = await live.spawn(order, recorded.endpoint, hand_on)
+            process = await live.spawn(order, endpoint, hand_on)
             async with process:
                 if order.tty:
                     await process.resize(rows, columns)
@@ -123,7 +123,7 @@ async def run_command(
         finally:
             if cast is not None:
                 cast.close()
-            _finish(recorded.kept, code)
+            _finish(kept, code)
     await live.adopt()
     agent = recognise(order.argv[0])
     missing = code == _NOT_FOUND and agent not in live.workspace.config.agents
@@ -287,7 +287,8 @@ def end_on_host(workspace: Workspace, id: str) -> None:
         while time.monotonic() < deadline:
             if not _is_alive(info.pid):
                 info.exit_code, info.ended_at = 128 + number, datetime.now(UTC)
-                return write_info(background_home(workspace) / id, info)
+                write_info(background_home(workspace) / id, info)
+                return
             time.sleep(0.05)
 
 
@@ -314,16 +315,14 @@ class Background:
         self, order: Any, info: BackgroundCommand, directory: Path, started: asyncio.Future[Process]
     ) -> None:
         try:
-            async with self._live.session(order) as recorded:
+            async with self._live.session(order) as (kept, endpoint):
                 with OutputFile(directory / LOG, self._live.redactor) as output:
-                    process = await self._live.spawn(order, recorded.endpoint, output)
+                    process = await self._live.spawn(order, endpoint, output)
                     await process.close_stdin()
                     async with process:
                         started.set_result(process)
                         info.exit_code = (await process.wait()).exit_code
-                if recorded.kept is not None:
-                    recorded.kept.info.exit_code, recorded.kept.info.ended_at = info.exit_code, datetime.now(UTC)
-                    recorded.kept.write()
+                _finish(kept, info.exit_code)
         except Exception as error:  # noqa: BLE001 - the outcome of the start goes to the client that asked for it
             if not started.done():
                 started.set_exception(error)

@@ -11,27 +11,23 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pier.beneath import remove
-from pier.errors import PierError, UsageError, WorkspaceError
+from pier.errors import UsageError, WorkspaceError
 from pier.secret import secret_values
 from pier.task import Task, load_task
 from pier.task.sources import find_tasks
 from pier.tree import Tree, TreeError
-from pier.trial.environment import SandboxStarter, ServiceLogs
-from pier.trial.plan import agent_plan
-from pier.workspace.agents import check_agents
+from pier.workspace.agents import PLACED, check_agents
 from pier.workspace.client import call, is_running, launch
-from pier.workspace.diff import SEED, keep_seed
-from pier.workspace.live import RUNNING, STATE
+from pier.workspace.diff import SEED
+from pier.workspace.live import seed_host
 from pier.workspace.ports import add_ports, check_free, parse_port
-from pier.workspace.state import check_directory, copy_tree
-from pier.workspace.workspace import PIER, TASK, Workspace, WorkspaceConfig, enclosing, new_directory
-
-PLACED = "placed.json"
+from pier.workspace.state import RUNNING, STATE, check_directory, copy_tree
+from pier.workspace.workspace import PIER, TASK, Workspace, WorkspaceConfig, enclosing
 
 Say = Callable[[str], None]
 
@@ -334,50 +330,6 @@ def _write_instruction(workspace: Workspace, task: Task) -> None:
                     path.symlink_to(source)
     except TreeError as error:
         raise WorkspaceError(str(error), hint=f"move {workspace.root / TASK} away", code="workspace-link") from error
-
-
-async def seed_host(workspace: Workspace, task: Task | None, say: Say) -> None:
-    """Copy the image's working directory into a workspace without a sandbox; without an image, the task's own
-    files."""
-    from pier.redact import Redactor
-    from pier.trial.plan import plan_network
-    from pier.trial.record import TrialRecord
-    from pier.trial.spec import open_services
-    from pier.workspace.live import DEFAULT_WORKDIR, in_directory, sandbox_choice, seed
-
-    if task is not None:
-        try:
-            async with open_services(workspace.config.backend, label=f"workspace {workspace.root}") as opened:
-                services = replace(opened, environ={**os.environ, **workspace.environment()})
-                record = TrialRecord(new_directory(workspace.state / "runs"), Redactor())
-                choice = sandbox_choice(workspace)
-                logs = ServiceLogs(record.directory / "services", record)
-                starter = SandboxStarter(task, services, record, f"seed-{workspace.config.id}", choice, logs, 1.0, say)
-                plan = agent_plan(task, choice, starter.environ)
-                image = await starter.get_image(plan)
-                workdir = task.config.environment.workdir or image.config.workdir or "/"
-                workdir = DEFAULT_WORKDIR if workdir == "/" else workdir
-                network = plan_network(task.config.environment, task.steps)
-                workspace.config.workdir = workdir
-                moved = in_directory(task, workdir)
-                starter, plan = replace(starter, task=moved), replace(plan, table=moved.config.environment)
-                await seed(workspace, starter, plan, network.baseline, workdir)
-        except PierError as error:
-            say(f"the image is not available ({error}): copying the task's own files")
-            _copy_environment(task, workspace.root)
-    await asyncio.to_thread(keep_seed, workspace)
-    workspace.config.seeded = True
-    workspace.save()
-
-
-def _copy_environment(task: Task, root: Path) -> None:
-    for child in task.environment_dir.iterdir():
-        if child.name in ("Dockerfile", ".dockerignore", "docker-compose.yaml") or os.path.lexists(root / child.name):
-            continue
-        if child.is_dir():
-            shutil.copytree(child, root / child.name, symlinks=True)
-        else:
-            shutil.copy2(child, root / child.name, follow_symlinks=False)
 
 
 def parse_mounts(text: str) -> tuple[str, ...]:

@@ -27,9 +27,9 @@ from pier.sandbox import remote
 from pier.workspace import state
 from pier.workspace.client import HELD, LOG, error_payload
 from pier.workspace.commands import Background, run_command
-from pier.workspace.live import RUNNING, LiveWorkspace, open_live, save
+from pier.workspace.live import LiveWorkspace, open_live
 from pier.workspace.ports import forward_ports
-from pier.workspace.state import SAVE_FAILURES, remove_tree
+from pier.workspace.state import RUNNING, SAVE_FAILURES, remove_tree
 from pier.workspace.verify import VerifyOrder, verify
 from pier.workspace.workspace import Workspace, new_directory
 
@@ -131,7 +131,7 @@ class Supervisor:
         can_wait = (self.workspace.state / RUNNING).exists()
         try:
             await live.adopt()
-            if note := await save(self.workspace, live.sandbox, live.environment.workdir):
+            if note := await state.save(self.workspace, live.sandbox, live.environment.workdir):
                 self.notes.append(note)
         except SAVE_FAILURES as error:
             later = "saved by the next pier start" if can_wait else "not kept"

@@ -42,7 +42,7 @@ from pier.trial.result import (
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec
 from pier.trial.verify import grade
 from pier.workspace import state
-from pier.workspace.live import DEFAULT_WORKDIR, LiveWorkspace, clear_directory, in_directory, workspace_task
+from pier.workspace.live import DEFAULT_WORKDIR, LiveWorkspace, in_directory, workspace_task
 from pier.workspace.workspace import PIER, TASK, Workspace
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ class _Verification:
             await sandbox.remove(workdir)
             await sandbox.put_tar(live.sandbox.get_tar(workdir), workdir)
             return
-        await clear_directory(sandbox, workdir)
+        await state.clear_directory(sandbox, workdir)
         owner = sandbox.spec.image.config.user or None
         await sandbox.upload(self.workspace.root, workdir, leave_out=(PIER, TASK), owner=owner)
 
