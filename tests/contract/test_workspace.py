@@ -192,6 +192,7 @@ def test_files_that_are_not_mounted_come_back(task: Path, tmp_path: Path) -> Non
     start(str(task), "-d", "ws", "--image", "host", "--no-mount", cwd=tmp_path)
     assert sorted(path.name for path in ws.iterdir()) == [".pier", ".task"]
     assert "from the task" in ask("exec", "sh", "-c", "echo hi > answer.txt; cat notes.txt", cwd=ws)
+    assert ask("exec", "cat", ".task/instruction.md", cwd=ws) == "Write hi to /tmp/answer.\n"
     assert "reward: 1" in ask("verify", cwd=ws) and not (ws / "answer.txt").exists()
     assert "+hi" in ask("diff", cwd=ws)
     ask("stop", cwd=ws)

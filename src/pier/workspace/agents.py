@@ -49,7 +49,6 @@ BIN = "/opt/pier/bin"
 _PACKS = "/opt/pier/packs"
 _SHARED = ("ld.so", "ca.pem", "tools", "C.utf8", "lib")
 """The parts of a pack that programs look for at `PACK_PATH`, wherever the rest is."""
-_KEPT_FLAGS = ("--mcp-config",)
 _ADDED_FLAGS = {"codex": ("--no-daemon",)}
 """Flags without which an agent does not start from a pack: Codex would run a server of a package that is whole."""
 
@@ -86,7 +85,8 @@ class InstalledAgent:
         """How it is started without arguments of pier's: its program, and flags that hand it the task's tools. The
         image's own has no program here, and gets nothing that names a pack."""
         planned = self.agent.launch(_for_people(self.agent, run))
-        argv = [*_program(planned.argv), *_kept(planned.argv), *_ADDED_FLAGS.get(self.name, ())]
+        tools = planned.argv.index("--mcp-config") if "--mcp-config" in planned.argv else len(planned.argv)
+        argv = [*_program(planned.argv), *planned.argv[tools : tools + 2], *_ADDED_FLAGS.get(self.name, ())]
         files = (*planned.files, *_first_files(self.agent, run))
         env = {**planned.env, **_own_env(self.agent, run)}
         if not self.location:
@@ -150,10 +150,6 @@ def _program(argv: Sequence[str]) -> list[str]:
         size += 1 if argv[size : size + 1] == ["-I"] else 0
         size += 2 if list(argv[size : size + 1]) in (["-m"], ["-c"]) else 0
     return list(argv[:size])
-
-
-def _kept(argv: Sequence[str]) -> list[str]:
-    return [word for flag in _KEPT_FLAGS if flag in argv for word in argv[argv.index(flag) : argv.index(flag) + 2]]
 
 
 def check_agents(names: Sequence[str]) -> None:

@@ -370,8 +370,7 @@ async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Ca
         )
     check_free(ports)
     running = not workspace.is_host and is_running(workspace)
-    own = workspace.is_settled() or workspace.was_moved()
-    if own and not running and (workspace.state / RUNNING).exists():
+    if workspace.origin in ("here", "moved") and not running and (workspace.state / RUNNING).exists():
         raise WorkspaceError(
             f"{workspace.root} was not stopped: its sandbox may hold files that its directory does not have",
             hint="pier start, then pier fork",
