@@ -49,9 +49,11 @@ BIN = "/opt/pier/bin"
 _PACKS = "/opt/pier/packs"
 _SHARED = ("ld.so", "ca.pem", "tools", "C.utf8", "lib")
 """The parts of a pack that programs look for at `PACK_PATH`, wherever the rest is."""
-_ADDED_FLAGS = {"codex": ("--no-daemon",)}
-"""Flags without which an agent does not start from a pack: Codex would run a server of a package that is whole."""
-
+_KEPT_FLAGS = {"claude-code": ("--mcp-config",), "pi": ("--provider", "--model"), "cline": ("-P", "-m")}
+"""Flags that hand an agent the task's tools and its model, with their values."""
+_ADDED_FLAGS = {"codex": ("--no-daemon",), "openhands": ("--override-with-envs",)}
+"""Flags without which an agent does not start from a pack (Codex would run a server of a package that is whole), or
+does not look at its variables."""
 
 HOMES_IN_LOGS = frozenset({"codex"})
 """Agents whose own directory a variable chooses: it is in the kept logs, not in the home directory."""
@@ -85,8 +87,7 @@ class InstalledAgent:
         """How it is started without arguments of pier's: its program, and flags that hand it the task's tools. The
         image's own has no program here, and gets nothing that names a pack."""
         planned = self.agent.launch(_for_people(self.agent, run))
-        tools = planned.argv.index("--mcp-config") if "--mcp-config" in planned.argv else len(planned.argv)
-        argv = [*_program(planned.argv), *planned.argv[tools : tools + 2], *_ADDED_FLAGS.get(self.name, ())]
+        argv = [*_program(planned.argv), *_kept(self.name, planned.argv), *_ADDED_FLAGS.get(self.name, ())]
         files = (*planned.files, *_first_files(self.agent, run))
         env = {**planned.env, **_own_env(self.agent, run)}
         if not self.location:
@@ -124,6 +125,8 @@ def _own_env(agent: Agent, run: AgentRun) -> dict[str, str]:
         return {"GEMINI_MODEL": model.rpartition("/")[2]}
     if model and agent.name == "aider":
         return {"AIDER_MODEL": f"openai/{model}"}
+    if model and run.endpoint and agent.name == "mini-swe-agent":
+        return {"MSWEA_MODEL_NAME": f"openai/{model}", "OPENAI_API_BASE": f"{run.endpoint.url}/v1"}
     return {}
 
 
@@ -150,6 +153,11 @@ def _program(argv: Sequence[str]) -> list[str]:
         size += 1 if argv[size : size + 1] == ["-I"] else 0
         size += 2 if list(argv[size : size + 1]) in (["-m"], ["-c"]) else 0
     return list(argv[:size])
+
+
+def _kept(agent: str, argv: Sequence[str]) -> list[str]:
+    places = [argv.index(flag) for flag in _KEPT_FLAGS.get(agent, ()) if flag in argv]
+    return [word for place in places for word in argv[place : place + 2]]
 
 
 def check_agents(names: Sequence[str]) -> None:
