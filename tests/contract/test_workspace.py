@@ -90,7 +90,8 @@ def test_a_workspace_from_start_to_stop(task: Path, tmp_path: Path) -> None:
 
 CLAUDE = """#!/usr/bin/env python3
 import json, os, urllib.request
-body = {"model": "any", "max_tokens": 9, "messages": [{"role": "user", "content": "Do the task"}]}
+shell = {"name": "Bash", "input_schema": {"type": "object", "properties": {"command": {"type": "string"}}}}
+body = {"model": "any", "max_tokens": 9, "messages": [{"role": "user", "content": "Do the task"}], "tools": [shell]}
 headers = {"x-api-key": os.environ["ANTHROPIC_AUTH_TOKEN"], "Content-Type": "application/json"}
 address = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages"
 print(urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode(), headers)).read().decode())
