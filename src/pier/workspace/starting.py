@@ -26,7 +26,7 @@ from pier.workspace.client import call, is_running, launch
 from pier.workspace.diff import SEED
 from pier.workspace.live import seed_host
 from pier.workspace.ports import add_ports, check_free, parse_port
-from pier.workspace.state import RUNNING, STATE, check_directory, copy_tree
+from pier.workspace.state import RUNNING, STATE, copy_tree, merge_tree
 from pier.workspace.workspace import PIER, TASK, Workspace, WorkspaceConfig, enclosing
 
 Say = Callable[[str], None]
@@ -136,21 +136,9 @@ def _existing(order: StartOrder) -> tuple[Workspace, bool]:
     workspace.settle()
     before = config.model_dump()
     secret_count = dict(workspace.secret_env())
-    config.agents = list(dict.fromkeys((*config.agents, *order.agents)))
-    config.ports = add_ports(config.ports, order.ports)
-    config.mounts = list(dict.fromkeys((*config.mounts, *order.mounts)))
-    config.skills = list(dict.fromkeys((*config.skills, *order.skills)))
-    config.model = order.model or config.model
-    config.image = order.image or config.image
-    config.direct = config.direct or order.direct
-    if order.backend and order.backend != config.backend:
-        if (workspace.state / RUNNING).exists() and not is_running(workspace):
-            raise WorkspaceError(
-                f"{workspace.root} was not stopped: its sandbox on {config.backend} may hold files of yours",
-                hint=f"pier start, then pier start --env {order.backend}",
-                code="not-recovered",
-            )
-        config.backend = order.backend
+    if order.backend not in (None, config.backend) and not is_running(workspace):
+        _check_recovered(workspace, f"pier start, then pier start --env {order.backend}")
+    _add(config, order)
     _set_env(workspace, order.env)
     if config.task_path is not None and config.task_path.is_dir():
         task = load_task(config.task_path, verify=False)
@@ -158,6 +146,27 @@ def _existing(order: StartOrder) -> tuple[Workspace, bool]:
         workspace.agree(_ask_consent(order, task, given))
         _write_instruction(workspace, task)
     return workspace, config.model_dump() != before or workspace.secret_env() != secret_count
+
+
+def _add(config: WorkspaceConfig, order: StartOrder) -> None:
+    """Add what was asked for to the settings."""
+    config.agents = list(dict.fromkeys((*config.agents, *order.agents)))
+    config.ports = add_ports(config.ports, order.ports)
+    config.mounts = list(dict.fromkeys((*config.mounts, *order.mounts)))
+    config.skills = list(dict.fromkeys((*config.skills, *order.skills)))
+    config.model = order.model or config.model
+    config.image = order.image or config.image
+    config.direct = config.direct or order.direct
+    config.backend = order.backend or config.backend
+
+
+def _check_recovered(workspace: Workspace, hint: str) -> None:
+    if (workspace.state / RUNNING).exists():
+        raise WorkspaceError(
+            f"{workspace.root} was not stopped: its sandbox may hold files that its directory does not have",
+            hint=hint,
+            code="not-recovered",
+        )
 
 
 async def _create(order: StartOrder, say: Say) -> Workspace:
@@ -172,19 +181,12 @@ async def _create(order: StartOrder, say: Say) -> Workspace:
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     config = WorkspaceConfig(
         mode="host" if order.host else "sandbox",
-        backend=order.backend or "local",
         task=_task_text(order.task) if order.task else None,
         task_path=task.path if task else None,
-        image=order.image,
-        agents=list(dict.fromkeys(order.agents)),
-        model=order.model,
-        direct=order.direct,
-        ports=add_ports((), order.ports),
-        mounts=list(order.mounts),
-        skills=list(order.skills),
         mounted=order.mounted,
         git=origin,
     )
+    _add(config, order)
     workspace = Workspace(root.resolve(), config)
     try:
         workspace.save()
@@ -370,12 +372,8 @@ async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Ca
         )
     check_free(ports)
     running = not workspace.is_host and is_running(workspace)
-    if workspace.origin in ("here", "moved") and not running and (workspace.state / RUNNING).exists():
-        raise WorkspaceError(
-            f"{workspace.root} was not stopped: its sandbox may hold files that its directory does not have",
-            hint="pier start, then pier fork",
-            code="not-recovered",
-        )
+    if workspace.origin in ("here", "moved") and not running:
+        _check_recovered(workspace, "pier start, then pier fork")
     target.mkdir(parents=True, exist_ok=True, mode=0o700)
     made = Workspace(target.resolve(), workspace.config.model_copy(deep=True))
     made.config.id = type(workspace.config)().id
@@ -384,14 +382,11 @@ async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Ca
     try:
         say("copying the files")
         if running:
-            files = made.root / ".incoming"
+            files = made.pier / "incoming"
             request = {"op": "save", "target": str(made.pier / STATE), "files": str(files)}
             call(workspace, request)
             if os.path.lexists(files):
-                check_directory(files)
-                for child in files.iterdir():
-                    if child.name not in (PIER, files.name):
-                        child.rename(made.root / child.name)
+                await asyncio.to_thread(merge_tree, files, made.root)
                 await asyncio.to_thread(remove, str(files))
         elif (workspace.pier / STATE).is_dir():
             await asyncio.to_thread(copy_tree, workspace.pier / STATE, made.pier / STATE)

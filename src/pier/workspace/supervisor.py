@@ -284,7 +284,7 @@ class Supervisor:
             for change in changes or ()
             if (change.path, change.mark) not in before and not f"{change.path}/".startswith(f"{workdir}/")
         ]
-        return {"known": changes is not None, "changes": rows}
+        return {"changes": rows}
 
 
 def _is_at(directory: int, path: Path) -> bool:

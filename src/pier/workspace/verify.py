@@ -63,8 +63,8 @@ class VerifyOrder:
     def of(cls, request: Mapping[str, Any]) -> VerifyOrder:
         """The order of a request: strings and flags by name."""
         given: dict[str, Any] = {name: request.get(name) for name in ("step", "agent", "session")}
-        places = {name: Path(request[name]) for name in ("session_dir", "trial_dir") if request.get(name)}
-        return cls(**given, **places, in_place=bool(request.get("in_place")))
+        given |= {name: Path(request[name]) for name in ("session_dir", "trial_dir") if request.get(name)}
+        return cls(**given, in_place=bool(request.get("in_place")))
 
 
 @dataclass(frozen=True, slots=True)
