@@ -102,7 +102,7 @@ def list_places(on_dropped: Callable[[str], None] | None = None) -> list[Workspa
         place = _read_place(root) if root is not None else None
         if place is not None and place.config["id"] == id:
             found.append(place)
-        elif root is not None and on_dropped is not None and not is_served(state):
+        elif root is not None and place is None and on_dropped is not None and not is_served(state):
             try:
                 os.close(os.open(f"{state}/{GONE}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             except OSError:
