@@ -88,6 +88,8 @@ class InstalledAgent:
         image's own has no program here, and gets nothing that names a pack."""
         planned = self.agent.launch(_for_people(self.agent, run))
         argv = [*_program(planned.argv), *_kept(self.name, planned.argv), *_ADDED_FLAGS.get(self.name, ())]
+        if self.name == "codex" and run.endpoint and run.endpoint.model:
+            argv += ["-c", f"model={json.dumps(run.endpoint.model)}"]  # it rewrites its settings, which then stay
         files = (*planned.files, *_first_files(self.agent, run))
         env = {**planned.env, **_own_env(self.agent, run)}
         if not self.location:
@@ -110,9 +112,8 @@ def agent_of_image(name: str) -> InstalledAgent:
 
 def _for_people(agent: Agent, run: AgentRun) -> AgentRun:
     if agent.name == "codex":
-        model = f"model = {json.dumps(run.endpoint.model)}\n" if run.endpoint and run.endpoint.model else ""
         trust = f'[projects.{json.dumps(run.workdir)}]\ntrust_level = "trusted"\n'
-        return replace(run, options={**run.options, "config_toml": model + trust})
+        return replace(run, options={**run.options, "config_toml": trust})
     return run
 
 
