@@ -16,6 +16,7 @@ import pytest
 
 from pier.job.view import TrialView
 from pier.workspace.workspace import Workspace
+from tests.busybox import import_busybox
 from tests.job_tasks import PIER, make_task, pier, wait_for
 from tests.workspaces import Terminal, stop_all
 
@@ -215,6 +216,26 @@ def test_files_that_are_not_mounted_come_back(task: Path, tmp_path: Path) -> Non
     start(cwd=ws)
     assert pier("stop", cwd=ws, image=None).stderr == ""
     assert list((ws / ".pier" / "replaced").iterdir()) == [kept]
+
+
+@pytest.mark.parametrize("mounted", [True, False])
+def test_the_user_of_the_image_may_write_to_the_files(mounted: bool, tmp_path: Path) -> None:
+    """In the workspace, after a restart, and in the copy that tests run in."""
+    import_busybox(tmp_path)
+    task = make_task(
+        tmp_path / "task", test="echo more >> notes.txt && touch made && echo 1 > /logs/verifier/reward.txt"
+    )
+    (task / "environment" / "notes.txt").write_text("from the image\n")
+    lines = ("FROM test/busybox", "WORKDIR /app", "COPY notes.txt .", "RUN chown -R 1000:1000 /app", "USER user")
+    (task / "environment" / "Dockerfile").write_text("\n".join(lines) + "\n")
+    ws = tmp_path / "ws"
+    start("task", "-d", "ws", *([] if mounted else ["--no-mount"]), cwd=tmp_path)
+    for name in ("one", "two"):
+        ask("exec", "sh", "-c", f"echo {name} >> notes.txt && touch {name}", cwd=ws)
+        assert "reward: 1" in ask("verify", cwd=ws)
+        ask("stop", cwd=ws)
+        assert (ws / name).stat().st_uid == os.getuid()
+        start(cwd=ws)
 
 
 def test_host_mode(task: Path, tmp_path: Path) -> None:

@@ -267,8 +267,8 @@ async def prepare(
     plan = agent_plan(task, choice, starter.environ)
     record.image = await starter.get_image(plan)
     workdir = task.config.environment.workdir or record.image.config.workdir or "/"
-    workdir = DEFAULT_WORKDIR if workdir == "/" else workdir
-    task = in_directory(task, workdir)
+    if workdir == "/":  # the image's own directory stays as it is, with its owner
+        workdir, task = DEFAULT_WORKDIR, in_directory(task, DEFAULT_WORKDIR)
     return replace(starter, task=task), replace(plan, table=task.config.environment), workdir
 
 
@@ -386,7 +386,8 @@ async def _opened(
                 await prepare_step(starter, 0, sandbox, workdir)
             elif state.is_kept(kept):
                 await state.restore(sandbox, kept)
-            await state.fill(workspace, sandbox, workdir, fresh=fresh)
+            user = user_text(task.steps[0].agent.user) or image.config.user or None
+            await state.fill(workspace, sandbox, workdir, user, fresh=fresh)
             if plan.table.healthcheck is not None:
                 say("waiting for the health check")
                 await wait_until_healthy(sandbox, plan.table.healthcheck, cwd=workdir)

@@ -141,15 +141,15 @@ def _edited_outside(workspace: Workspace) -> list[str]:
     return sorted(path for path in paths if (workspace.root / path).lstat().st_ctime_ns > since)
 
 
-async def fill(workspace: Workspace, sandbox: Sandbox, workdir: str, *, fresh: bool) -> None:
+async def fill(workspace: Workspace, sandbox: Sandbox, workdir: str, owner: str | None, *, fresh: bool) -> None:
     """Copy the files of a workspace that is not mounted into its sandbox, in place of those of the image; at the first
-    start they are added to those."""
+    start they are added to those. `owner` is the user whom commands run as."""
     if workspace.config.mounted:
         return
     (workspace.pier / _COPIED).touch()
     if not fresh:
         await clear_directory(sandbox, workdir)
-    await sandbox.upload(workspace.root, workdir, leave_out=(PIER,))
+    await sandbox.upload(workspace.root, workdir, leave_out=(PIER,), owner=owner)
 
 
 async def clear_directory(sandbox: Sandbox, path: str) -> None:

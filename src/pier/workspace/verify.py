@@ -257,9 +257,10 @@ class _Verification:
         live, task = self.live, self.task
         services, config = self.services, self.workspace.config
         choice = SandboxChoice(backend=services.backend.name, image=config.image)
-        if config.workdir:
+        image = live.environment.record.image if live is not None else None
+        if config.workdir and (image is None or image.config.workdir != config.workdir):
             task = in_directory(task, config.workdir)
-        if live is not None and (image := live.environment.record.image) is not None:
+        if image is not None:
             request = agent_plan(task, choice, services.environ).image
             services = replace(services, images=_SameImage(services.images, request, image))
         name = f"verify-{config.id}"
@@ -275,11 +276,10 @@ class _Verification:
 
     async def _copy_files(self, environment: TaskSandbox) -> None:
         sandbox, workdir, live = environment.sandbox, environment.workdir, self.live
+        await state.clear_directory(sandbox, workdir)
         if live is not None and not self.workspace.config.mounted:
-            await sandbox.remove(workdir)
             await sandbox.put_tar(live.sandbox.get_tar(workdir), workdir)
             return
-        await state.clear_directory(sandbox, workdir)
         owner = sandbox.spec.image.config.user or None
         await sandbox.upload(self.workspace.root, workdir, leave_out=(PIER, TASK), owner=owner)
 
