@@ -104,11 +104,9 @@ def test_an_agent_that_the_image_has(tmp_path: Path) -> None:
     ws = tmp_path / "ws"
     (tmp_path / "script.yaml").write_text("turns:\n  - finish: said-by-script\n")
     start("--image", "host", "-d", "ws", "-m", "script:script.yaml", cwd=tmp_path)
-    done = subprocess.run(
-        [*PIER, "exec", "sh", "-c", "cat > /usr/local/bin/claude && chmod 755 /usr/local/bin/claude"],
-        input=CLAUDE.encode(), cwd=ws, check=True,
-    )  # fmt: skip
-    assert done.returncode == 0 and "said-by-script" in ask("exec", "claude", cwd=ws)
+    (ws / "claude").write_text(CLAUDE)
+    (ws / "claude").chmod(0o755)
+    assert "said-by-script" in ask("exec", "./claude", cwd=ws)
     captured = json.loads(ask("capture", "--json", cwd=ws))
     assert (captured["agent"], captured["source"], captured["n_agent_steps"]) == ("claude-code", "recording", 1)
     ask("exec", "sh", "-c", "touch $CLAUDE_CONFIG_DIR/log $CODEX_HOME/log", cwd=ws)
