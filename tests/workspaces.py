@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.workspace.live import RUNNING
+from pier.workspace.state import RUNNING
 from tests.busybox import import_busybox
 from tests.engine import engine, missing
 from tests.job_tasks import PATIENCE, PIER

@@ -16,6 +16,7 @@ import pytest
 
 from pier.job.view import TrialView
 from pier.workspace.workspace import Workspace
+from tests.busybox import import_busybox
 from tests.job_tasks import PIER, make_task, pier, wait_for
 from tests.workspaces import Terminal, stop_all
 
@@ -81,9 +82,37 @@ def test_a_workspace_from_start_to_stop(task: Path, tmp_path: Path) -> None:
     assert "not running" in pier("exec", "true", cwd=ws, image=None, code=2).stderr
     (row,) = json.loads(ask("list", "--json", cwd=tmp_path))
     assert (row["workspace"], row["status"]) == (str(ws.resolve()), "stopped")
+    (task / "instruction.md").write_text("Write more.\n")
     start(cwd=ws)
+    assert (ws / ".task" / "instruction.md").read_text() == "Write more.\n"
     assert ask("exec", "cat", "/opt/kept", "answer.txt", cwd=ws) == "kept\nhi\n"
     assert not (ws / "notes.txt").exists()
+
+
+CLAUDE = """#!/usr/bin/env python3
+import json, os, urllib.request
+shell = {"name": "Bash", "input_schema": {"type": "object", "properties": {"command": {"type": "string"}}}}
+body = {"model": "any", "max_tokens": 9, "messages": [{"role": "user", "content": "Do the task"}], "tools": [shell]}
+headers = {"x-api-key": os.environ["ANTHROPIC_AUTH_TOKEN"], "Content-Type": "application/json"}
+address = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages"
+print(urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode(), headers)).read().decode())
+"""
+
+
+def test_an_agent_that_the_image_has(tmp_path: Path) -> None:
+    """It is recorded too, and keeps its own logs in the workspace."""
+    ws = tmp_path / "ws"
+    (tmp_path / "script.yaml").write_text("turns:\n  - finish: said-by-script\n")
+    start("--image", "host", "-d", "ws", "-m", "script:script.yaml", cwd=tmp_path)
+    (ws / "claude").write_text(CLAUDE)
+    (ws / "claude").chmod(0o755)
+    assert "said-by-script" in ask("exec", "./claude", cwd=ws)
+    captured = json.loads(ask("capture", "--json", cwd=ws))
+    assert (captured["agent"], captured["source"], captured["n_agent_steps"]) == ("claude-code", "recording", 1)
+    ask("exec", "sh", "-c", "touch $CLAUDE_CONFIG_DIR/log $CODEX_HOME/log", cwd=ws)
+    assert len(list((ws / ".pier" / "agent").glob("*/log"))) == 2
+    refused = pier("capture", "--session-dir", "/opt", "-a", "codex", cwd=ws, image=None, code=2).stderr
+    assert "no session logs of codex at /opt\n" in refused
 
 
 def test_a_terminal(tmp_path: Path) -> None:
@@ -163,6 +192,7 @@ def test_files_that_are_not_mounted_come_back(task: Path, tmp_path: Path) -> Non
     start(str(task), "-d", "ws", "--image", "host", "--no-mount", cwd=tmp_path)
     assert sorted(path.name for path in ws.iterdir()) == [".pier", ".task"]
     assert "from the task" in ask("exec", "sh", "-c", "echo hi > answer.txt; cat notes.txt", cwd=ws)
+    assert ask("exec", "cat", ".task/instruction.md", cwd=ws) == "Write hi to /tmp/answer.\n"
     assert "reward: 1" in ask("verify", cwd=ws) and not (ws / "answer.txt").exists()
     assert "+hi" in ask("diff", cwd=ws)
     ask("stop", cwd=ws)
@@ -186,6 +216,26 @@ def test_files_that_are_not_mounted_come_back(task: Path, tmp_path: Path) -> Non
     assert list((ws / ".pier" / "replaced").iterdir()) == [kept]
 
 
+@pytest.mark.parametrize("mounted", [True, False])
+def test_the_user_of_the_image_may_write_to_the_files(mounted: bool, tmp_path: Path) -> None:
+    """In the workspace, after a restart, and in the copy that tests run in."""
+    import_busybox(tmp_path)
+    task = make_task(
+        tmp_path / "task", test="echo more >> notes.txt && touch made && echo 1 > /logs/verifier/reward.txt"
+    )
+    (task / "environment" / "notes.txt").write_text("from the image\n")
+    lines = ("FROM test/busybox", "WORKDIR /app", "COPY notes.txt .", "RUN chown -R 1000:1000 /app", "USER user")
+    (task / "environment" / "Dockerfile").write_text("\n".join(lines) + "\n")
+    ws = tmp_path / "ws"
+    start("task", "-d", "ws", *([] if mounted else ["--no-mount"]), cwd=tmp_path)
+    for name in ("one", "two"):
+        ask("exec", "sh", "-c", f"echo {name} >> notes.txt && touch {name}", cwd=ws)
+        assert "reward: 1" in ask("verify", cwd=ws)
+        ask("stop", cwd=ws)
+        assert (ws / name).stat().st_uid == os.getuid()
+        start(cwd=ws)
+
+
 def test_host_mode(task: Path, tmp_path: Path) -> None:
     ws = tmp_path / "ws"
     start(str(task), "--host", "-d", "ws", "--image", "host", cwd=tmp_path)
@@ -194,6 +244,12 @@ def test_host_mode(task: Path, tmp_path: Path) -> None:
     (ws / "answer.txt").write_text("hi\n")
     assert "reward: 1" in ask("verify", cwd=ws)
     assert "—" in ask("list", cwd=tmp_path)
+    ask("exec", "-d", "--", "sh", "-c", "echo printed; exit 3", cwd=ws)
+    wait_for(lambda: "exited 3" in ask("exec", "--list", cwd=ws))
+    assert ask("exec", "--logs", "1", cwd=ws) == "printed\n"
+    ask("exec", "-d", "sleep", "1002", cwd=ws)
+    ask("exec", "--stop", "2", cwd=ws)
+    assert "exited 143" in ask("exec", "--list", cwd=ws)
     shutil.move(ws, tmp_path / "moved")
     assert Workspace.find(tmp_path / "moved").root == (tmp_path / "moved").resolve()
 

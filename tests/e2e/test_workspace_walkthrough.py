@@ -19,6 +19,7 @@ import pytest
 
 from pier.job.view import TrialView
 from pier.trajectory.model import read
+from pier.workspace.agents import PROGRAMS
 from pier.workspace.workspace import Workspace
 from tests.agent_rig import PACKS, need_pack
 from tests.busybox import import_busybox
@@ -212,6 +213,32 @@ def test_the_options_of_start(backend: str, tmp_path: Path) -> None:
     ask("stop", cwd=workspace)
     assert (workspace / "made.txt").read_text() == "inside\n"
     assert (workspace / "made.txt").stat().st_uid == os.getuid()
+
+
+COMMANDS = {
+    "gemini": ("-y", "-p"),
+    "opencode": ("run",),
+    "goose": ("run", "-t"),
+    "openhands": ("--headless", "-t"),
+    "mini": ("-y", "--exit-immediately", "-t"),
+    "pi": ("-p",),
+    "qwen": ("-y", "-p"),
+    "kimi": ("-p",),
+    "copilot": ("--allow-all-tools", "-p"),
+}
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+def test_an_agent_with_the_users_own_arguments(program: str, tmp_path: Path) -> None:
+    """Its calls reach the gateway though pier adds no arguments of a trial."""
+    need_pack(PROGRAMS[program])
+    import_busybox(tmp_path)
+    (tmp_path / "script.yaml").write_text(SCRIPT)
+    ask("start", "--image", "test/busybox", "-d", "ws", "-a", program, "-m", "script:script.yaml", cwd=tmp_path)
+    ask("exec", "--", program, *COMMANDS[program], "Do the task", cwd=tmp_path / "ws")
+    assert (tmp_path / "ws" / "answer.txt").read_text() == "hi\n"
+    captured = json.loads(ask("capture", "--json", cwd=tmp_path / "ws"))
+    assert (captured["agent"], captured["source"], captured["n_agent_steps"]) == (PROGRAMS[program], "recording", 2)
 
 
 @pytest.mark.plain

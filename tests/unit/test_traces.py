@@ -68,7 +68,9 @@ def test_wrong_names_are_refused(work: Path, tmp_path: Path) -> None:
             find_trace(home, name)
     with pytest.raises(UsageError, match="no traces"):
         traces_home(tmp_path)
-    assert "expected one ID" in pier("traces", "--all", cwd=work, code=2, image=None).stderr
+    assert "expected one ID" in pier("traces", "--all", "2026", cwd=work, code=2, image=None).stderr
+    listed = pier("traces", "--all", cwd=work, image=None).stdout
+    assert listed == pier("traces", cwd=work, image=None).stdout
     assert "no such directory" in pier("traces", "-o", "no/where.tar.gz", cwd=work, code=2, image=None).stderr
     assert list_traces(home / "none") == []
 

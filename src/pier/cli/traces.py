@@ -85,9 +85,9 @@ def traces(words: tuple[str, ...], every: bool, output: Path | None, full: bool,
 
     showing = words[:1] == ("show",)
     names = words[1:] if showing else words
-    if len(names) > 1 or (every and (names or showing or output is None)):
+    if len(names) > 1 or (every and (names or showing)):
         raise UsageError(
-            "cannot choose these traces: expected one ID, or --all with -o", hint="pier traces --help", code="usage"
+            "cannot choose these traces: expected one ID or --all", hint="pier traces --help", code="usage"
         )
     home, name = traces_home(), names[0] if names else None
     if showing:

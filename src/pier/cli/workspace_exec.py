@@ -220,24 +220,9 @@ def detach(workspace: Workspace, command: Sequence[str]) -> str:
 
     if not workspace.is_host:
         return call(workspace, request("detach", workspace, command))["id"]
-    import subprocess
+    from pier.workspace.commands import start_on_host
 
-    from pier.errors import WorkspaceError
-    from pier.workspace.commands import LOG, new_background, write_info
-
-    info, directory = new_background(workspace, list(command))
-    with (directory / LOG).open("ab") as log:
-        env = {**os.environ, **_host_env(workspace)}
-        try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
-            )
-        except OSError as error:
-            raise WorkspaceError(f"cannot run {command[0]}: {error.strerror}", code="no-command") from error
-    info.pid = process.pid
-    write_info(directory, info)
-    process.returncode = 0  # it is meant to outlive this process
-    return info.id
+    return start_on_host(workspace, command, {**os.environ, **_host_env(workspace)})
 
 
 def list_background(workspace: Workspace) -> list[dict[str, Any]]:

@@ -38,11 +38,21 @@ def _verify(
 ) -> dict[str, Any]:
     if options["trial_dir"] is not None:
         options = {**options, "trial_dir": str(options["trial_dir"].absolute())}
-    if isinstance(place, WorkspacePlace) or not place.is_host:
-        return call(place, {"op": "verify", **options}, _say, on_output)
-    import asyncio
+    if not isinstance(place, WorkspacePlace) and place.is_host:
+        import asyncio
 
-    return asyncio.run(_verify_here(place, options, on_output))
+        return asyncio.run(_verify_here(place, options, on_output))
+    if not options["session_dir"]:
+        return call(place, {"op": "verify", **options}, _say, on_output)
+    import tempfile
+    from pathlib import Path
+
+    from pier.workspace.capture import session_place
+    from pier.workspace.workspace import Workspace
+
+    with tempfile.TemporaryDirectory(prefix="pier-verify.") as scratch:
+        found = session_place(Workspace.open(Path(place.root)), options["session_dir"], Path(scratch) / "logs")
+        return call(place, {"op": "verify", **options, "session_dir": str(found)}, _say, on_output)
 
 
 async def _verify_here(
@@ -50,22 +60,14 @@ async def _verify_here(
 ) -> dict[str, Any]:
     """In host mode: in a sandbox that lasts as long as the tests."""
     from dataclasses import asdict, replace
-    from pathlib import Path
 
     from pier.trial.spec import open_services
     from pier.workspace.verify import VerifyOrder, verify
 
     workspace.check_known()
-    order = VerifyOrder(
-        step=options["step"],
-        agent=options["agent"],
-        session=options["session"],
-        session_dir=Path(options["session_dir"]) if options["session_dir"] else None,
-        trial_dir=Path(options["trial_dir"]) if options["trial_dir"] else None,
-    )
     async with open_services(workspace.config.backend, label=f"verify {workspace.root}") as opened:
         services = replace(opened, environ={**os.environ, **workspace.environment()})
-        return asdict(await verify(workspace, services, order, _say, on_output=on_output))
+        return asdict(await verify(workspace, services, VerifyOrder.of(options), _say, on_output=on_output))
 
 
 def _say(line: str) -> None:
@@ -89,8 +91,10 @@ def _print(verdict: dict[str, Any]) -> None:
 
 def watch(place: WorkspacePlace | Workspace, options: dict[str, Any]) -> NoReturn:
     """Verify, and again after each change of the task or the workspace, until Ctrl-C."""
-    task = place.config["task_path"] if isinstance(place, WorkspacePlace) else place.config.task_path
-    tops = [str(top) for top in (place.root, task) if top]
+    config = place.config if isinstance(place, WorkspacePlace) else place.config.model_dump()
+    tops = [str(top) for top in (place.root, config["task_path"]) if top]
+    if not config.get("mounted", True):
+        click.echo("warning: the workspace's files are in the sandbox: only changes of the task are noticed", err=True)
     while True:
         seen = _fingerprint(tops)
         run(place, options)

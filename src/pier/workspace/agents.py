@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pier.agent.contract import PACK_PATH, Agent, AgentFile, AgentRun, Launch, find_agent
+from pier.agent.claude_code import CONFIG
+from pier.agent.contract import AGENT_LOGS, PACK_PATH, Agent, AgentFile, AgentRun, Launch, find_agent
 from pier.agent.packed import PackedAgent, place
 from pier.errors import SandboxError, UsageError
 from pier.files import write_json
@@ -42,18 +43,22 @@ PROGRAMS = {
 }
 """The commands that people type, and the agents that they are."""
 
+PLACED = "placed.json"
 BIN = "/opt/pier/bin"
 """Where a shell in the sandbox finds the agents."""
 _PACKS = "/opt/pier/packs"
 _SHARED = ("ld.so", "ca.pem", "tools", "C.utf8", "lib")
 """The parts of a pack that programs look for at `PACK_PATH`, wherever the rest is."""
-_KEPT_FLAGS = ("--mcp-config",)
-_ADDED_FLAGS = {"codex": ("--no-daemon",)}
-"""Flags without which an agent does not start from a pack: Codex would run a server of a package that is whole."""
-
+_KEPT_FLAGS = {"claude-code": ("--mcp-config",), "pi": ("--provider", "--model"), "cline": ("-P", "-m")}
+"""Flags that hand an agent the task's tools and its model, with their values."""
+_ADDED_FLAGS = {"codex": ("--no-daemon",), "openhands": ("--override-with-envs",)}
+"""Flags without which an agent does not start from a pack (Codex would run a server of a package that is whole), or
+does not look at its variables."""
 
 HOMES_IN_LOGS = frozenset({"codex"})
 """Agents whose own directory a variable chooses: it is in the kept logs, not in the home directory."""
+LOG_HOMES = {"CLAUDE_CONFIG_DIR": CONFIG, "CODEX_HOME": f"{AGENT_LOGS}/.codex"}
+"""Variables of every command, so that agents of the image keep their logs too."""
 
 
 def recognise(word: str) -> str | None:
@@ -63,10 +68,10 @@ def recognise(word: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class InstalledAgent:
-    """An agent whose pack is mounted at `location`."""
+    """An agent whose pack is mounted at `location`; one of the image itself has none, nor a known version."""
 
     agent: Agent
-    version: str
+    version: str | None
     location: str
 
     @property
@@ -79,13 +84,17 @@ class InstalledAgent:
         return [word for word, name in PROGRAMS.items() if name == self.name] or [self.name]
 
     def launch(self, run: AgentRun) -> Launch:
-        """How it is started without arguments of pier's: its program, and flags that hand it the task's tools."""
+        """How it is started without arguments of pier's: its program, and flags that hand it the task's tools. The
+        image's own has no program here, and gets nothing that names a pack."""
         planned = self.agent.launch(_for_people(self.agent, run))
-        argv = [*_program(planned.argv), *_kept(planned.argv), *_ADDED_FLAGS.get(self.name, ())]
+        argv = [*_program(planned.argv), *_kept(self.name, planned.argv), *_ADDED_FLAGS.get(self.name, ())]
+        if self.name == "codex" and run.endpoint and run.endpoint.model:
+            argv += ["-c", f"model={json.dumps(run.endpoint.model)}"]  # it rewrites its settings, which then stay
         files = (*planned.files, *_first_files(self.agent, run))
         env = {**planned.env, **_own_env(self.agent, run)}
-        if self.location == PACK_PATH:
-            return replace(planned, argv=argv, env=env, files=files)
+        if not self.location:
+            kept = tuple(file for file in files if PACK_PATH.encode() not in file.data)
+            return Launch([], {name: value for name, value in env.items() if PACK_PATH not in value}, kept)
         return Launch(
             [self._moved(word) for word in argv],
             {name: self._moved(value) for name, value in env.items()},
@@ -96,11 +105,15 @@ class InstalledAgent:
         return text.replace(PACK_PATH, self.location)
 
 
+def agent_of_image(name: str) -> InstalledAgent:
+    """An agent that the image may have, without a pack."""
+    return InstalledAgent(make_agent(AgentChoice(name)), None, "")
+
+
 def _for_people(agent: Agent, run: AgentRun) -> AgentRun:
     if agent.name == "codex":
-        model = f"model = {json.dumps(run.endpoint.model)}\n" if run.endpoint and run.endpoint.model else ""
         trust = f'[projects.{json.dumps(run.workdir)}]\ntrust_level = "trusted"\n'
-        return replace(run, options={**run.options, "config_toml": model + trust})
+        return replace(run, options={**run.options, "config_toml": trust})
     return run
 
 
@@ -113,6 +126,8 @@ def _own_env(agent: Agent, run: AgentRun) -> dict[str, str]:
         return {"GEMINI_MODEL": model.rpartition("/")[2]}
     if model and agent.name == "aider":
         return {"AIDER_MODEL": f"openai/{model}"}
+    if model and run.endpoint and agent.name == "mini-swe-agent":
+        return {"MSWEA_MODEL_NAME": f"openai/{model}", "OPENAI_API_BASE": f"{run.endpoint.url}/v1"}
     return {}
 
 
@@ -120,8 +135,6 @@ def _first_files(agent: Agent, run: AgentRun) -> tuple[AgentFile, ...]:
     """Settings that spare people the questions of a first start."""
     if agent.name != "claude-code":
         return ()
-    from pier.agent.claude_code import CONFIG
-
     project = {"hasTrustDialogAccepted": True, "hasCompletedProjectOnboarding": True}
     settings = {
         "hasCompletedOnboarding": True,
@@ -129,7 +142,7 @@ def _first_files(agent: Agent, run: AgentRun) -> tuple[AgentFile, ...]:
         "theme": "dark",
         "projects": {run.workdir: project},
     }
-    return (AgentFile(f"{CONFIG}/.claude.json", json.dumps(settings).encode(), 0o600),)
+    return (AgentFile(f"{CONFIG}/.claude.json", json.dumps(settings).encode()),)
 
 
 def _program(argv: Sequence[str]) -> list[str]:
@@ -143,8 +156,9 @@ def _program(argv: Sequence[str]) -> list[str]:
     return list(argv[:size])
 
 
-def _kept(argv: Sequence[str]) -> list[str]:
-    return [word for flag in _KEPT_FLAGS if flag in argv for word in argv[argv.index(flag) : argv.index(flag) + 2]]
+def _kept(agent: str, argv: Sequence[str]) -> list[str]:
+    places = [argv.index(flag) for flag in _KEPT_FLAGS.get(agent, ()) if flag in argv]
+    return [word for place in places for word in argv[place : place + 2]]
 
 
 def check_agents(names: Sequence[str]) -> None:

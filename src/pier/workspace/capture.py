@@ -7,7 +7,6 @@ machine (the agents' usual places are searched by working directory), or of any 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import posixpath
 import shutil
@@ -17,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from pier import __version__
 from pier.agent.contract import AGENT_LOGS
@@ -25,7 +24,7 @@ from pier.errors import PierError, StorageError, UsageError
 from pier.redact import Redactor
 from pier.secret import secret_values
 from pier.trajectory.model import read
-from pier.trajectory.native.convert import READERS, convert, find_sessions
+from pier.trajectory.native.convert import convert, find_sessions
 from pier.tree import FAULTS, Tree, TreeError
 from pier.trial.agent import RECORDING, TRAJECTORY, TrajectoryHeader, derive, summary_usage
 from pier.trial.result import AgentInfo, AgentResult, ModelInfo, PierInfo, TimingInfo, TrialResult, judge_as_harbor
@@ -59,6 +58,13 @@ class CapturedSession:
     id: str = ""
     source: str = ""
 
+    def add_to(self, result: TrialResult) -> None:
+        """Note in a trial's result who worked, and what that took."""
+        model = ModelInfo(name=self.model) if self.model else None
+        result.agent_info = AgentInfo(name=self.agent, version=self.version, model_info=model)
+        result.agent_result, result.n_agent_steps = self.result, self.result.n_agent_steps
+        result.agent_execution = TimingInfo(started_at=self.started_at, finished_at=self.ended_at)
+
 
 def capture_session(
     workspace: Workspace | None,
@@ -76,12 +82,11 @@ def capture_session(
     found: CapturedSession | None = None
     if session_dir is not None:
         found = _from_directory(session_dir, logs, agent, session)
-    else:
-        if workspace is not None:
-            found = _from_workspace(workspace, logs, agent, session)
-        if found is None and (workspace is None or workspace.is_host):
-            place = directory or (workspace.root if workspace else Path.cwd())
-            found = _from_host(place, logs, agent, session, environ)
+    elif workspace is not None:
+        found = _from_workspace(workspace, logs, agent, session)
+    if found is None and (workspace is None or workspace.is_host):
+        place = directory or (workspace.root if workspace else Path.cwd())
+        found = _from_host(place, logs, agent, session, environ)
     if found is not None and redactor:
         with Tree(logs) as tree:
             redactor.tree(tree)
@@ -93,14 +98,12 @@ def _from_directory(place: Path, logs: Path, agent: str | None, session: str | N
     if not place.exists():
         raise UsageError(f"{place}: no such file or directory", hint="pier capture --session-dir DIR -a AGENT")
     recording = place / RECORDING if place.is_dir() else place
-    if recording.name == RECORDING and recording.is_file():
-        found = _derive(recording, logs, agent or "unknown", None, None, place.name)
-        if found is not None:
-            return found
-    sessions = [log for log in find_sessions(place, agent) if _fits(log, session)]
-    if not sessions:
-        raise UsageError(f"no session {session!r} at {place}", code="no-session")
-    return _from_log(max(sessions, key=lambda log: log.path.stat().st_mtime), logs)
+    is_recording = recording.name == RECORDING and recording.is_file()
+    if is_recording and (found := _derive(recording, logs, agent or "unknown", None, None, place.name)):
+        return found
+    if found := _newest(find_sessions(place, agent), logs, session):
+        return found
+    raise UsageError(f"no session {session!r} at {place}", code="no-session")
 
 
 def _from_workspace(workspace: Workspace, logs: Path, agent: str | None, session: str | None) -> CapturedSession | None:
@@ -111,9 +114,7 @@ def _from_workspace(workspace: Workspace, logs: Path, agent: str | None, session
     with tempfile.TemporaryDirectory(prefix="pier-logs.") as name:
         place = take_logs(workspace.agent_logs, ".", Path(name) / "logs", since)
         found = _from_copy(recorded, place, logs, agent, session)
-    if found is None or not found.source.startswith(f"{place}/"):
-        return found
-    return replace(found, source=f"{workspace.agent_logs}{found.source[len(str(place)) :]}")
+    return found and replace(found, source=found.source.replace(f"{place}/", f"{workspace.agent_logs}/"))
 
 
 def take_logs(home: Path, below: str, target: Path, since: float = 0.0) -> Path:
@@ -133,77 +134,58 @@ def take_logs(home: Path, below: str, target: Path, since: float = 0.0) -> Path:
 
 
 def _take_log(tree: Tree, path: str, target: Path, since: float, most: int) -> int:
-    """Copy one log with its time; how many bytes that were."""
+    """Copy one log with its time; how many bytes that were. It may grow or shrink meanwhile."""
     with suppress(FileNotFoundError, TreeError), tree.open(path) as stream:
         found = os.fstat(stream.fileno())
         if since <= found.st_mtime and found.st_size <= most:
             target.parent.mkdir(parents=True, exist_ok=True)
-            _copy_bytes(stream, target, found.st_size)
+            left = found.st_size
+            with target.open("wb") as out:
+                while data := stream.read(min(_CHUNK, left)):
+                    left -= out.write(data)
             os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
             return found.st_size
     return 0
-
-
-def _copy_bytes(stream: IO[bytes], target: Path, size: int) -> None:
-    """Copy `size` bytes, or fewer if the file became shorter meanwhile."""
-    with target.open("wb") as out:
-        while data := stream.read(min(_CHUNK, size)):
-            out.write(data)
-            size -= len(data)
 
 
 def _from_copy(
     recorded: WorkspaceSession | None, place: Path, logs: Path, agent: str | None, session: str | None
 ) -> CapturedSession | None:
     if recorded is None:
-        return _newest_log(place, logs, agent, session)
-    info = recorded.info
-    own = _log_of(place, recorded)
-    found = None
+        return _newest(_logs_at(place, agent), logs, session)
+    info, found = recorded.info, None
+    begin = info.started_at.timestamp()
+    end = info.ended_at.timestamp() + _LATE if info.ended_at else float("inf")
+    written = [log for log in _logs_at(place, info.agent) if begin <= _modified(log) <= end]
+    own = min(written, key=_modified, default=None)  # the first that was written to while it ran
     if recorded.recording.is_file():
         found = _derive(recorded.recording, logs, info.agent, info.version, info.model, info.id)
     if found is not None and own is not None:
         _keep_log(own, logs)
-    if found is None and own is not None:
+    elif own is not None:
         found = _from_log(own, logs)
     if found is None:
         return None
     if recorded.cast.is_file():
         _copy(recorded.cast, logs / CAST)
-    return CapturedSession(
-        info.agent,
-        info.version or found.version,
-        found.model,
-        found.result,
-        info.started_at,
-        info.ended_at,
-        info.id,
-        found.source,
-    )
+    version = info.version or found.version
+    times = {"started_at": info.started_at, "ended_at": info.ended_at}
+    return replace(found, agent=info.agent, version=version, id=info.id, **times)
 
 
-def _log_of(place: Path, recorded: WorkspaceSession) -> SessionLog | None:
-    """The agent's own log of a recorded session: the first that was written to while it ran."""
-    info = recorded.info
-    begin = info.started_at.timestamp()
-    end = info.ended_at.timestamp() + _LATE if info.ended_at else float("inf")
-    sessions = [log for log in _logs_at(place, info.agent) if begin <= log.path.stat().st_mtime <= end]
-    return min(sessions, key=lambda log: log.path.stat().st_mtime, default=None)
+def _modified(log: SessionLog) -> float:
+    return log.path.stat().st_mtime
 
 
-def _newest_log(place: Path, logs: Path, agent: str | None, session: str | None) -> CapturedSession | None:
-    sessions = [log for log in _logs_at(place, agent) if _fits(log, session)]
-    newest = max(sessions, key=lambda log: log.path.stat().st_mtime, default=None)
+def _newest(sessions: list[SessionLog], logs: Path, session: str | None) -> CapturedSession | None:
+    newest = max((log for log in sessions if _fits(log, session)), key=_modified, default=None)
     return _from_log(newest, logs) if newest else None
 
 
 def _logs_at(place: Path, agent: str | None) -> list[SessionLog]:
-    if not place.is_dir() or (agent is not None and agent not in READERS):
-        return []
-    try:
+    with suppress(UsageError):
         return find_sessions(place, agent)
-    except UsageError:
-        return []
+    return []
 
 
 def _from_host(
@@ -310,55 +292,51 @@ def capture(
     or in `output`. What could not be saved whole is removed again."""
     env = os.environ if environ is None else environ
     root = workspace.root if workspace else (directory or Path.cwd())
-    missing = _missing(output or root / PIER / "trials")
-    target = output or (workspace.new_trial_directory() if workspace else new_directory(root / PIER / "trials"))
+    home = output or root / PIER / "trials"
+    missing = [path for path in (home, *home.parents) if not path.exists()]
+    target = output or new_directory(home)
     target.mkdir(parents=True, exist_ok=True)
     if any(target.iterdir()):
         raise UsageError(f"{target}: the directory of a new trial must be empty", code="trial_directory")
     redactor = Redactor([*secret_values(env, env), *known_secrets(env, workspace)])
-    scratch = target / ".incoming"
+    scratch, place = target / ".incoming", None
     try:
-        place = _session_place(workspace, session_dir, scratch) if session_dir else None
+        place = session_place(workspace, session_dir, scratch) if session_dir else None
         found = capture_session(
             workspace, target / "agent", agent=agent, session=session, session_dir=place, redactor=redactor,
             environ=env, directory=directory,
         )  # fmt: skip
         if found is None:
-            raise _nothing(root, workspace, agent, session)
+            raise nothing_found(workspace, root, agent, session)
+        if place is not None and session_dir is not None:
+            found = replace(found, source=found.source.replace(str(place), session_dir))
         shutil.rmtree(scratch, ignore_errors=True)
         _seal(target, found, workspace, root, redactor)
     except BaseException as error:
         shutil.rmtree(target, ignore_errors=True)
         for parent in missing:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError | TreeError) and getattr(error, "errno", None) in FAULTS:
             words = f"the session could not be saved to {target}: {error}"
             raise StorageError(words, hint="free some space, then pier capture again") from error
+        if isinstance(error, UsageError) and place is not None and session_dir is not None:
+            error.message = error.message.replace(str(place.resolve()), session_dir)
         raise
     return Capture(target, found)
 
 
-def _missing(path: Path) -> list[Path]:
-    """The directories on the way to `path` that do not exist, innermost first."""
-    return [each for each in (path, *path.parents) if not each.exists()]
-
-
-def _nothing(root: Path, workspace: Workspace | None, agent: str | None, session: str | None) -> UsageError:
-    whose = f" of {agent}" if agent else ""
-    which = f" {session!r}" if session else ""
+def nothing_found(workspace: Workspace | None, root: Path, agent: str | None, session: str | None) -> UsageError:
+    which = (f" {session!r}" if session else "") + (f" of {agent}" if agent else "")
     if workspace is not None and not workspace.is_host:
-        return UsageError(
-            f"no session{which}{whose} was recorded in {root}", hint="pier exec claude starts one", code="no-session"
-        )
-    return UsageError(
-        f"no session{which}{whose} was found for {root}; searched the logs of {agent or ', '.join(FINDERS)}",
-        hint="pier capture --session-dir DIR -a AGENT",
-        code="no-session",
-    )
+        words, hint = f"no session{which} was recorded in {root}", "pier exec claude starts one"
+    else:
+        words = f"no session{which} was found for {root}; searched the logs of {agent or ', '.join(FINDERS)}"
+        hint = "pier capture --session-dir DIR -a AGENT"
+    return UsageError(words, hint=hint, code="no-session")
 
 
-def _session_place(workspace: Workspace | None, path: str, scratch: Path) -> Path:
+def session_place(workspace: Workspace | None, path: str, scratch: Path) -> Path:
     """Where the logs are on this machine. In a workspace with a sandbox a path is one inside of it."""
     if workspace is None or workspace.is_host:
         return Path(path).expanduser()
@@ -375,7 +353,7 @@ def _session_place(workspace: Workspace | None, path: str, scratch: Path) -> Pat
 
 def known_secrets(environ: Mapping[str, str], workspace: Workspace | None) -> list[str]:
     """The tokens of the user's own logins, which an agent on this machine could read, and the workspace's secrets."""
-    from pier.gateway.login import Login, LoginRefused
+    from pier.gateway.login import LoginRefused
     from pier.gateway.logins import LOGINS, find_login
 
     found = [*secret_values(workspace.secret_env(), environ, given=True)] if workspace else []
@@ -383,13 +361,10 @@ def known_secrets(environ: Mapping[str, str], workspace: Workspace | None) -> li
         login = find_login(kind, environ)
         if isinstance(login, str):
             found.append(login)
-        elif isinstance(login, Login):
-            try:
-                tokens = login.tokens
-            except LoginRefused:
-                continue
-            found += [token for token in (tokens.access, tokens.refresh) if token]
-    return found
+        elif login is not None:
+            with suppress(LoginRefused):
+                found += [login.tokens.access, login.tokens.refresh or ""]
+    return [*filter(None, found)]
 
 
 def _seal(target: Path, found: CapturedSession, workspace: Workspace | None, root: Path, redactor: Redactor) -> None:
@@ -397,7 +372,6 @@ def _seal(target: Path, found: CapturedSession, workspace: Workspace | None, roo
     from pier.trial.record import TrialRecord
 
     name, digest, reference = _task(workspace, root)
-    model = ModelInfo(name=found.model) if found.model else None
     agent = {"name": found.agent, "import_path": None, "model_name": found.model, "kwargs": {}, "env": {}}
     config = {"task": reference, "trial_name": target.name, "trials_dir": str(target.parent), "agent": agent}
     now = datetime.now(UTC)
@@ -408,14 +382,12 @@ def _seal(target: Path, found: CapturedSession, workspace: Workspace | None, roo
         task_id=reference,
         task_checksum=digest.removeprefix("sha256:"),
         config=config,
-        agent_info=AgentInfo(name=found.agent, version=found.version, model_info=model),
-        agent_result=found.result,
-        n_agent_steps=found.result.n_agent_steps,
-        agent_execution=TimingInfo(started_at=found.started_at, finished_at=found.ended_at),
+        agent_info=AgentInfo(name=found.agent),
         started_at=found.started_at or now,
         finished_at=found.ended_at or now,
         pier=PierInfo(version=__version__, backend="", task_digest=digest),
     )
+    found.add_to(result)
     judge_as_harbor(result)
     record = TrialRecord(target, redactor)
     record.write_config(config)

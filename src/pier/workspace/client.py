@@ -26,19 +26,10 @@ if TYPE_CHECKING:
 PIER, CONFIG, LINK = ".pier", "workspace.json", "link.json"
 GONE = "gone"
 """Marks a workspace whose missing directory was reported."""
-_DEFAULTS = {
-    "mode": "sandbox",
-    "backend": "local",
-    "task": None,
-    "task_path": None,
-    "image": None,
-    "agents": [],
-    "ports": [],
-}
 LOG = "supervisor.log"
 HELD = 3
 """The exit code of a supervisor that found another one."""
-_SECONDS = 60.0
+_SECONDS = 300.0
 """How long a supervisor may take until it listens."""
 _STATUS_SECONDS = 5.0
 _CHUNK = 1 << 16
@@ -83,7 +74,7 @@ def find_place(start: str = ".") -> WorkspacePlace | None:
 def _read_place(root: str) -> WorkspacePlace | None:
     try:
         with open(f"{root}/{PIER}/{CONFIG}", encoding="utf-8") as stream:
-            config = {**_DEFAULTS, **json.load(stream)}
+            config = {"mode": "sandbox", "task_path": None, **json.load(stream)}
         id = str(config["id"])
         is_id = len(id) == 8 and all(letter in "0123456789abcdef" for letter in id)
         return WorkspacePlace(root, config) if is_id else None
@@ -111,7 +102,7 @@ def list_places(on_dropped: Callable[[str], None] | None = None) -> list[Workspa
         place = _read_place(root) if root is not None else None
         if place is not None and place.config["id"] == id:
             found.append(place)
-        elif root is not None and on_dropped is not None and not is_served(state):
+        elif root is not None and place is None and on_dropped is not None and not is_served(state):
             try:
                 os.close(os.open(f"{state}/{GONE}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             except OSError:
@@ -134,9 +125,9 @@ def status_of(place: WorkspacePlace) -> dict[str, Any]:
         "sandbox": f"pier-{os.path.basename(place.root)}-{sandbox}" if sandbox else None,
         "status": "—" if is_host else running,
         "mode": config["mode"],
-        "backend": None if is_host else config["backend"],
-        "task": config["task"],
-        "image": status.get("image") or config["image"],
+        "backend": None if is_host else config.get("backend", "local"),
+        "task": config.get("task"),
+        "image": status.get("image") or config.get("image"),
         "agents": config.get("agents", []),
         "ports": config.get("ports", []),
         "pid": status.get("pid"),
@@ -154,9 +145,11 @@ def is_served(state: object) -> bool:
 
 def is_running(workspace: Workspace) -> bool:
     """Whether this very directory is served by a supervisor. One that was moved while it ran is linked again."""
-    if not workspace.is_settled() and workspace.was_moved() and is_served(workspace.state):
+    if not is_served(workspace.state):
+        return False
+    if (origin := workspace.origin) == "moved":
         workspace.link()
-    return workspace.is_settled() and is_served(workspace.state)
+    return origin in ("here", "moved")
 
 
 def launch(workspace: Workspace) -> None:

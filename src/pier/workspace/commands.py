@@ -17,8 +17,9 @@ import json
 import os
 import signal
 import struct
+import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,8 @@ async def run_command(
     """Run a command for a client; when the client goes, so does the command."""
     order = order_of(request)
     rows, columns = request.get("size") or (24, 80)
-    agent = recognise(order.argv[0])
-    async with live.session(agent, order) as recorded:
-        cast = _cast(recorded.kept, rows, columns, order, live.redactor)
+    async with live.session(order) as (kept, endpoint):
+        cast = _cast(kept, rows, columns, order, live.redactor)
 
         async def hand_on(stream: str, data: bytes) -> None:
             if cast is not None:
@@ -111,7 +111,7 @@ async def run_command(
 
         code: int | None = None
         try:
-            process = await live.spawn(order, recorded.endpoint, hand_on)
+            process = await live.spawn(order, endpoint, hand_on)
             async with process:
                 if order.tty:
                     await process.resize(rows, columns)
@@ -123,9 +123,10 @@ async def run_command(
         finally:
             if cast is not None:
                 cast.close()
-            _finish(recorded.kept, code)
+            _finish(kept, code)
     await live.adopt()
-    missing = code == _NOT_FOUND and agent is not None and live.find(agent) is None
+    agent = recognise(order.argv[0])
+    missing = code == _NOT_FOUND and agent not in live.workspace.config.agents
     notes = [f"cannot keep the terminal: {cast.fault}"] if cast is not None and cast.fault else []
     return {"exit_code": code, "missing": agent if missing else None, "notes": notes}
 
@@ -180,6 +181,7 @@ async def _type(process: Process, unread: asyncio.Queue[bytes | None], writer: a
 
 
 LOG, INFO = "output.log", "info.json"
+_CODE = "exit-code"
 _GRACE = 10.0
 
 
@@ -232,6 +234,9 @@ def read_background(workspace: Workspace, live: frozenset[str] | None = None) ->
             info = BackgroundCommand.model_validate_json((home / name / INFO).read_bytes())
         except (OSError, ValidationError):
             continue
+        if info.exit_code is None and live is None:
+            with contextlib.suppress(OSError, ValueError):
+                info.exit_code = int((home / name / _CODE).read_text())
         if info.exit_code is None:
             info.lost = not _is_alive(info.pid) if live is None else name not in live
         found.append(info)
@@ -256,6 +261,20 @@ def _is_alive(pid: int | None) -> bool:
     return True
 
 
+def start_on_host(workspace: Workspace, command: Sequence[str], env: Mapping[str, str]) -> str:
+    """Start a command of a workspace without a sandbox in the background; its id."""
+    info, directory = new_background(workspace, list(command))
+    script = ["/bin/sh", "-c", f'"$@"; echo $? >"$0/{_CODE}"', str(directory), *command]
+    with (directory / LOG).open("ab") as log:
+        process = subprocess.Popen(
+            script, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+        )
+    info.pid = process.pid
+    write_info(directory, info)
+    process.returncode = 0  # it is meant to outlive this process
+    return info.id
+
+
 def end_on_host(workspace: Workspace, id: str) -> None:
     """End a command of a workspace without a sandbox, and all that it started."""
     info = next((row for row in read_background(workspace) if row.id == id), None)
@@ -267,6 +286,8 @@ def end_on_host(workspace: Workspace, id: str) -> None:
         deadline = time.monotonic() + _GRACE / 2
         while time.monotonic() < deadline:
             if not _is_alive(info.pid):
+                info.exit_code, info.ended_at = 128 + number, datetime.now(UTC)
+                write_info(background_home(workspace) / id, info)
                 return
             time.sleep(0.05)
 
@@ -294,16 +315,14 @@ class Background:
         self, order: Any, info: BackgroundCommand, directory: Path, started: asyncio.Future[Process]
     ) -> None:
         try:
-            async with self._live.session(recognise(order.argv[0]), order) as recorded:
+            async with self._live.session(order) as (kept, endpoint):
                 with OutputFile(directory / LOG, self._live.redactor) as output:
-                    process = await self._live.spawn(order, recorded.endpoint, output)
+                    process = await self._live.spawn(order, endpoint, output)
                     await process.close_stdin()
                     async with process:
                         started.set_result(process)
                         info.exit_code = (await process.wait()).exit_code
-                if recorded.kept is not None:
-                    recorded.kept.info.exit_code, recorded.kept.info.ended_at = info.exit_code, datetime.now(UTC)
-                    recorded.kept.write()
+                _finish(kept, info.exit_code)
         except Exception as error:  # noqa: BLE001 - the outcome of the start goes to the client that asked for it
             if not started.done():
                 started.set_exception(error)

@@ -45,7 +45,7 @@ def keep_seed(workspace: Workspace, source: Path | None = None) -> None:
     (seed / FILES).mkdir(parents=True)
     known: dict[str, str] = {}
     with Tree(source or workspace.root) as tree:
-        for entry in _content(tree):
+        for entry in content(tree):
             mark = _mark(tree, entry)
             if mark is None:
                 continue
@@ -53,12 +53,6 @@ def keep_seed(workspace: Workspace, source: Path | None = None) -> None:
             if entry.kind == "file" and entry.size <= _KEPT:
                 write(seed / FILES / _name(entry.path), tree.read(entry.path, _KEPT), durable=False)
     write_json(seed / INDEX, known, durable=False)
-
-
-def marks_of(source: Path) -> dict[str, str | None]:
-    """Every file and link in a directory with a mark of its content; None for a file that cannot be read."""
-    with Tree(source) as tree:
-        return {entry.path: _mark(tree, entry) for entry in _content(tree) if entry.kind in ("file", "link")}
 
 
 def changes_since_start(workspace: Workspace, source: Path | None = None) -> list[FileChange]:
@@ -73,7 +67,7 @@ def changes_since_start(workspace: Workspace, source: Path | None = None) -> lis
     found: list[FileChange] = []
     present: set[str] = set()
     with Tree(source or workspace.root) as tree:
-        for entry in _content(tree):
+        for entry in content(tree):
             mark = _mark(tree, entry)
             if mark is None:
                 continue
@@ -89,7 +83,8 @@ def changes_since_start(workspace: Workspace, source: Path | None = None) -> lis
     return sorted(found, key=lambda change: change.path)
 
 
-def _content(tree: Tree) -> Iterator[Entry]:
+def content(tree: Tree) -> Iterator[Entry]:
+    """All but the directories, without the workspace's own parts."""
     for top in tree.listed():
         if top.path in (PIER, TASK):
             continue

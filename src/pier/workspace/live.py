@@ -8,7 +8,6 @@ one, else as root, and files are given to the owner when a command ends.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING
 from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun, Launch
 from pier.agent.packed import DEFAULT_PATH
 from pier.endpoint import GATEWAY_PORT, Endpoint
-from pier.errors import SandboxError, WorkspaceError
-from pier.files import write, write_json
+from pier.errors import PierError, SandboxError, WorkspaceError
+from pier.files import write
 from pier.lease import sweep
 from pier.network.policy import NetworkPolicy
 from pier.redact import Redactor
@@ -32,20 +31,24 @@ from pier.trial.environment import SandboxStarter, ServiceLogs, TaskSandbox, pre
 from pier.trial.plan import NetworkPlan, SandboxPlan, agent_plan, check_network, check_support, plan_network
 from pier.trial.record import TrialRecord
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec, open_services, user_text
+from pier.verifier.secure import make_folders
 from pier.workspace import state
 from pier.workspace.agents import (
     BIN,
     HOMES_IN_LOGS,
+    LOG_HOMES,
+    PLACED,
     InstalledAgent,
     PlacedFiles,
     add_programs,
     add_skills,
+    agent_of_image,
     install_agents,
     recognise,
 )
-from pier.workspace.diff import keep_seed, marks_of
-from pier.workspace.state import SAVE_FAILURES, check_directory, merge_tree, remove_tree, replace_tree
-from pier.workspace.workspace import PIER, TASK, Workspace, WorkspaceConfig, WorkspaceSession, new_directory
+from pier.workspace.diff import keep_seed
+from pier.workspace.state import RUNNING, SAVE_FAILURES, STATE
+from pier.workspace.workspace import Workspace, WorkspaceConfig, WorkspaceSession, new_directory
 
 if TYPE_CHECKING:
     from pier.gateway import Gateway
@@ -53,12 +56,6 @@ if TYPE_CHECKING:
 
 DEFAULT_WORKDIR = "/app"
 """Where the directory is mounted if the image names no working directory, or the root."""
-STATE = "state"
-RUNNING = "sandbox"
-"""The file that holds the id of the sandbox while its files are nowhere else: after a crash it is opened again."""
-REPLACED = "replaced"
-"""Files of the directory that `pier stop` replaced with those of the sandbox, if they had been edited."""
-_COPIED = "copied.json"
 _PROBE = ".pier-owner"
 _ADOPT = 'find "$1" -xdev ! -path "$1/.pier" ! -user "$2" -exec chown -h "$2:$3" {} +'
 _SAFE_GIT = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
@@ -97,56 +94,57 @@ class LiveWorkspace:
     identity: SandboxUser
     env: Mapping[str, str]
     redactor: Redactor
-    shell: Session | None
-    """The gateway's session for commands that are not agents: someone may start one from a shell."""
     placed: PlacedFiles
+    shell: Session | None = None
+    """The gateway's session for commands that are not agents: someone may start one from a shell."""
 
     @property
     def sandbox(self) -> Sandbox:
         return self.environment.sandbox
 
-    def path_inside(self, relative: str) -> str:
-        return f"{self.environment.workdir.rstrip('/')}/{relative}".rstrip("/") or "/"
-
-    def find(self, agent: str) -> InstalledAgent | None:
-        return next((one for one in self.agents if one.name == agent), None)
+    def agent_of(self, order: CommandOrder) -> InstalledAgent | None:
+        """The agent that a command starts: one of the workspace's, or the image's own."""
+        name = recognise(order.argv[0])
+        known = next((one for one in self.agents if one.name == name), None)
+        return known or (agent_of_image(name) if name else None)
 
     @asynccontextmanager
-    async def session(self, agent: str | None, order: CommandOrder) -> AsyncIterator[Recorded]:
-        """A recorded session for a command that starts an agent; others share one that is not kept."""
+    async def session(self, order: CommandOrder) -> AsyncIterator[tuple[WorkspaceSession | None, Endpoint | None]]:
+        """Where the session of a command is recorded, if it starts an agent, and how it reaches its model."""
+        agent, config = self.agent_of(order), self.workspace.config
         if agent is None:
-            yield Recorded(None, endpoint_of(self.shell))
+            yield None, endpoint_of(self.shell)
             return
-        installed, config = self.find(agent), self.workspace.config
-        version = installed.version if installed else None
-        kept = self.workspace.new_session(agent, list(order.argv), tty=order.tty, model=config.model, version=version)
+        facts = {"tty": order.tty, "model": config.model, "version": agent.version}
+        kept = self.workspace.new_session(agent.name, list(order.argv), **facts)
         if config.direct:
-            yield Recorded(kept, None)
+            yield kept, None
             return
-        session = open_session(self.gateway, config.model, kept.directory / RECORDING, self.closed_book, self.redactor)
+        session = self.open_session(kept.directory / RECORDING)
         try:
             endpoint = endpoint_of(session)
-            await self._place([installed] if installed else [], endpoint)
-            yield Recorded(kept, endpoint)
+            await self._place([agent], endpoint)
+            yield kept, endpoint
         finally:
             await asyncio.shield(session.close())
-            if installed is not None and self.shell is not None:
+            if self.shell is not None:
                 with suppress(SandboxError):
-                    await self._place([installed], endpoint_of(self.shell))
+                    await self._place([agent], endpoint_of(self.shell))
 
-    @property
-    def closed_book(self) -> bool:
-        return self.environment.network.mode != "public"
+    def open_session(self, recording: Path | None = None) -> Session:
+        """A session at the gateway for one command or for all shells."""
+        closed = self.environment.network.mode != "public"
+        model = self.workspace.config.model
+        return self.gateway.session(model, recording=recording, closed_book=closed, redactor=self.redactor)
 
     async def spawn(self, order: CommandOrder, endpoint: Endpoint | None, on_output: OnOutput) -> Process:
         """Start a command in the workspace."""
-        agent = recognise(order.argv[0])
-        installed = self.find(agent) if agent else None
-        argv = [*self.launch_of(installed, endpoint).argv, *order.argv[1:]] if installed else list(order.argv)
+        agent = self.agent_of(order)
+        program = self.launch_of(agent, endpoint).argv if agent else []
         return await self.sandbox.spawn(
-            argv,
-            cwd=self.path_inside(order.cwd),
-            env={**self.command_env(endpoint), **order.env},
+            [*(program or order.argv[:1]), *order.argv[1:]],
+            cwd=f"{self.environment.workdir.rstrip('/')}/{order.cwd}".rstrip("/") or "/",
+            env={**self.command_env(endpoint, agent), **order.env},
             user=self.identity.user,
             tty=order.tty,
             stdin=True,
@@ -172,15 +170,16 @@ class LiveWorkspace:
         )
         return replace(run, endpoint=endpoint, seconds=None, warn=self.environment.record.warn)
 
-    def command_env(self, endpoint: Endpoint | None) -> dict[str, str]:
-        """The variables of a command: those of every agent, so that one can be started from a shell too."""
+    def command_env(self, endpoint: Endpoint | None, agent: InstalledAgent | None) -> dict[str, str]:
+        """The variables of a command: those of every agent, so that one can be started from a shell too, and last
+        those of the agent that it starts."""
         spec = self.sandbox.spec
         path = spec.env.get("PATH") or spec.image.config.env.get("PATH") or DEFAULT_PATH
-        env = {"HOME": self.identity.home, "TASK_WORKSPACE": self.environment.workdir}
+        env = {"HOME": self.identity.home, "TASK_WORKSPACE": self.environment.workdir, **LOG_HOMES}
         if self.identity.adopt:
             env |= _SAFE_GIT
-        for installed in self.agents:
-            env |= self.launch_of(installed, endpoint).env
+        for one in (*self.agents, *([agent] if agent else [])):
+            env |= self.launch_of(one, endpoint).env
         env |= self.env
         tools = f":{PACK_PATH}/tools" if self.agents else ""
         env["PATH"] = f"{BIN}:{env.get('PATH', path)}{tools}"
@@ -194,6 +193,7 @@ class LiveWorkspace:
     async def set_up_agents(self) -> None:
         """Put the settings, skills and programs of all agents into the sandbox."""
         endpoint = endpoint_of(self.shell)
+        await make_folders(self.sandbox, dict.fromkeys(LOG_HOMES.values(), 0o777))
         await self._place(self.agents, endpoint)
         programs: dict[str, Sequence[str]] = {}
         for installed in self.agents:
@@ -219,79 +219,6 @@ class LiveWorkspace:
             result = await self.sandbox.exec(["/bin/sh", "-c", _ADOPT, "sh", path, uid, gid], user="0")
             if not result.ok:
                 self.environment.record.warn(f"cannot give the files in {path} to their owner: {result.error_text}")
-
-
-async def save(workspace: Workspace, sandbox: Sandbox, workdir: str) -> str | None:
-    """Keep what is in the sandbox alone, for the next start: what differs from the image outside of the mounted
-    directories, and the files of a workspace that is not mounted. A note if there is something to know."""
-    await state.keep(sandbox, workspace.pier / STATE)
-    return await _copy_back(workspace, sandbox, workdir) if not workspace.config.mounted else None
-
-
-async def _copy_back(workspace: Workspace, sandbox: Sandbox, workdir: str) -> str | None:
-    """Copy the files of a workspace that is not mounted out to its directory, in place of the files there. If some of
-    those were made or edited since the start, the old files are kept: a note says where."""
-    scratch = new_directory(workspace.pier / "incoming")
-    await sandbox.download(workdir, scratch / "files")
-    check_directory(scratch / "files")
-    edited = await asyncio.to_thread(_edited_outside, workspace, scratch / "files")
-    aside = new_directory(workspace.pier / (REPLACED if edited else "incoming"))
-    await asyncio.to_thread(replace_tree, scratch / "files", workspace.root, aside)
-    await asyncio.to_thread(remove_tree, scratch)
-    if not edited:
-        await asyncio.to_thread(remove_tree, aside)
-        return None
-    more = f" and {len(edited) - 1} more" if len(edited) > 1 else ""
-    return f"{edited[0]}{more} changed in the directory while the workspace ran: the old files are in {aside}"
-
-
-async def _recover(workspace: Workspace, starter: SandboxStarter, plan: SandboxPlan, say: Say) -> None:
-    """Save what a sandbox held whose supervisor was killed, or did not manage to save it."""
-    mark, config, backend = workspace.state / RUNNING, workspace.config, starter.services.backend
-    try:
-        id = mark.read_text()
-    except FileNotFoundError:
-        return
-    if config.seeded and config.workdir:
-        say("the workspace was not stopped: saving what its sandbox held")
-        image = await starter.get_image(plan)
-        if image.digest != config.image_digest:
-            raise WorkspaceError(
-                "cannot save what the sandbox of this workspace held when it was not stopped: its image was another",
-                hint=f"start with the image it had (--image, or the task as it was); rm {mark} gives the files up",
-                code="not-recovered",
-            )
-        spec = SandboxSpec(image)
-        try:
-            async with await backend.reopen(id, spec) as sandbox:
-                if note := await save(workspace, sandbox, config.workdir):
-                    say(f"warning: {note}")
-        except SAVE_FAILURES as error:
-            if not isinstance(error, SandboxError) or error.code != "cannot_reopen":
-                raise WorkspaceError(
-                    f"cannot save what the sandbox of this workspace held when it was not stopped: {error}",
-                    hint=f"pier start tries again; rm {mark} gives it up",
-                    code="not-recovered",
-                    blame="infra",
-                ) from error
-            say(f"warning: what was only in the sandbox of the last run is lost: {error}")
-    mark.unlink()
-    await sweep(dict.fromkeys(backend.kinds, backend.destroy))
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """A command's session: where it is kept, and how it reaches its model."""
-
-    kept: WorkspaceSession | None
-    endpoint: Endpoint | None
-
-
-def open_session(
-    gateway: Gateway, model: str | None, recording: Path | None, closed_book: bool, redactor: Redactor
-) -> Session:
-    """A session at the gateway for one command or for all shells of a workspace."""
-    return gateway.session(model, recording=recording, closed_book=closed_book, redactor=redactor)
 
 
 def endpoint_of(session: Session | None) -> Endpoint | None:
@@ -328,11 +255,21 @@ def in_directory(task: Task, workdir: str) -> Task:
     return replace(task, config=task.config.model_copy(update={"environment": table}))
 
 
-def sandbox_choice(workspace: Workspace) -> SandboxChoice:
+async def prepare(
+    workspace: Workspace, task: Task, services: TrialServices, record: TrialRecord, say: Say
+) -> tuple[SandboxStarter, SandboxPlan, str]:
+    """How the workspace's sandbox is started, when its image is there, and where its directory is inside."""
     config = workspace.config
-    return SandboxChoice(
-        backend=config.backend, image=config.image, hidden=(workspace.pier,), keep=workspace.state / RUNNING
-    )
+    keep = workspace.state / RUNNING
+    choice = SandboxChoice(backend=config.backend, image=config.image, hidden=(workspace.pier,), keep=keep)
+    logs = ServiceLogs(record.directory / "services", record)
+    starter = SandboxStarter(task, services, record, f"workspace-{config.id}", choice, logs, 1.0, say)
+    plan = agent_plan(task, choice, starter.environ)
+    record.image = await starter.get_image(plan)
+    workdir = task.config.environment.workdir or record.image.config.workdir or "/"
+    if workdir == "/":  # the image's own directory stays as it is, with its owner
+        workdir, task = DEFAULT_WORKDIR, in_directory(task, DEFAULT_WORKDIR)
+    return replace(starter, task=task), replace(plan, table=task.config.environment), workdir
 
 
 def parse_mount(text: str) -> Mount:
@@ -340,6 +277,39 @@ def parse_mount(text: str) -> Mount:
     source, _, rest = text.partition(":")
     target, _, mode = rest.partition(":")
     return Mount(target, Path(source), read_only=mode == "ro")
+
+
+async def _recover(workspace: Workspace, starter: SandboxStarter, plan: SandboxPlan, say: Say) -> None:
+    """Save what a sandbox held whose supervisor was killed, or did not manage to save it."""
+    mark, config, backend = workspace.state / RUNNING, workspace.config, starter.services.backend
+    try:
+        id = mark.read_text()
+    except FileNotFoundError:
+        return
+    if config.seeded and config.workdir:
+        say("the workspace was not stopped: saving what its sandbox held")
+        image = await starter.get_image(plan)
+        if image.digest != config.image_digest:
+            raise WorkspaceError(
+                "cannot save what the sandbox of this workspace held when it was not stopped: its image was another",
+                hint=f"start with the image it had (--image, or the task as it was); rm {mark} gives the files up",
+                code="not-recovered",
+            )
+        try:
+            async with await backend.reopen(id, SandboxSpec(image)) as sandbox:
+                if note := await state.save(workspace, sandbox, config.workdir):
+                    say(f"warning: {note}")
+        except SAVE_FAILURES as error:
+            if not isinstance(error, SandboxError) or error.code != "cannot_reopen":
+                raise WorkspaceError(
+                    f"cannot save what the sandbox of this workspace held when it was not stopped: {error}",
+                    hint=f"pier start tries again; rm {mark} gives it up",
+                    code="not-recovered",
+                    blame="infra",
+                ) from error
+            say(f"warning: what was only in the sandbox of the last run is lost: {error}")
+    mark.unlink()
+    await sweep(dict.fromkeys(backend.kinds, backend.destroy))
 
 
 @asynccontextmanager
@@ -363,15 +333,13 @@ async def open_live(workspace: Workspace, say: Say) -> AsyncIterator[LiveWorkspa
         agents, mounts = await install_agents(config.agents, say)
         environment = await stack.enter_async_context(_opened(workspace, services, record, agents, mounts, say))
         identity = await _identify(workspace, environment, owner)
-        shell = None
+        placed = PlacedFiles(workspace.pier / PLACED)
+        placed.load()
+        live = LiveWorkspace(workspace, environment, services, gateway, agents, identity, env, redactor, placed)
         if not config.direct:
-            closed = environment.network.mode != "public"
-            shell = open_session(gateway, config.model, None, closed, redactor)
+            live.shell = live.open_session()
             listener = await environment.sandbox.listen(GATEWAY_PORT, gateway.protocol_factory())
             stack.push_async_callback(listener.close)
-        placed = PlacedFiles(workspace.pier / "placed.json")
-        placed.load()
-        live = LiveWorkspace(workspace, environment, services, gateway, agents, identity, env, redactor, shell, placed)
         await live.set_up_agents()
         await live.adopt()
         environment.before = await environment.sandbox.changes()
@@ -387,10 +355,10 @@ async def _opened(
     mounts: Sequence[Mount],
     say: Say,
 ) -> AsyncIterator[TaskSandbox]:
-    config, choice, backend = workspace.config, sandbox_choice(workspace), services.backend
+    config, backend = workspace.config, services.backend
     _check_links(workspace)
     task = workspace_task(workspace)
-    await check_support(task, backend, choice)
+    await check_support(task, backend, SandboxChoice(backend=config.backend, image=config.image))
     capabilities = await backend.capabilities()
     network = _network(workspace, task, agents, public="public" in capabilities.networks)
     check_network(network, capabilities, backend.name)
@@ -398,54 +366,49 @@ async def _opened(
         raise WorkspaceError(
             f"the backend {backend.name} cannot mount a directory", hint="pier start --no-mount", code="no-mounts"
         )
-    logs = ServiceLogs(record.directory / "services", record)
-    starter = SandboxStarter(task, services, record, f"workspace-{config.id}", choice, logs, 1.0, say)
-    plan = agent_plan(task, choice, starter.environ)
     say("getting the image")
+    starter, plan, workdir = await prepare(workspace, task, services, record, say)
     image = await starter.get_image(plan)
-    record.image = image
-    workdir = task.config.environment.workdir or image.config.workdir or "/"
-    workdir = DEFAULT_WORKDIR if workdir == "/" else workdir
-    task = in_directory(task, workdir)
-    starter = replace(starter, task=task)
-    plan = replace(plan, table=task.config.environment)
     fresh = not config.seeded
     if fresh and config.mounted:
         say("copying the image's files")
-        await seed(workspace, starter, plan, network.baseline, workdir)
-    kept = workspace.pier / STATE
+        await state.seed(workspace, starter, plan, network.baseline, workdir)
     await _recover(workspace, starter, plan, say)
+    kept = workspace.pier / STATE
     if config.image_digest != image.digest and state.is_kept(kept):
         kept.rename(new_directory(workspace.pier / "older-state") / STATE)
         say("the image has changed: what was kept outside of the workspace is in .pier/older-state")
-    workspace.agent_logs.mkdir(exist_ok=True)
-    workspace.agent_logs.chmod(0o777)
-    own = [Mount(AGENT_LOGS, workspace.agent_logs, read_only=False)]
-    if config.mounted:
-        own.append(Mount(workdir, workspace.root, read_only=False))
-    own += [*mounts, *map(parse_mount, config.mounts)]
+    own = [*_own_mounts(workspace, workdir), *mounts, *map(parse_mount, config.mounts)]
     say("starting the sandbox")
     try:
         async with starter.open(_for_live(plan, config, fresh), network.baseline, mounts=own) as (sandbox, _):
-            environment = TaskSandbox(sandbox, workdir, starter, network, network.baseline)
             if fresh:
                 await prepare_step(starter, 0, sandbox, workdir)
             elif state.is_kept(kept):
                 await state.restore(sandbox, kept)
-            await _fill(workspace, sandbox, workdir, fresh=fresh)
+            user = user_text(task.steps[0].agent.user) or image.config.user or None
+            await state.fill(workspace, sandbox, workdir, user, fresh=fresh)
             if plan.table.healthcheck is not None:
                 say("waiting for the health check")
                 await wait_until_healthy(sandbox, plan.table.healthcheck, cwd=workdir)
             if fresh:
-                await _finish_seed(workspace, sandbox, workdir)
+                await state.note_seed(workspace, sandbox, workdir)
             if len(sandbox.services()) == 1:  # not before everything is in: it would be taken for the user's files
                 write(workspace.state / RUNNING, sandbox.id, mode=0o600)
             config.workdir, config.image_digest, config.seeded = workdir, image.digest, True
             workspace.save()
+            environment = TaskSandbox(sandbox, workdir, starter, network, network.baseline)
             await environment.switch_network(network.steps[0].agent)
             yield environment
     finally:
         (workspace.state / RUNNING).unlink(missing_ok=True)
+
+
+def _own_mounts(workspace: Workspace, workdir: str) -> list[Mount]:
+    workspace.agent_logs.mkdir(exist_ok=True)
+    workspace.agent_logs.chmod(0o777)
+    logs = Mount(AGENT_LOGS, workspace.agent_logs, read_only=False)
+    return [logs, Mount(workdir, workspace.root, read_only=False)] if workspace.config.mounted else [logs]
 
 
 def _check_links(workspace: Workspace) -> None:
@@ -455,15 +418,6 @@ def _check_links(workspace: Workspace) -> None:
             raise WorkspaceError(
                 f"{path} is a link", hint=f"rm {path}, or move what it leads to there", code="workspace-link"
             )
-
-
-async def _fill(workspace: Workspace, sandbox: Sandbox, workdir: str, *, fresh: bool) -> None:
-    """Copy the files of a workspace that is not mounted into its sandbox."""
-    if workspace.config.mounted:
-        return
-    await asyncio.to_thread(_note_copied, workspace)
-    if not fresh:
-        await _copy_in(sandbox, workspace.root, workdir)
 
 
 def _for_live(plan: SandboxPlan, config: WorkspaceConfig, fresh: bool) -> SandboxPlan:
@@ -483,63 +437,24 @@ def _network(workspace: Workspace, task: Task, agents: Sequence[InstalledAgent],
     return plan_network(task.config.environment, task.steps, override=override, agent_hosts=hosts)
 
 
-async def seed(
-    workspace: Workspace, starter: SandboxStarter, plan: SandboxPlan, policy: NetworkPolicy, workdir: str
-) -> None:
-    """Copy the image's working directory and the task's own files into the workspace's directory. Files that are there
-    already stay: the user asked for that with --force."""
-    scratch = new_directory(workspace.pier / "incoming")
-    async with starter.open(plan, policy, "seed") as (sandbox, _):
-        if await sandbox.exists(workdir):
-            await sandbox.download(workdir, scratch / "files")
-    if os.path.lexists(scratch / "files"):
-        await asyncio.to_thread(merge_tree, scratch / "files", workspace.root)
-    await asyncio.to_thread(remove_tree, workspace.pier / "incoming")
-
-
-async def _finish_seed(workspace: Workspace, sandbox: Sandbox, workdir: str) -> None:
-    """Note what the workspace began with."""
-    if workspace.config.mounted:
-        await asyncio.to_thread(keep_seed, workspace)
-        return
-    scratch = new_directory(workspace.pier / "incoming")
-    if any(entry.name not in (PIER, TASK) for entry in workspace.root.iterdir()):
-        await _copy_in(sandbox, workspace.root, workdir, clear=False)
-    await sandbox.download(workdir, scratch / "files")
-    await asyncio.to_thread(keep_seed, workspace, scratch / "files")
-    await asyncio.to_thread(remove_tree, workspace.pier / "incoming")
-
-
-def _note_copied(workspace: Workspace) -> None:
-    """Note which files are about to be copied in, so that later edits of them are seen."""
-    write_json(workspace.pier / _COPIED, marks_of(workspace.root), durable=False)
-
-
-def _edited_outside(workspace: Workspace, incoming: Path) -> list[str]:
-    """The files of the directory that are neither as they were when copied in nor as they come back."""
-    try:
-        copied = json.loads((workspace.pier / _COPIED).read_text())
-    except (OSError, ValueError):
-        copied = {}
-    present = marks_of(workspace.root)
-    edited = [path for path, mark in present.items() if mark is None or mark != copied.get(path)]
-    if not edited:
-        return []
-    back = marks_of(incoming)
-    return sorted(path for path in edited if present[path] is None or present[path] != back.get(path))
-
-
-async def _copy_in(sandbox: Sandbox, source: Path, workdir: str, *, clear: bool = True) -> None:
-    if clear:
-        await clear_directory(sandbox, workdir)
-    await sandbox.upload(source, workdir, leave_out=(PIER,))
-
-
-async def clear_directory(sandbox: Sandbox, path: str) -> None:
-    """Remove what is in a directory of the sandbox."""
-    if await sandbox.exists(path):
-        for entry in await sandbox.list_dir(path):
-            await sandbox.remove(f"{path}/{entry.name}")
+async def seed_host(workspace: Workspace, task: Task | None, say: Say) -> None:
+    """Copy the image's working directory into a workspace without a sandbox; without an image, the task's own
+    files."""
+    if task is not None:
+        try:
+            async with open_services(workspace.config.backend, label=f"workspace {workspace.root}") as opened:
+                services = replace(opened, environ={**os.environ, **workspace.environment()})
+                record = TrialRecord(new_directory(workspace.state / "runs"), Redactor())
+                starter, plan, workdir = await prepare(workspace, task, services, record, say)
+                workspace.config.workdir = workdir
+                network = plan_network(task.config.environment, task.steps)
+                await state.seed(workspace, starter, plan, network.baseline, workdir)
+        except PierError as error:
+            say(f"the image is not available ({error}): copying the task's own files")
+            state.copy_environment(task.environment_dir, workspace.root)
+    await asyncio.to_thread(keep_seed, workspace)
+    workspace.config.seeded = True
+    workspace.save()
 
 
 async def _identify(workspace: Workspace, environment: TaskSandbox, owner: os.stat_result) -> SandboxUser:

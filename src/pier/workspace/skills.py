@@ -18,7 +18,6 @@ from pier.errors import UsageError, WorkspaceError
 from pier.tree import drop_links
 
 if TYPE_CHECKING:
-    from pier.task import Task
     from pier.workspace.workspace import Workspace
 
 PACKAGED = Path(__file__).parent / "packaged"
@@ -132,40 +131,34 @@ def _register(root: Path, skill: Path, agents: Sequence[str], earlier: set[str])
 
 async def _skills_of_task(workspace: Workspace, target: Path, say: Callable[[str], None]) -> Path | None:
     """The task's skills, copied out of its image; None if it has none."""
-    path = workspace.config.task_path
-    if path is None:
-        return None
-    from pier.task import load_task
-
-    task = load_task(path, verify=False)
-    place = task.config.environment.skills_dir
-    if place is None:
-        return None
-    await _fetch(task, workspace.config.backend, place, target, say)
-    drop_links(target)
-    return target
-
-
-async def _fetch(task: Task, backend: str, place: str, target: Path, say: Callable[[str], None]) -> None:
     from pier.redact import Redactor
+    from pier.task import load_task
     from pier.trial.environment import open_environment
     from pier.trial.record import TrialRecord
     from pier.trial.spec import SandboxChoice, open_services
 
-    async with open_services(backend, label="pier skills") as services:
-        record = TrialRecord(target.parent / "record", Redactor())
-        record.open()
-        try:
-            choice = SandboxChoice(backend=backend)
-            async with open_environment(task, services, record, choice=choice, on_progress=say) as opened:
-                try:
-                    await opened.sandbox.download(place, target, max_bytes=_MOST)
-                except FileNotFoundError:
-                    raise WorkspaceError(
-                        f"the task's skills_dir {place} is not in its image",
-                        hint=f"correct skills_dir in {task.path / 'task.toml'}",
-                        code="no-skills",
-                        blame="task",
-                    ) from None
-        finally:
-            record.close()
+    path, backend = workspace.config.task_path, workspace.config.backend
+    task = load_task(path, verify=False) if path is not None else None
+    place = task.config.environment.skills_dir if task else None
+    if task is None or place is None:
+        return None
+    record = TrialRecord(target.parent / "record", Redactor())
+    record.open()
+    try:
+        choice = SandboxChoice(backend=backend)
+        async with (
+            open_services(backend, label="pier skills") as services,
+            open_environment(task, services, record, choice=choice, on_progress=say) as opened,
+        ):
+            await opened.sandbox.download(place, target, max_bytes=_MOST)
+    except FileNotFoundError:
+        raise WorkspaceError(
+            f"the task's skills_dir {place} is not in its image",
+            hint=f"correct skills_dir in {task.path / 'task.toml'}",
+            code="no-skills",
+            blame="task",
+        ) from None
+    finally:
+        record.close()
+    drop_links(target)
+    return target

@@ -11,27 +11,23 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pier.beneath import remove
-from pier.errors import PierError, UsageError, WorkspaceError
-from pier.files import write
+from pier.errors import UsageError, WorkspaceError
 from pier.secret import secret_values
 from pier.task import Task, load_task
 from pier.task.sources import find_tasks
-from pier.trial.environment import SandboxStarter, ServiceLogs
-from pier.trial.plan import agent_plan
-from pier.workspace.agents import check_agents
+from pier.tree import Tree, TreeError
+from pier.workspace.agents import PLACED, check_agents
 from pier.workspace.client import call, is_running, launch
-from pier.workspace.diff import SEED, keep_seed
-from pier.workspace.live import RUNNING, STATE
+from pier.workspace.diff import SEED
+from pier.workspace.live import seed_host
 from pier.workspace.ports import add_ports, check_free, parse_port
-from pier.workspace.state import check_directory, copy_tree
-from pier.workspace.workspace import PIER, TASK, Workspace, WorkspaceConfig, enclosing, new_directory
-
-PLACED = "placed.json"
+from pier.workspace.state import RUNNING, STATE, copy_tree, merge_tree
+from pier.workspace.workspace import PIER, TASK, Workspace, WorkspaceConfig, enclosing
 
 Say = Callable[[str], None]
 
@@ -140,6 +136,20 @@ def _existing(order: StartOrder) -> tuple[Workspace, bool]:
     workspace.settle()
     before = config.model_dump()
     secret_count = dict(workspace.secret_env())
+    if order.backend not in (None, config.backend) and not is_running(workspace):
+        _check_recovered(workspace, f"pier start, then pier start --env {order.backend}")
+    _add(config, order)
+    _set_env(workspace, order.env)
+    if config.task_path is not None and config.task_path.is_dir():
+        task = load_task(config.task_path, verify=False)
+        given = workspace.environment().keys() | order.env.keys() | workspace.agreed()
+        workspace.agree(_ask_consent(order, task, given))
+        _write_instruction(workspace, task)
+    return workspace, config.model_dump() != before or workspace.secret_env() != secret_count
+
+
+def _add(config: WorkspaceConfig, order: StartOrder) -> None:
+    """Add what was asked for to the settings."""
     config.agents = list(dict.fromkeys((*config.agents, *order.agents)))
     config.ports = add_ports(config.ports, order.ports)
     config.mounts = list(dict.fromkeys((*config.mounts, *order.mounts)))
@@ -147,19 +157,16 @@ def _existing(order: StartOrder) -> tuple[Workspace, bool]:
     config.model = order.model or config.model
     config.image = order.image or config.image
     config.direct = config.direct or order.direct
-    if order.backend and order.backend != config.backend:
-        if (workspace.state / RUNNING).exists() and not is_running(workspace):
-            raise WorkspaceError(
-                f"{workspace.root} was not stopped: its sandbox on {config.backend} may hold files of yours",
-                hint=f"pier start, then pier start --env {order.backend}",
-                code="not-recovered",
-            )
-        config.backend = order.backend
-    _set_env(workspace, order.env)
-    if config.task_path is not None and config.task_path.is_dir():
-        given = {**workspace.environment(), **order.env}
-        workspace.agree(_ask_consent(order, load_task(config.task_path), given.keys() | workspace.agreed()))
-    return workspace, config.model_dump() != before or workspace.secret_env() != secret_count
+    config.backend = order.backend or config.backend
+
+
+def _check_recovered(workspace: Workspace, hint: str) -> None:
+    if (workspace.state / RUNNING).exists():
+        raise WorkspaceError(
+            f"{workspace.root} was not stopped: its sandbox may hold files that its directory does not have",
+            hint=hint,
+            code="not-recovered",
+        )
 
 
 async def _create(order: StartOrder, say: Say) -> Workspace:
@@ -174,19 +181,12 @@ async def _create(order: StartOrder, say: Say) -> Workspace:
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     config = WorkspaceConfig(
         mode="host" if order.host else "sandbox",
-        backend=order.backend or "local",
         task=_task_text(order.task) if order.task else None,
         task_path=task.path if task else None,
-        image=order.image,
-        agents=list(dict.fromkeys(order.agents)),
-        model=order.model,
-        direct=order.direct,
-        ports=add_ports((), order.ports),
-        mounts=list(order.mounts),
-        skills=list(order.skills),
         mounted=order.mounted,
         git=origin,
     )
+    _add(config, order)
     workspace = Workspace(root.resolve(), config)
     try:
         workspace.save()
@@ -318,62 +318,20 @@ def _set_env(workspace: Workspace, env: Mapping[str, str]) -> None:
 
 
 def _write_instruction(workspace: Workspace, task: Task) -> None:
-    """The instructions where people and agents read them; one file for each step."""
-    folder = workspace.root / TASK
-    folder.mkdir(exist_ok=True)
-    for index, step in enumerate(task.steps):
-        name = "instruction.md" if not index else f"instruction-{step.name}.md"
-        path = folder / name
-        source = task.path / "instruction.md"
-        if workspace.is_host and not index and source.is_file():
-            path.unlink(missing_ok=True)
-            path.symlink_to(source)
-        else:
-            write(path, step.instruction)
-
-
-async def seed_host(workspace: Workspace, task: Task | None, say: Say) -> None:
-    """Copy the image's working directory into a workspace without a sandbox; without an image, the task's own
-    files."""
-    from pier.redact import Redactor
-    from pier.trial.plan import plan_network
-    from pier.trial.record import TrialRecord
-    from pier.trial.spec import open_services
-    from pier.workspace.live import DEFAULT_WORKDIR, in_directory, sandbox_choice, seed
-
-    if task is not None:
-        try:
-            async with open_services(workspace.config.backend, label=f"workspace {workspace.root}") as opened:
-                services = replace(opened, environ={**os.environ, **workspace.environment()})
-                record = TrialRecord(new_directory(workspace.state / "runs"), Redactor())
-                choice = sandbox_choice(workspace)
-                logs = ServiceLogs(record.directory / "services", record)
-                starter = SandboxStarter(task, services, record, f"seed-{workspace.config.id}", choice, logs, 1.0, say)
-                plan = agent_plan(task, choice, starter.environ)
-                image = await starter.get_image(plan)
-                workdir = task.config.environment.workdir or image.config.workdir or "/"
-                workdir = DEFAULT_WORKDIR if workdir == "/" else workdir
-                network = plan_network(task.config.environment, task.steps)
-                workspace.config.workdir = workdir
-                moved = in_directory(task, workdir)
-                starter, plan = replace(starter, task=moved), replace(plan, table=moved.config.environment)
-                await seed(workspace, starter, plan, network.baseline, workdir)
-        except PierError as error:
-            say(f"the image is not available ({error}): copying the task's own files")
-            _copy_environment(task, workspace.root)
-    await asyncio.to_thread(keep_seed, workspace)
-    workspace.config.seeded = True
-    workspace.save()
-
-
-def _copy_environment(task: Task, root: Path) -> None:
-    for child in task.environment_dir.iterdir():
-        if child.name in ("Dockerfile", ".dockerignore", "docker-compose.yaml") or os.path.lexists(root / child.name):
-            continue
-        if child.is_dir():
-            shutil.copytree(child, root / child.name, symlinks=True)
-        else:
-            shutil.copy2(child, root / child.name, follow_symlinks=False)
+    """The instructions where people and agents read them; one file for each step. What is there may come from a
+    sandbox, so no link is followed."""
+    source = task.path / "instruction.md"
+    try:
+        with Tree(workspace.root) as tree:
+            for index, step in enumerate(task.steps):
+                name = f"{TASK}/instruction-{step.name}.md" if index else f"{TASK}/instruction.md"
+                tree.write(name, step.instruction.encode())
+            if workspace.is_host and source.is_file():
+                with tree.reached(f"{TASK}/instruction.md") as path:
+                    path.unlink()
+                    path.symlink_to(source)
+    except TreeError as error:
+        raise WorkspaceError(str(error), hint=f"move {workspace.root / TASK} away", code="workspace-link") from error
 
 
 def parse_mounts(text: str) -> tuple[str, ...]:
@@ -414,13 +372,8 @@ async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Ca
         )
     check_free(ports)
     running = not workspace.is_host and is_running(workspace)
-    own = workspace.is_settled() or workspace.was_moved()
-    if own and not running and (workspace.state / RUNNING).exists():
-        raise WorkspaceError(
-            f"{workspace.root} was not stopped: its sandbox may hold files that its directory does not have",
-            hint="pier start, then pier fork",
-            code="not-recovered",
-        )
+    if workspace.origin in ("here", "moved") and not running:
+        _check_recovered(workspace, "pier start, then pier fork")
     target.mkdir(parents=True, exist_ok=True, mode=0o700)
     made = Workspace(target.resolve(), workspace.config.model_copy(deep=True))
     made.config.id = type(workspace.config)().id
@@ -429,14 +382,11 @@ async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Ca
     try:
         say("copying the files")
         if running:
-            files = made.root / ".incoming"
+            files = made.pier / "incoming"
             request = {"op": "save", "target": str(made.pier / STATE), "files": str(files)}
             call(workspace, request)
             if os.path.lexists(files):
-                check_directory(files)
-                for child in files.iterdir():
-                    if child.name not in (PIER, files.name):
-                        child.rename(made.root / child.name)
+                await asyncio.to_thread(merge_tree, files, made.root)
                 await asyncio.to_thread(remove, str(files))
         elif (workspace.pier / STATE).is_dir():
             await asyncio.to_thread(copy_tree, workspace.pier / STATE, made.pier / STATE)

@@ -27,9 +27,9 @@ from pier.sandbox import remote
 from pier.workspace import state
 from pier.workspace.client import HELD, LOG, error_payload
 from pier.workspace.commands import Background, run_command
-from pier.workspace.live import RUNNING, LiveWorkspace, open_live, save
+from pier.workspace.live import LiveWorkspace, open_live
 from pier.workspace.ports import forward_ports
-from pier.workspace.state import SAVE_FAILURES, remove_tree
+from pier.workspace.state import RUNNING, SAVE_FAILURES
 from pier.workspace.verify import VerifyOrder, verify
 from pier.workspace.workspace import Workspace, new_directory
 
@@ -131,7 +131,7 @@ class Supervisor:
         can_wait = (self.workspace.state / RUNNING).exists()
         try:
             await live.adopt()
-            if note := await save(self.workspace, live.sandbox, live.environment.workdir):
+            if note := await state.save(self.workspace, live.sandbox, live.environment.workdir):
                 self.notes.append(note)
         except SAVE_FAILURES as error:
             later = "saved by the next pier start" if can_wait else "not kept"
@@ -255,36 +255,14 @@ class Supervisor:
     async def _verify(
         self, live: LiveWorkspace, request: dict[str, Any], writer: asyncio.StreamWriter
     ) -> dict[str, Any]:
-        inside = request.get("session_dir")
-        directory = Path(request["trial_dir"]) if request.get("trial_dir") else None
-        scratch = self.workspace.pier / "incoming" / os.urandom(4).hex() if inside else None
-        if inside and scratch:
-            scratch.parent.mkdir(exist_ok=True)
-            await live.sandbox.download(inside, scratch)
-            if scratch.is_symlink():
-                scratch.unlink()
-                raise WorkspaceError(f"{inside} is a link in the sandbox: name where it leads", code="no-session")
-        order = VerifyOrder(
-            step=request.get("step"),
-            in_place=bool(request.get("in_place")),
-            agent=request.get("agent"),
-            session=request.get("session"),
-            session_dir=scratch,
-            trial_dir=directory,
-            capture=request.get("capture", True),
-        )
-
         def say(line: str) -> None:
             writer.write(frames.pack(frames.PROGRESS, line.encode()))
 
         def show(data: bytes) -> None:
             writer.write(frames.pack(frames.STDOUT, data))
 
-        try:
-            return asdict(await verify(self.workspace, live.services, order, say, live, show))
-        finally:
-            if scratch is not None:
-                await asyncio.to_thread(remove_tree, scratch)
+        order = VerifyOrder.of(request)
+        return asdict(await verify(self.workspace, live.services, order, say, live, show))
 
     async def _fetch(self, live: LiveWorkspace, request: dict[str, Any]) -> dict[str, Any]:
         return {"left_out": await live.sandbox.download(request["path"], Path(request["target"]))}
@@ -306,7 +284,7 @@ class Supervisor:
             for change in changes or ()
             if (change.path, change.mark) not in before and not f"{change.path}/".startswith(f"{workdir}/")
         ]
-        return {"known": changes is not None, "changes": rows}
+        return {"changes": rows}
 
 
 def _is_at(directory: int, path: Path) -> bool:

@@ -26,7 +26,7 @@ from pier.files import is_plain_name
 from pier.job.view import TrialView
 from pier.redact import REDACTED, Redactor
 from pier.tree import Entry, Tree, TreeError
-from pier.workspace.workspace import PIER
+from pier.workspace.workspace import PIER, subdirectories
 
 _MARK = REDACTED.encode()
 _BLOCK = 4 * 1024 * 1024
@@ -110,7 +110,7 @@ def traces_home(start: Path | None = None) -> Path:
 
 def list_traces(home: Path) -> list[TrialView]:
     """The trials, newest first. What is not a trial is passed over."""
-    names = sorted((path.name for path in _directories(home)), reverse=True)
+    names = sorted((path.name for path in subdirectories(home)), reverse=True)
     found = []
     for name in names:
         try:
@@ -120,17 +120,9 @@ def list_traces(home: Path) -> list[TrialView]:
     return found
 
 
-def _directories(home: Path) -> Iterator[Path]:
-    try:
-        with os.scandir(home) as entries:
-            yield from [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return
-
-
 def find_trace(home: Path, name: str | None) -> Path:
     """The trial with this name, or whose name begins so; the newest without a name."""
-    names = sorted(path.name for path in _directories(home) if not path.name.startswith("."))
+    names = sorted(path.name for path in subdirectories(home) if not path.name.startswith("."))
     if name is None:
         if not names:
             raise UsageError(f"there are no traces in {home}", hint="pier capture saves one", code="no-traces")

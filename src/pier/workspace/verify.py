@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pier import __version__
 from pier.errors import SandboxError, UsageError, WorkspaceError
@@ -29,10 +29,7 @@ from pier.trial.plan import agent_plan
 from pier.trial.record import Clock, TrialRecord, now, task_reference, trial_config, trial_lock
 from pier.trial.result import (
     AgentInfo,
-    AgentResult,
-    ModelInfo,
     PierInfo,
-    TimingInfo,
     TrialResult,
     VerifierResult,
     captured,
@@ -42,11 +39,8 @@ from pier.trial.result import (
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec
 from pier.trial.verify import grade
 from pier.workspace import state
-from pier.workspace.live import DEFAULT_WORKDIR, LiveWorkspace, clear_directory, in_directory, workspace_task
-from pier.workspace.workspace import PIER, TASK, Workspace
-
-if TYPE_CHECKING:
-    from pier.workspace.capture import CapturedSession
+from pier.workspace.live import DEFAULT_WORKDIR, LiveWorkspace, in_directory, workspace_task
+from pier.workspace.workspace import PIER, TASK, Workspace, new_directory
 
 STDOUT = "verifier/test-stdout.txt"
 _CHUNK = 1 << 16
@@ -64,7 +58,13 @@ class VerifyOrder:
     session: str | None = None
     session_dir: Path | None = None
     trial_dir: Path | None = None
-    capture: bool = True
+
+    @classmethod
+    def of(cls, request: Mapping[str, Any]) -> VerifyOrder:
+        """The order of a request: strings and flags by name."""
+        given: dict[str, Any] = {name: request.get(name) for name in ("step", "agent", "session")}
+        given |= {name: Path(request[name]) for name in ("session_dir", "trial_dir") if request.get(name)}
+        return cls(**given, in_place=bool(request.get("in_place")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ async def verify(
         )
     task = workspace_task(workspace, verify=True)
     index = _step_index(task, order.step)
-    directory = order.trial_dir or workspace.new_trial_directory()
+    directory = order.trial_dir or new_directory(workspace.trials)
     environ = services.environ or {}
     own = [*secret_values(workspace.environment(), environ, given=True), *task_secrets(task, environ)]
     if live is None:
@@ -196,7 +196,8 @@ class _Verification:
             with captured() as failure:
                 await self._add_trajectory(result, record)
             if failure.error is not None:
-                record.warn(f"no trajectory could be saved: {failure.error}")
+                reason = str(failure.error).replace(str(self.order.session_dir), "--session-dir")
+                record.warn(f"no trajectory is saved: {reason}")
             self._seal(result, record, clock)
         finally:
             record.close()
@@ -256,9 +257,10 @@ class _Verification:
         live, task = self.live, self.task
         services, config = self.services, self.workspace.config
         choice = SandboxChoice(backend=services.backend.name, image=config.image)
-        if config.workdir:
+        image = live.environment.record.image if live is not None else None
+        if config.workdir and (image is None or image.config.workdir != config.workdir):
             task = in_directory(task, config.workdir)
-        if live is not None and (image := live.environment.record.image) is not None:
+        if image is not None:
             request = agent_plan(task, choice, services.environ).image
             services = replace(services, images=_SameImage(services.images, request, image))
         name = f"verify-{config.id}"
@@ -274,42 +276,31 @@ class _Verification:
 
     async def _copy_files(self, environment: TaskSandbox) -> None:
         sandbox, workdir, live = environment.sandbox, environment.workdir, self.live
+        await state.clear_directory(sandbox, workdir)
         if live is not None and not self.workspace.config.mounted:
-            await sandbox.remove(workdir)
             await sandbox.put_tar(live.sandbox.get_tar(workdir), workdir)
             return
-        await clear_directory(sandbox, workdir)
         owner = sandbox.spec.image.config.user or None
         await sandbox.upload(self.workspace.root, workdir, leave_out=(PIER, TASK), owner=owner)
 
     async def _add_trajectory(self, result: TrialResult, record: TrialRecord) -> None:
-        if not self.order.capture:
-            return
-        found = await asyncio.to_thread(self._capture)
-        if found is None:
-            if self.order.agent or self.order.session:
-                which = f" {self.order.session!r}" if self.order.session else ""
-                whose = f" of {self.order.agent}" if self.order.agent else ""
-                record.warn(f"cannot save a trajectory: no session{which}{whose} in {self.workspace.root}")
-            return
-        model = ModelInfo(name=found.model) if found.model else None
-        result.agent_info = AgentInfo(name=found.agent, version=found.version, model_info=model)
-        result.agent_result = found.result or AgentResult()
-        result.n_agent_steps = result.agent_result.n_agent_steps
-        result.agent_execution = TimingInfo(started_at=found.started_at, finished_at=found.ended_at)
+        from pier.workspace.capture import capture_session, nothing_found
 
-    def _capture(self) -> CapturedSession | None:
-        from pier.workspace.capture import capture_session
-
-        order = self.order
-        return capture_session(
-            self.workspace,
+        order, workspace = self.order, self.workspace
+        found = await asyncio.to_thread(
+            capture_session,
+            workspace,
             self.directory / "agent",
             agent=order.agent,
             session=order.session,
             session_dir=order.session_dir,
             redactor=self.redactor,
         )
+        if found is not None:
+            found.add_to(result)
+        elif order.agent or order.session:
+            missing = nothing_found(workspace, workspace.root, order.agent, order.session)
+            record.warn(f"no trajectory is saved: {missing}")
 
     def _seal(self, result: TrialResult, record: TrialRecord, clock: Clock) -> None:
         judge_as_harbor(result)

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from pier.errors import WorkspaceError
 from pier.files import write_json
@@ -36,11 +36,7 @@ STAMP = "%Y-%m-%d_%H-%M-%S"
 _SUFFIXES = 1000
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-
-class WorkspaceConfig(_Part):
+class WorkspaceConfig(BaseModel):
     """What a workspace was started with. `task` is a directory or a git reference, `task_path` where it is on this
     machine. Values of secret variables in `env` are empty."""
 
@@ -71,7 +67,7 @@ class WorkspaceConfig(_Part):
     """Whether the files of the image were copied into the directory."""
 
 
-class SessionInfo(_Part):
+class SessionInfo(BaseModel):
     """One recorded run of an agent. `exit_code` is None while it runs, or if its end was not seen."""
 
     id: str
@@ -179,31 +175,32 @@ class Workspace:
         write_json(self.state / LINK, {"path": str(self.root)}, mode=0o600)
         (self.state / GONE).unlink(missing_ok=True)
 
-    def settle(self) -> bool:
-        """See to it that this machine's part belongs to this directory; whether it did already.
+    @property
+    def origin(self) -> Literal["here", "moved", "copied", "elsewhere"]:
+        """Where the settings were made: on this machine, for this directory, for one that is no longer there or for the
+        original of a copy; or elsewhere."""
+        known = linked(str(self.state))
+        if known is None or Path(known) == self.root:
+            return "here" if known else "elsewhere"
+        if not (Path(known) / PIER / CONFIG).exists():
+            return "moved"
+        original = _try_open(Path(known))
+        return "copied" if original is not None and original.config == self.config else "elsewhere"
+
+    def settle(self) -> None:
+        """See to it that this machine's part belongs to this directory.
 
         A directory that was moved takes its part along. One that was copied, or came from another machine, gets a part
-        and a new id, so that the original is not disturbed."""
-        known = _linked(self.state)
-        if known == self.root:
-            return True
-        if known is not None and (other := _try_open(known)) is not None and other.config.id == self.config.id:
+        and a new id if the id is taken, so that the original is not disturbed."""
+        if (origin := self.origin) == "here":
+            return
+        if origin != "moved" and linked(str(self.state)):
             self.config.id = secrets.token_hex(4)
         self.save()
-        return False
-
-    def is_known(self) -> bool:
-        """Whether the user made these settings on this machine: here, before a move, or in the original of a copy. The
-        id of a workspace from elsewhere has no part here."""
-        known = _linked(self.state)
-        if known is None or known == self.root or self.was_moved():
-            return known is not None
-        original = _try_open(known)
-        return original is not None and original.config == self.config
 
     def check_known(self) -> None:
         """Refuse settings from elsewhere: they name variables of commands, and what of this machine is mounted."""
-        if self.is_known():
+        if self.origin != "elsewhere":
             return
         config = self.config
         brought = {"mounts": config.mounts, "variables": sorted(config.env), "skills": [*map(str, config.skills)]}
@@ -217,35 +214,25 @@ class Workspace:
 
     def agreed(self) -> set[str]:
         """The variables of this machine that the user let the task have."""
-        try:
-            found: Any = json.loads((self.state / CONSENT).read_text())
-        except (OSError, ValueError):
-            return set()
-        return set(map(str, found)) if isinstance(found, list) else set()
+        return set(map(str, self._read(CONSENT, list)))
 
     def agree(self, names: set[str]) -> None:
         write_json(self.state / CONSENT, sorted(names), mode=0o600)
 
-    def is_settled(self) -> bool:
-        """Whether this machine's part belongs to this directory."""
-        return _linked(self.state) == self.root
-
-    def was_moved(self) -> bool:
-        """Whether this machine's part belongs to a directory that is no longer there."""
-        known = _linked(self.state)
-        return known is not None and known != self.root and not (known / PIER / CONFIG).exists()
-
     def secret_env(self) -> dict[str, str]:
         """The values of secret variables, which stay on this machine."""
-        try:
-            found: Any = json.loads((self.state / SECRETS).read_text())
-        except (OSError, ValueError):
-            return {}
-        return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
+        return {str(name): str(value) for name, value in self._read(SECRETS, dict).items()}
 
     def keep_secrets(self, values: dict[str, str]) -> None:
         self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(self.state / SECRETS, values, mode=0o600)
+
+    def _read(self, name: str, kind: type[Any]) -> Any:
+        try:
+            found = json.loads((self.state / name).read_text())
+        except (OSError, ValueError):
+            found = None
+        return found if isinstance(found, kind) else kind()
 
     def environment(self) -> dict[str, str]:
         """The workspace's variables with their values. `WorkspaceError` if a secret is not on this machine."""
@@ -262,7 +249,7 @@ class Workspace:
     def sessions(self) -> list[WorkspaceSession]:
         """The recorded runs of agents, oldest first; one that cannot be read is left out."""
         found = []
-        for path in sorted(_children(self.pier / "sessions")):
+        for path in sorted(subdirectories(self.pier / "sessions")):
             try:
                 info = SessionInfo.model_validate_json((path / SESSION).read_bytes())
             except (OSError, ValidationError):
@@ -283,10 +270,6 @@ class Workspace:
         session = WorkspaceSession(info, directory)
         session.write()
         return session
-
-    def new_trial_directory(self) -> Path:
-        """An empty directory for a trial, named after the time."""
-        return new_directory(self.trials)
 
 
 def new_directory(parent: Path) -> Path:
@@ -320,12 +303,8 @@ def _try_open(root: Path) -> Workspace | None:
         return None
 
 
-def _linked(state: Path) -> Path | None:
-    found = linked(str(state))
-    return Path(found) if found else None
-
-
-def _children(directory: Path) -> Iterator[Path]:
+def subdirectories(directory: Path) -> Iterator[Path]:
+    """The directories in one, without links; none if it is missing."""
     try:
         with os.scandir(directory) as entries:
             yield from [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
