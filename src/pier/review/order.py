@@ -266,13 +266,7 @@ class ReviewPlan:
         schema = json.dumps(schema_of(order.kind, order.criteria, order.causes).model_json_schema())
         contract = fill_in(
             load_prompt("contract"),
-            {
-                "where": where,
-                "output": order.output,
-                "schema": schema,
-                "artifacts": ARTIFACTS,
-                "input": INPUT,
-            },
+            {"where": where, "output": order.output, "schema": schema, "artifacts": ARTIFACTS, "input": INPUT},
         )
         return "\n\n".join((*parts, contract.rstrip())) + "\n"
 
@@ -310,9 +304,7 @@ def as_review(spec: TrialSpec) -> TrialSpec:
     # Neighbours of the reviewed job are hidden too, unless they lie at the top of the machine.
     jobs = (root, root.parent) if len(root.parent.parts) > 2 else (root,)
     sandbox = replace(
-        spec.sandbox,
-        mounts=(*spec.sandbox.mounts, *mounts),
-        hidden=(*spec.sandbox.hidden, *jobs, *places.values()),
+        spec.sandbox, mounts=(*spec.sandbox.mounts, *mounts), hidden=(*spec.sandbox.hidden, *jobs, *places.values())
     )
     instruction = spec.task.steps[0].instruction.rstrip()
 

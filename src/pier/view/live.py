@@ -119,7 +119,7 @@ def _state(watcher: IndexWatcher, pages: Pages, job: str | None, trial: str | No
     state = {"version": found["version"], "state": found["state"]}
     if trial is not None:
         opened = pages.open_trial(job, trial)
-        state = {"trial": opened.view.state, "steps": 0, "standing": opened.row["standing"] if opened.row else ""}
+        state = {"trial": opened.view.state, "steps": 0, "standing": opened.row["standing"]}
         if opened.view.state == "running" and (part := opened.part({})) is not None:
             with pages.reader.open(part) as trajectory:
                 state["steps"] = len(trajectory)

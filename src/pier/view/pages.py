@@ -103,7 +103,7 @@ class Pages:
     def _reviews(self, name: str) -> dict[str, Any]:
         root = self.library.root / name
         runs = [
-            {"name": run.name, "agent": run.agent, "model": run.model, **asdict(heat_map(run))}
+            {"name": run.name, "agent": run.agent, "model": run.model, "n_items": run.n_items, **asdict(heat_map(run))}
             for run in list_runs(root)
         ]
         return {"runs": runs, "analysis": to_jsonable_python(read_job_analysis(root))}
@@ -174,7 +174,7 @@ class Pages:
         }
         if wanted:
             data |= self._read_texts([job] if job else data["jobs"])
-            data["found"] = [asdict(each) for each in self.index.search(wanted, job or None)]
+            data["found"] = self.index.search(wanted, job or None)
         return Page("search.html", "Search", data, job=job)
 
     def _read_texts(self, jobs: list[str]) -> dict[str, int]:
@@ -182,11 +182,12 @@ class Pages:
         read, total, budget = 0, 0, _SEARCH_TRIALS
         for job in jobs:
             rows, _ = self.index.trials(self.index.job(job)["id"], TrialListFilter(), 0, 1_000_000)
+            stamps = self.index.texts_stamps(job)
             for row in rows:
                 if row["standing"] == "pending":
                     continue
                 total += 1
-                known = self.index.texts_stamp(job, row["name"])
+                known = stamps.get(row["name"])
                 if known is not None and row["standing"] != "running":
                     read += 1
                 elif budget > 0:
@@ -215,7 +216,9 @@ class Pages:
 
     def open_trial(self, job: str, name: str) -> TrialPage:
         row = self.index.trial(self.index.job(job)["id"], name)
-        view = self.library.trial(job, name, known=row is not None and row["standing"] != "pending")
+        if row is None:
+            raise NotFoundError(f"{job} has no trial {name}")
+        view = self.library.trial(job, name, known=row["standing"] != "pending")
         return TrialPage(self.index, self.reader, job, view, row, self.whole)
 
     def trial(self, job: str, name: str, tab: str, query: Mapping[str, str]) -> Page:
@@ -232,7 +235,9 @@ class Pages:
         trial = self.open_trial(job, name)
         at = {"job": job, "trial": name, "tab": "steps"}
         if piece == "more":
-            return Page("steps.html", name, {"head": {"job": job, "name": name}, "content": trial.steps(query)}, **at)
+            return Page(
+                "steps.html", name, {"head": {"job": job, "name": name}, "content": trial.tab_steps(query)}, **at
+            )
         if piece == "outline":
             return Page("outline.html", name, {"outline": trial.outline(query), "query": dict(query)}, **at)
         if piece == "find":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,9 +17,8 @@ from typing import IO, Any
 
 from pydantic_core import to_jsonable_python
 
-from pier.job.figures import standing_of
 from pier.job.results import main_reward
-from pier.job.view import CONFIG, LOCK, RESULT, TRIAL_LOG, TrialRow, TrialView
+from pier.job.view import CONFIG, LOCK, RESULT, TRIAL_LOG, TrialView
 from pier.record.reader import Call, Recording, call_times
 from pier.record.reader import read as read_recording
 from pier.review.read import critiques_of, read_analysis
@@ -39,7 +38,7 @@ from pier.view.cards import (
 from pier.view.index import Index
 from pier.view.library import NotFoundError
 from pier.view.notes import read_notes
-from pier.view.steps import StepReader, TrajectoryPart
+from pier.view.steps import StepReader, TrajectoryPart, step_name
 
 PAGE_STEPS, PAGE_BYTES = 50, 3 << 20
 LOG_BYTES = 200_000
@@ -47,6 +46,22 @@ _JSON_LIMIT = 64 << 20
 _LISTED = 2_000
 _DIFF_BYTES = 2_500_000
 _LINES_BEFORE, _LINES_SHOWN, _LONGEST_LINE = 200, 1_000, 20_000
+TAB_NAMES = {
+    "steps": "Steps",
+    "verifier": "Verifier",
+    "changes": "Changes",
+    "artifacts": "Artifacts",
+    "calls": "Model calls",
+    "logs": "Logs",
+    "network": "Network",
+    "integrity": "Integrity",
+    "terminal": "Terminal",
+    "reviews": "Reviews",
+    "config": "Configuration",
+    "notes": "Notes",
+    "file": "File",
+}
+_NO_QUERY: Mapping[str, str] = {}
 PICTURES = {
     ".png": "image/png",
     ".jpg": "image/jpeg",
@@ -64,7 +79,7 @@ class TrialPage:
     reader: StepReader
     job: str
     view: TrialView
-    row: Mapping[str, Any] | None
+    row: Mapping[str, Any]
     whole: bool = False
     """Whether a page has all steps, sub-agents included, as in an export."""
 
@@ -74,20 +89,20 @@ class TrialPage:
 
     def head(self) -> dict[str, Any]:
         """What every tab shows."""
-        view = self.view
+        view, row = self.view, self.row
         result, outcome = view.result, view.outcome
-        standing = self.row["standing"] if self.row else _standing(view)
-        info = result.pier if result else None
+        info, used = (result.pier, result.agent_result) if result else (None, None)
+        steps = used.n_agent_steps if used else None
         return {
             "job": self.job,
             "name": view.name,
             "task": view.task,
-            "agent": view.agent if view.agent != "unknown" or not self.row else self.row["agent"],
+            "agent": view.agent if view.agent != "unknown" else row["agent"],
             "agent_version": result.agent_info.version if result else None,
             "model": view.model,
             "attempt": view.attempt or (info.attempt if info else None),
             "state": view.state,
-            "standing": standing,
+            "standing": row["standing"],
             "problem": view.problem,
             "directory": str(view.directory),
             "reward": main_reward(outcome.rewards) if outcome else None,
@@ -101,15 +116,24 @@ class TrialPage:
             "warnings": list(info.warnings) if info else [],
             "backend": info.backend if info else result.environment_type if result else None,
             "image": info.image if info else None,
-            "peak_context": result.agent_result.peak_context_tokens if result and result.agent_result else None,
-            "n_agent_steps": _agent_steps(view),
+            "peak_context": used.peak_context_tokens if used else None,
+            "n_agent_steps": steps if steps is not None or not result else result.n_agent_steps,
             "integrity_notes": sum(len(each["notes"]) for each in self._integrity()),
-            "neighbours": self.index.neighbours(self.index.job(self.job)["id"], self.row["place"]) if self.row else {},
+            "neighbours": self.index.neighbours(self.index.job(self.job)["id"], row["place"]),
             "notes": self.notes(),
         }
 
     def notes(self) -> list[dict[str, Any]]:
         return [asdict(note) for note in read_notes(self.directory)]
+
+    def tab_notes(self, _: Mapping[str, str]) -> dict[str, Any]:
+        return {"list": self.notes()}
+
+    def tab_integrity(self, _: Mapping[str, str]) -> dict[str, Any]:
+        return {"parts": self._integrity()}
+
+    def tab_terminal(self, _: Mapping[str, str]) -> dict[str, Any]:
+        return {"casts": self._casts()}
 
     def tabs(self) -> list[str]:
         """The tabs that have something to show."""
@@ -117,46 +141,32 @@ class TrialPage:
             return ["steps", "changes", "notes"]
         if not self.directory.is_dir():
             return ["steps"]
-        files, found = self.view.files, ["steps"]
+        files = self.view.files
         with self.tree() as tree:
-            places = [prefix for _, prefix in self.places(tree)]
-            has = {name: any(tree.find(f"{prefix}{name}") for prefix in places) for name in ("verifier", "artifacts")}
-            network = any(tree.find(f"{prefix}network.jsonl") for prefix in places)
+            names = {
+                entry.path.rpartition("/")[2] for _, at in self.places(tree) for entry in tree.listed(at.rstrip("/"))
+            }
         shown = {
-            "verifier": has["verifier"] or bool(self.view.result),
+            "steps": True,
+            "verifier": "verifier" in names or self.view.result is not None,
             "changes": True,
-            "artifacts": has["artifacts"],
+            "artifacts": "artifacts" in names,
             "calls": bool(files.recordings),
             "logs": bool(files.logs),
-            "network": network,
+            "network": "network.jsonl" in names,
             "integrity": bool(self._integrity()),
             "terminal": bool(self._casts()),
-            "reviews": any(self.reviews().values()),
+            "reviews": any(self.tab_reviews().values()),
             "config": True,
             "notes": True,
         }
-        return found + [name for name, is_shown in shown.items() if is_shown]
+        return [name for name, is_shown in shown.items() if is_shown]
 
     def tab(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
         """The content of a tab; `NotFoundError` if there is no such tab."""
-        builders: dict[str, Callable[[Mapping[str, str]], dict[str, Any]]] = {
-            "steps": self.steps,
-            "verifier": self._verifier,
-            "changes": self._changes,
-            "artifacts": self._artifacts,
-            "calls": self._calls,
-            "logs": self._logs,
-            "network": self._network,
-            "integrity": lambda _: {"parts": self._integrity()},
-            "terminal": lambda _: {"casts": self._casts()},
-            "reviews": lambda _: self.reviews(),
-            "config": self._config,
-            "file": self._file,
-            "notes": lambda _: {"list": self.notes()},
-        }
-        if name not in builders:
+        if name not in TAB_NAMES:
             raise NotFoundError(f"a trial has no tab {name}")
-        return builders[name](query)
+        return getattr(self, f"tab_{name}")(query)
 
     def tree(self) -> Tree:
         try:
@@ -180,7 +190,7 @@ class TrialPage:
         parts = self.parts()
         return next((part for part in parts if part.name == query.get("part", "")), parts[0] if parts else None)
 
-    def steps(self, query: Mapping[str, str]) -> dict[str, Any]:
+    def tab_steps(self, query: Mapping[str, str]) -> dict[str, Any]:
         """A page of steps. `step` is one that must be on it; `from` is the first of it."""
         parts = self.parts()
         part, sub = self.part(query), query.get("sub", "")
@@ -233,13 +243,12 @@ class TrialPage:
         }
 
     def _times(self, part: TrajectoryPart) -> Mapping[int, tuple[float, float]]:
-        for path in self.view.files.recordings if self.index.library.file is None else ():
-            if (path.parent.parent.name if path.parent.parent.parent.name == "steps" else "") == part.name:
-                try:
-                    return call_times(path)
-                except (OSError, TreeError):
-                    break
-        return {}
+        files = self.view.files.recordings if self.index.library.file is None else ()
+        path = next((path for path in files if step_name(self.view, path) == part.name), None)
+        try:
+            return call_times(path) if path else {}
+        except (OSError, TreeError):
+            return {}
 
     def _why_no_steps(self) -> str:
         view = self.view
@@ -261,8 +270,8 @@ class TrialPage:
         return {
             "part": part.name if part else "",
             "sub": query.get("sub", ""),
-            "rows": [row.plain() for row in rows],
-            "tool_counts": Counter(tool for row in rows for tool in row.tools).most_common(12),
+            "rows": rows,
+            "tool_counts": Counter(tool for row in rows for tool in row["tools"]).most_common(12),
         }
 
     def find(self, query: Mapping[str, str]) -> dict[str, Any]:
@@ -272,7 +281,7 @@ class TrialPage:
 
     # Grading
 
-    def _verifier(self, _: Mapping[str, str]) -> dict[str, Any]:
+    def tab_verifier(self, _: Mapping[str, str]) -> dict[str, Any]:
         found: list[dict[str, Any]] = []
         results = {step.step_name: step for step in (self.view.result.step_results or ())} if self.view.result else {}
         with self.tree() as tree:
@@ -305,7 +314,7 @@ class TrialPage:
 
     # Files
 
-    def _changes(self, _: Mapping[str, str]) -> dict[str, Any]:
+    def tab_changes(self, _: Mapping[str, str]) -> dict[str, Any]:
         patches, edits = list[dict[str, Any]](), list[dict[str, Any]]()
         if self.index.library.file is None:
             with self.tree() as tree:
@@ -327,7 +336,7 @@ class TrialPage:
         is_ours = self.view.result is not None and self.view.result.pier is not None
         return {"patches": patches, "edits": edits, "noted": notes, "is_ours": is_ours}
 
-    def _artifacts(self, _: Mapping[str, str]) -> dict[str, Any]:
+    def tab_artifacts(self, _: Mapping[str, str]) -> dict[str, Any]:
         with self.tree() as tree:
             places = self.places(tree)
             files = [_file(entry) for entry in _files_below(tree, places, "artifacts")]
@@ -341,7 +350,7 @@ class TrialPage:
         rows = [row for manifest in manifests if isinstance(manifest, list) for row in manifest]
         return {"files": files[:_LISTED], "manifest": rows}
 
-    def _logs(self, query: Mapping[str, str]) -> dict[str, Any]:
+    def tab_logs(self, query: Mapping[str, str]) -> dict[str, Any]:
         names = [str(path.relative_to(self.directory)) for path in self.view.files.logs]
         with self.tree() as tree:
             entries = [entry for name in names if (entry := tree.find(name)) is not None]
@@ -352,16 +361,21 @@ class TrialPage:
                 "log": _text(tree, wanted) if wanted in names else None,
             }
 
-    def _network(self, _: Mapping[str, str]) -> dict[str, Any]:
+    def tab_network(self, _: Mapping[str, str]) -> dict[str, Any]:
         rows: list[Any] = []
         with self.tree() as tree:
             for _name, prefix in self.places(tree):
                 text = (_text(tree, f"{prefix}network.jsonl", tail=False, limit=2_000_000) or {}).get("text", "")
-                rows += [row for line in text.splitlines()[:_LISTED] if (row := _parse(line)) is not None]
+                rows += [row for line in text.splitlines()[:_LISTED] if isinstance(row := _parsed(line), dict)]
         result = self.view.result
-        return {"rows": rows, "refused": dict(result.pier.network_refused) if result and result.pier else {}}
+        keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in ("time", "allowed")]
+        return {
+            "rows": rows,
+            "columns": keys,
+            "refused": dict(result.pier.network_refused) if result and result.pier else {},
+        }
 
-    def _config(self, _: Mapping[str, str]) -> dict[str, Any]:
+    def tab_config(self, _: Mapping[str, str]) -> dict[str, Any]:
         with self.tree() as tree:
             return {"files": {name: _json(tree, name) for name in (CONFIG, LOCK, RESULT) if tree.find(name)}}
 
@@ -376,7 +390,7 @@ class TrialPage:
             ]
         return [_file(entry) for entry in entries if entry.kind == "file" and entry.path.endswith(".cast")]
 
-    def reviews(self) -> dict[str, Any]:
+    def tab_reviews(self, _: Mapping[str, str] = _NO_QUERY) -> dict[str, Any]:
         if self.index.library.file is not None:
             return {"critiques": [], "analysis": None}
         critiques, analysis = critiques_of(self.directory.parent, self.view.name), read_analysis(self.directory)
@@ -387,7 +401,7 @@ class TrialPage:
                     proof |= _place_of(proof["file"] or "")
         return found
 
-    def _file(self, query: Mapping[str, str]) -> dict[str, Any]:
+    def tab_file(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Lines of one file of the trial, around the one that is asked for."""
         path, wanted = query.get("path", ""), _number(query.get("line"), 1)
         first, lines = max(1, wanted - _LINES_BEFORE), list[str]()
@@ -403,8 +417,8 @@ class TrialPage:
 
     # Calls
 
-    def _calls(self, query: Mapping[str, str]) -> dict[str, Any]:
-        paths = {_part_of(self.view, path): path for path in self.view.files.recordings}
+    def tab_calls(self, query: Mapping[str, str]) -> dict[str, Any]:
+        paths = {step_name(self.view, path): path for path in self.view.files.recordings}
         part = query.get("part", "") if query.get("part", "") in paths else next(iter(paths), "")
         if part not in paths:
             return {"parts": [], "part": "", "calls": [], "call": None}
@@ -421,11 +435,6 @@ class TrialPage:
             "calls": [_call_row(each) for each in recording.calls],
             "call": _call_data(recording, call) if call else None,
         }
-
-
-def _part_of(view: TrialView, path: Path) -> str:
-    parts = path.relative_to(view.directory).parts
-    return parts[1] if parts[0] == "steps" else ""
 
 
 def _place_of(file: str) -> dict[str, str]:
@@ -460,40 +469,16 @@ def _number(text: str | None, default: int) -> int:
     return int(text) if text and text.isdecimal() and len(text) < 10 else default
 
 
-def _standing(view: TrialView) -> str:
-    row = TrialRow(view.name, view.task, "", view.agent, view.model, 1, view.state, view.outcome)
-    return standing_of(row) if view.result or view.outcome else view.state
-
-
-def _agent_steps(view: TrialView) -> int | None:
-    if view.result is None:
-        return None
-    found = view.result.agent_result.n_agent_steps if view.result.agent_result else None
-    return found if found is not None else view.result.n_agent_steps
-
-
 def _error(view: TrialView) -> dict[str, Any] | None:
-    if (error := view.error) is not None:
-        fault = view.outcome.fault if view.outcome else None
-        return {
-            "type": error.exception_type,
-            "message": error.exception_message,
-            "trace": error.exception_traceback,
-            "blame": error.blame or (fault.blame if fault else None),
-            "phase": error.phase,
-            "hint": error.hint,
-        }
-    fault = view.outcome.fault if view.outcome else None
-    if fault is None:
+    error, fault = view.error, view.outcome.fault if view.outcome else None
+    if error is not None:
+        about = (error.exception_type, error.exception_message, error.exception_traceback, error.phase, error.hint)
+    elif fault is not None:
+        about = (fault.type, fault.message, "", None, None)
+    else:
         return None
-    return {
-        "type": fault.type,
-        "message": fault.message,
-        "trace": "",
-        "blame": fault.blame,
-        "phase": None,
-        "hint": None,
-    }
+    blame = (error.blame if error else None) or (fault.blame if fault else None)
+    return dict(zip(("type", "message", "trace", "phase", "hint"), about, strict=True)) | {"blame": blame}
 
 
 def _tools(definitions: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -532,28 +517,22 @@ def _text(tree: Tree, path: str, *, tail: bool = True, limit: int = LOG_BYTES) -
             data = stream.read(limit)
     except (OSError, TreeError):
         return None
-    return {
-        "path": path,
-        "size": size,
-        "cut": max(0, size - limit),
-        "tail": tail,
-        "text": data.decode(errors="replace"),
-    }
+    about = {"path": path, "size": size, "cut": max(0, size - limit), "tail": tail}
+    return about | {"text": data.decode(errors="replace")}
 
 
 def _json(tree: Tree, path: str) -> Any:
     try:
-        return json.loads(tree.read(path, _JSON_LIMIT))
-    except (OSError, TreeError, ValueError, RecursionError):
+        return _parsed(tree.read(path, _JSON_LIMIT))
+    except (OSError, TreeError):
         return None
 
 
-def _parse(line: str) -> Any:
+def _parsed(text: str | bytes) -> Any:
     try:
-        value = json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
 
 
 def _ctrf(tree: Tree, folder: str) -> list[dict[str, Any]]:
@@ -568,19 +547,11 @@ def _ctrf(tree: Tree, folder: str) -> list[dict[str, Any]]:
 
 def _call_row(call: Call) -> dict[str, Any]:
     usage = call.usage
-    answer = call.answer
+    keys = ("number", "at", "kind", "dialect", "model", "outcome", "status", "error", "fault")
     return {
-        "number": call.number,
-        "at": call.at,
-        "kind": call.kind,
-        "dialect": call.dialect,
-        "model": call.model,
-        "outcome": call.outcome,
-        "status": call.status,
-        "error": call.error,
-        "fault": call.fault,
+        **{key: getattr(call, key) for key in keys},
         "seconds": call.ended - call.at if call.ended else None,
-        "first_byte": answer.at - call.at if answer else None,
+        "first_byte": call.answer.at - call.at if call.answer else None,
         "tokens": [usage.input_tokens, usage.cached_tokens, usage.output_tokens] if usage else [None, None, None],
         "attempts": len(call.attempts),
     }
@@ -600,14 +571,8 @@ def _call_data(recording: Recording, call: Call) -> dict[str, Any]:
         "edits": [dict(edit) for edit in call.edits],
         "notes": [dict(note) for note in call.notes],
         "upstreams": [
-            {
-                "provider": each.provider,
-                "url": each.url,
-                "model": each.model,
-                "error": each.error,
-                "wait": each.wait,
-                "status": each.answer.status if each.answer else None,
-            }
+            {key: getattr(each, key) for key in ("provider", "url", "model", "error", "wait")}
+            | {"status": each.answer.status if each.answer else None}
             for each in call.attempts
         ],
         "previous": neighbours[place - 1] if place else None,
