@@ -138,6 +138,16 @@ async def test_a_trial_shows_its_steps(jobs: Path) -> None:
     assert "<strong>bug</strong>" in html and 'class="d-add"' in html and "<mark>helper</mark>" in listed
 
 
+async def test_words_in_commands_of_several_lines_are_found(jobs: Path) -> None:
+    trial = jobs / "one" / first_trial(jobs)
+    steps = [tool_step(1, "cd /app\nfrobnicate --now", "x")]
+    write_file(trial / "agent" / "trajectory.json", json.dumps(trajectory(steps)))
+    async with viewing(jobs) as viewer:
+        hits = await get_json(viewer, "/search?q=frobnicate")
+        inside = await get_json(viewer, f"/jobs/one/{trial.name}/steps/find?q=frobnicate")
+    assert [hit["step"] for hit in hits["found"]] == [row["step"] for row in inside["found"]] == [1]
+
+
 async def test_calls_side_calls_the_steps_are_marked_among_them(jobs: Path) -> None:
     trial = jobs / "one" / first_trial(jobs)
     steps = [tool_step(n, "ls", "x", f"step {n}", extra={"call": 2 * n}) for n in range(1, 61)]

@@ -103,7 +103,7 @@ def _analyze_job(
     """Review the analyses of all trials together, with the first of the critics."""
     root, rows = request.source.root, {trial.name: trial for trial in request.trials}
     lines = "\n".join(json.dumps(_facts(rows[each["trial_name"]], each)) for each in analyses)
-    plan = ReviewPlan("job", root, name, request.job_prompt, None, options.asks, True, {"trial_results": lines})
+    plan = ReviewPlan("job", root, name, request.job_prompt, None, options.asks, overwrite=True)
     causes = count_causes(analyses)
     plan.write_job({"trials.jsonl": lines + "\n", "causes.json": json.dumps(causes, indent=2)})
     one = options.config.model_copy(update={"agents": options.config.agents[:1], "n_attempts": 1})

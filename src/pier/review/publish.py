@@ -15,9 +15,8 @@ from typing import Any
 from uuid import UUID
 
 from pier.beneath import remove
-from pier.errors import JobError
 from pier.job.view import RESULT
-from pier.review.order import refuse_links
+from pier.review.order import refuse_links, run_differs
 from pier.review.output import TRAJECTORY
 from pier.review.read import ANALYSIS, CRITIQUES, agreement, read_json, total_cost
 from pier.review.run import Review, ReviewRun
@@ -59,11 +58,7 @@ def refuse_foreign_run(root: Path, run: str) -> None:
     with Tree(root) as tree:
         config = read_json(tree, f"{CRITIQUES}/{run}/config.json")
     if config is not None and "pier" not in config:
-        raise JobError(
-            f"the run {run} was made by another program",
-            hint="choose another --name, or add --overwrite",
-            code="job-differs",
-        )
+        raise run_differs(run, "was made by another program")
 
 
 def _put(tree: Tree, path: str, value: Any) -> None:

@@ -35,13 +35,16 @@ def runs_lines(runs: Iterable[CritiqueRun]) -> list[str]:
     return [line for run in runs for line in _run_lines(run)]
 
 
+def _critic(found: CritiqueRun | Critique) -> str:
+    return f"{found.agent or 'unknown'}{f' on {found.model}' if found.model else ''}"
+
+
 def _run_lines(run: CritiqueRun) -> list[str]:
     """One run: ratings, answers to each criterion, tags, and what failed."""
     done = [each for each in run.critiques if each.status == "completed"]
     ratings = Counter(each.rating for each in done)
-    critic = f"{run.agent or 'unknown'}{f' on {run.model}' if run.model else ''}"
     lines = [
-        printable(f"{run.name}: {critic}"),
+        printable(f"{run.name}: {_critic(run)}"),
         f"  {len(done)} of {max(run.n_items, len(run.critiques))} trials reviewed: {ratings['good']} good, "
         f"{ratings['bad']} bad; cost {cost_text(run.cost_usd)}",
     ]
@@ -73,8 +76,8 @@ def _answers(critiques: Sequence[Critique]) -> list[str]:
 
 def critique_lines(critique: Critique) -> list[str]:
     """One critique in full."""
-    critic = f"{critique.agent or 'unknown'}{f' on {critique.model}' if critique.model else ''}"
-    lines = [printable(f"{critique.trial}: {critique.rating or critique.status}  ({critique.run}: {critic})")]
+    verdict = critique.rating or critique.status
+    lines = [printable(f"{critique.trial}: {verdict}  ({critique.run}: {_critic(critique)})")]
     if critique.error:
         lines += lines_of(critique.error, "  ")
     lines += lines_of(critique.feedback or "", "  ")

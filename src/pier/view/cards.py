@@ -157,7 +157,7 @@ def edits_of(trajectory: PagedTrajectory, limit: int = 2_000) -> list[dict[str, 
     return found
 
 
-def side_calls(trajectory: PagedTrajectory) -> list[dict[str, Any]]:
+def _side_calls(trajectory: PagedTrajectory) -> list[dict[str, Any]]:
     """The calls that no step stands for: titles, summaries, retries and calls of other programs."""
     extra = trajectory.value("extra")
     rows = extra.get("side_calls") if isinstance(extra, dict) else None
@@ -173,11 +173,11 @@ def _side_call(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"call": row["call"], **texts, **numbers}
 
 
-def place_side_calls(
-    found: Sequence[dict[str, Any]], cards: Sequence[dict[str, Any]], last: int
-) -> list[dict[str, Any]]:
+def mark_side_calls(trajectory: PagedTrajectory, cards: Sequence[dict[str, Any]], start: int) -> list[dict[str, Any]]:
     """Give each card the side calls that were made between the step before and its own call; those after all cards are
-    the result. `last` is the last call before the first card."""
+    the result. `start` is the index of the first card's step."""
+    found = _side_calls(trajectory)
+    last = _call_before(trajectory, start) if found else 0
     for card in cards:
         if card["call"] is not None:
             card["side_calls"] = [each for each in found if last < each["call"] < card["call"]]
@@ -185,18 +185,17 @@ def place_side_calls(
     return [each for each in found if each["call"] > last]
 
 
-def call_before(trajectory: PagedTrajectory, index: int) -> int:
+def _call_before(trajectory: PagedTrajectory, index: int) -> int:
     """The number of the last call before a step."""
-    for place in range(index - 1, -1, -1):
-        call = (trajectory.step(place).extra or {}).get("call")
-        if isinstance(call, int):
-            return call
-    return 0
+    calls = ((trajectory.step(place).extra or {}).get("call") for place in range(index - 1, -1, -1))
+    return next((call for call in calls if isinstance(call, int)), 0)
 
 
-def subs_in(holder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The sub-agents that the results of a call, or of a card, refer to."""
-    return [sub for result in holder["results"] for sub in result["subs"]]
+def loose_subs(subs: Sequence[dict[str, Any]], cards: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The sub-agents that no result on the cards refers to."""
+    results = [result for card in cards for each in (*card["calls"], card) for result in each["results"]]
+    shown = {sub["place"] for result in results for sub in result["subs"]}
+    return [each for each in subs if each["place"] not in shown]
 
 
 _PART_STARTS = ("diff --git ", "Binary or large file ", "Empty file ", "# ")

@@ -20,10 +20,11 @@ from pier.job.view import LOG, rewards_by_task
 from pier.review.read import heat_map, list_runs, read_job_analysis
 from pier.tree import Tree
 from pier.view import charts
+from pier.view.files import read_text
 from pier.view.index import Index, TrialListFilter
 from pier.view.library import Library, NotFoundError
 from pier.view.steps import StepReader, file_stamp, text_at, texts_of
-from pier.view.trial import TrialPage, _number, _text
+from pier.view.trial import TrialPage, query_number
 
 GRID_CELLS, TRIAL_ROWS = 240, 100
 TEXT_CHUNK = 200_000
@@ -95,7 +96,7 @@ class Pages:
             content = self._reviews(name)
         elif view == "log":
             with Tree(self.library.job(name).directory.resolve()) as tree:
-                content = {"log": _text(tree, LOG)}
+                content = {"log": read_text(tree, LOG)}
         else:
             raise NotFoundError(f"a job has no view {view}")
         return Page("job.html", name, {"job": job, "view": view, "query": dict(query), **content}, job=name)
@@ -109,7 +110,7 @@ class Pages:
         return {"runs": runs, "analysis": to_jsonable_python(read_job_analysis(root))}
 
     def _grid(self, job: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
-        page = _number(query.get("page"), 1) or 1
+        page = query_number(query.get("page"), 1) or 1
         columns = list(dict.fromkeys((group["agent"], group["model"]) for group in job["groups"]))
         size = max(25, min(100, GRID_CELLS // max(1, len(columns))))
         rows, total = self.index.cells(job["id"], query.get("q", ""), query.get("sort", ""), (page - 1) * size, size)
@@ -129,7 +130,7 @@ class Pages:
     def _trials(self, job: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
         names = ("standing", "blame", "task", "agent", "model", "sort")
         wanted = TrialListFilter(query=query.get("q", ""), **{name: query.get(name, "") for name in names})
-        page = _number(query.get("page"), 1) or 1
+        page = query_number(query.get("page"), 1) or 1
         rows, total = self.index.trials(job["id"], wanted, (page - 1) * TRIAL_ROWS, TRIAL_ROWS)
         return {"trials": rows, "filter": asdict(wanted), **_paging(page, TRIAL_ROWS, total)}
 
@@ -247,7 +248,7 @@ class Pages:
     def _text_piece(self, trial: TrialPage, query: Mapping[str, str]) -> dict[str, Any]:
         """More of one text of a step, from a character on."""
         part, place = trial.part(query), query.get("place", "")
-        start, number = _number(query.get("from"), 0), _number(query.get("step"), 1)
+        start, number = query_number(query.get("from"), 0), query_number(query.get("step"), 1)
         try:
             if part is None:
                 raise ValueError("the trial has no trajectory")

@@ -191,7 +191,8 @@ def texts_of(step: Step) -> Iterator[str]:
     yield step.text
     yield step.reasoning_content or ""
     for call in step.tool_calls or ():
-        yield f"{call.function_name} {json.dumps(call.arguments, ensure_ascii=False)}"
+        values = (each if isinstance(each, str) else json.dumps(each) for each in call.arguments.values())
+        yield " ".join((call.function_name, *values))
     for result in step.observation.results if step.observation else ():
         yield text_of(result.content)
 

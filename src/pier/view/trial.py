@@ -7,13 +7,11 @@ said, with the reason.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pydantic_core import to_jsonable_python
 
@@ -23,29 +21,17 @@ from pier.record.reader import Call, Recording, call_times
 from pier.record.reader import read as read_recording
 from pier.review.read import critiques_of, read_analysis
 from pier.trajectory.paged import PagedTrajectory
-from pier.tree import Entry, Tree, TreeError
+from pier.tree import Tree, TreeError
 from pier.trial.diff import CHANGES
-from pier.view.cards import (
-    call_before,
-    diff_files,
-    edits_of,
-    place_side_calls,
-    side_calls,
-    step_card,
-    sub_agents,
-    subs_in,
-)
+from pier.view.cards import diff_files, edits_of, loose_subs, mark_side_calls, step_card, sub_agents
+from pier.view.files import PICTURES, file_row, files_below, json_lines, read_json, read_lines, read_tests, read_text
 from pier.view.index import Index
 from pier.view.library import NotFoundError
 from pier.view.notes import read_notes
 from pier.view.steps import StepReader, TrajectoryPart, step_name
 
 PAGE_STEPS, PAGE_BYTES = 50, 3 << 20
-LOG_BYTES = 200_000
-_JSON_LIMIT = 64 << 20
-_LISTED = 2_000
 _DIFF_BYTES = 2_500_000
-_LINES_BEFORE, _LINES_SHOWN, _LONGEST_LINE = 200, 1_000, 20_000
 TAB_NAMES = {
     "steps": "Steps",
     "verifier": "Verifier",
@@ -60,14 +46,6 @@ TAB_NAMES = {
     "config": "Configuration",
     "notes": "Notes",
     "file": "File",
-}
-_NO_QUERY: Mapping[str, str] = {}
-PICTURES = {
-    ".png": "image/png",
-    ".jpg": "image/jpeg",
-    ".jpeg": "image/jpeg",
-    ".gif": "image/gif",
-    ".webp": "image/webp",
 }
 
 
@@ -156,7 +134,7 @@ class TrialPage:
             "network": "network.jsonl" in names,
             "integrity": bool(self._integrity()),
             "terminal": bool(self._casts()),
-            "reviews": any(self.tab_reviews().values()),
+            "reviews": any(self.tab_reviews({}).values()),
             "config": True,
             "notes": True,
         }
@@ -208,11 +186,11 @@ class TrialPage:
         self, part: TrajectoryPart, trajectory: PagedTrajectory, sub: str, query: Mapping[str, str]
     ) -> dict[str, Any]:
         total = len(trajectory)
-        start, wanted = _number(query.get("from"), 0), _number(query.get("step"), 0)
+        start, wanted = query_number(query.get("from"), 0), query_number(query.get("step"), 0)
         if wanted:
             start = max(0, min(wanted, total) - 1 - PAGE_STEPS // 4)
         start = min(start, total)
-        stop = total if self.whole else _page_end(trajectory, start, _number(query.get("to"), total))
+        stop = total if self.whole else _page_end(trajectory, start, query_number(query.get("to"), total))
         agent, final = trajectory.agent, trajectory.final_metrics
         subs = sub_agents(trajectory, sub)
         if self.whole:
@@ -224,16 +202,14 @@ class TrialPage:
             step = trajectory.step(index)
             cards.append(step_card(step, index, previous, subs, times))
             previous = step.timestamp
-        aside = side_calls(trajectory)
-        last = place_side_calls(aside, cards, call_before(trajectory, start) if aside and start else 0)
-        shown = {each["place"] for card in cards for call in (*card["calls"], card) for each in subs_in(call)}
+        last = mark_side_calls(trajectory, cards, start)
         return {
             "source": part.source,
             "agent": agent.model_dump(exclude={"tool_definitions", "extra"}) if agent else None,
             "tools": _tools(agent.tool_definitions if agent else None),
             "final": final.model_dump(exclude_none=True) if final else None,
             "subs": subs,
-            "loose": [each for each in subs if self.whole and each["place"] not in shown],
+            "loose": loose_subs(subs, cards) if self.whole else [],
             "side_calls": last if stop == total else [],
             "total": total,
             "from": start,
@@ -257,7 +233,7 @@ class TrialPage:
         if view.state == "running":
             return "The agent has made no model call yet. Steps appear here as they are recorded."
         if view.agent in ("oracle", "nop", "command", "kept-state"):
-            return f"The agent {view.agent} makes no model calls, so there is no trajectory."
+            return f"The agent {view.agent} made no model calls, so there is no trajectory."
         if view.state != "done":
             return "The trial ended before the agent made a model call, and left no trajectory."
         if (error := view.error) is not None:
@@ -296,11 +272,12 @@ class TrialPage:
                     {
                         "name": name,
                         "rewards": verdict if name else (self.view.outcome.rewards if self.view.outcome else None),
-                        "tests": _ctrf(tree, folder),
-                        "output": _text(tree, f"{folder}/test-stdout.txt"),
-                        "errors": _text(tree, f"{folder}/test-stderr.txt"),
-                        "details": _json(tree, f"{folder}/reward.json") or _json(tree, f"{folder}/reward-details.json"),
-                        "files": [_file(entry) for entry in entries],
+                        "tests": read_tests(tree, folder),
+                        "output": read_text(tree, f"{folder}/test-stdout.txt"),
+                        "errors": read_text(tree, f"{folder}/test-stderr.txt"),
+                        "details": read_json(tree, f"{folder}/reward.json")
+                        or read_json(tree, f"{folder}/reward-details.json"),
+                        "files": [file_row(entry) for entry in entries],
                     }
                 )
         return {"parts": found}
@@ -320,10 +297,10 @@ class TrialPage:
             with self.tree() as tree:
                 places = self.places(tree)
                 names = [f"{prefix}{CHANGES}" for _, prefix in places]
-                artifacts = (entry.path for entry in _files_below(tree, places, "artifacts"))
+                artifacts = (entry.path for entry in files_below(tree, places, "artifacts"))
                 names += [path for path in artifacts if path.endswith((".diff", ".patch"))]
                 for name in names:
-                    if (text := _text(tree, name, tail=False, limit=_DIFF_BYTES)) is not None:
+                    if (text := read_text(tree, name, tail=False, limit=_DIFF_BYTES)) is not None:
                         files = diff_files(text.pop("text"))
                         patches.append({**text, "files": files})
         for part in self.parts():
@@ -339,16 +316,16 @@ class TrialPage:
     def tab_artifacts(self, _: Mapping[str, str]) -> dict[str, Any]:
         with self.tree() as tree:
             places = self.places(tree)
-            files = [_file(entry) for entry in _files_below(tree, places, "artifacts")]
-            manifests = [_json(tree, f"{prefix}artifacts/manifest.json") for _, prefix in places]
+            files = [file_row(entry) for entry in files_below(tree, places, "artifacts")]
+            manifests = [read_json(tree, f"{prefix}artifacts/manifest.json") for _, prefix in places]
             for each in files:
                 kind = Path(each["path"]).suffix.lower()
                 if kind in PICTURES:
                     each["picture"] = True
                 elif each["size"] <= 20_000:
-                    each["preview"] = (_text(tree, each["path"]) or {}).get("text")
+                    each["preview"] = (read_text(tree, each["path"]) or {}).get("text")
         rows = [row for manifest in manifests if isinstance(manifest, list) for row in manifest]
-        return {"files": files[:_LISTED], "manifest": rows}
+        return {"files": files, "manifest": rows}
 
     def tab_logs(self, query: Mapping[str, str]) -> dict[str, Any]:
         names = [str(path.relative_to(self.directory)) for path in self.view.files.logs]
@@ -356,17 +333,16 @@ class TrialPage:
             entries = [entry for name in names if (entry := tree.find(name)) is not None]
             wanted = query.get("file") or (TRIAL_LOG if TRIAL_LOG in names else "".join(names[:1]))
             return {
-                "files": [_file(entry) for entry in entries],
+                "files": [file_row(entry) for entry in entries],
                 "file": wanted,
-                "log": _text(tree, wanted) if wanted in names else None,
+                "log": read_text(tree, wanted) if wanted in names else None,
             }
 
     def tab_network(self, _: Mapping[str, str]) -> dict[str, Any]:
         rows: list[Any] = []
         with self.tree() as tree:
             for _name, prefix in self.places(tree):
-                text = (_text(tree, f"{prefix}network.jsonl", tail=False, limit=2_000_000) or {}).get("text", "")
-                rows += [row for line in text.splitlines()[:_LISTED] if isinstance(row := _parsed(line), dict)]
+                rows += json_lines(tree, f"{prefix}network.jsonl")
         result = self.view.result
         keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in ("time", "allowed")]
         return {
@@ -377,7 +353,7 @@ class TrialPage:
 
     def tab_config(self, _: Mapping[str, str]) -> dict[str, Any]:
         with self.tree() as tree:
-            return {"files": {name: _json(tree, name) for name in (CONFIG, LOCK, RESULT) if tree.find(name)}}
+            return {"files": {name: read_json(tree, name) for name in (CONFIG, LOCK, RESULT) if tree.find(name)}}
 
     def _casts(self) -> list[dict[str, Any]]:
         if self.index.library.file is not None:
@@ -388,9 +364,9 @@ class TrialPage:
                 for _, prefix in self.places(tree)
                 for entry in (*tree.listed(f"{prefix}agent"), *tree.listed(f"{prefix}verifier"))
             ]
-        return [_file(entry) for entry in entries if entry.kind == "file" and entry.path.endswith(".cast")]
+        return [file_row(entry) for entry in entries if entry.kind == "file" and entry.path.endswith(".cast")]
 
-    def tab_reviews(self, _: Mapping[str, str] = _NO_QUERY) -> dict[str, Any]:
+    def tab_reviews(self, _: Mapping[str, str]) -> dict[str, Any]:
         if self.index.library.file is not None:
             return {"critiques": [], "analysis": None}
         critiques, analysis = critiques_of(self.directory.parent, self.view.name), read_analysis(self.directory)
@@ -403,17 +379,12 @@ class TrialPage:
 
     def tab_file(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Lines of one file of the trial, around the one that is asked for."""
-        path, wanted = query.get("path", ""), _number(query.get("line"), 1)
-        first, lines = max(1, wanted - _LINES_BEFORE), list[str]()
+        path = query.get("path", "")
         try:
-            with self.tree() as tree, tree.open(path) as stream:
-                size = stream.seek(0, 2)
-                stream.seek(0)
-                for line in islice(_lines_of(stream), first - 1, first - 1 + _LINES_SHOWN):
-                    lines.append(line.decode(errors="replace").rstrip("\r\n"))
+            with self.tree() as tree:
+                return read_lines(tree, path, query_number(query.get("line"), 1))
         except (OSError, TreeError) as error:
             raise NotFoundError(f"{self.view.name} has no file {path}") from error
-        return {"path": path, "size": size, "line": wanted, "first": first, "lines": lines}
 
     # Calls
 
@@ -426,7 +397,7 @@ class TrialPage:
             recording = read_recording(paths[part])
         except (OSError, TreeError, ValueError, KeyError, TypeError) as error:
             return {"parts": list(paths), "part": part, "calls": [], "call": None, "problem": str(error)}
-        wanted = _number(query.get("call"), 0)
+        wanted = query_number(query.get("call"), 0)
         call = next((each for each in recording.calls if each.number == wanted), None)
         return {
             "parts": list(paths),
@@ -446,15 +417,6 @@ def _place_of(file: str) -> dict[str, str]:
     return {"path": path, "part": parts[1] if parts[0] == "steps" and len(parts) > 2 else ""}
 
 
-def _lines_of(stream: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file, each without what is longer than a screen."""
-    while line := stream.readline(_LONGEST_LINE):
-        rest = line
-        while rest and not rest.endswith(b"\n"):
-            rest = stream.readline(_LONGEST_LINE)
-        yield line
-
-
 def _page_end(trajectory: PagedTrajectory, start: int, most: int) -> int:
     """Where a page ends: at the limit of steps or bytes, but not before its first step."""
     stop, size = start, 0
@@ -463,10 +425,6 @@ def _page_end(trajectory: PagedTrajectory, start: int, most: int) -> int:
         size += spans[2 * stop + 1] - spans[2 * stop]
         stop += 1
     return stop
-
-
-def _number(text: str | None, default: int) -> int:
-    return int(text) if text and text.isdecimal() and len(text) < 10 else default
 
 
 def _error(view: TrialView) -> dict[str, Any] | None:
@@ -489,60 +447,6 @@ def _tools(definitions: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
             about = {"name": str(function.get("name")), "description": str(function.get("description") or "")}
             found.append({**about, "parameters": function.get("parameters")})
     return found
-
-
-def _file(entry: Entry) -> dict[str, Any]:
-    return {"path": entry.path, "size": entry.size}
-
-
-def _files_below(tree: Tree, places: list[tuple[str, str]], name: str) -> Iterator[Entry]:
-    for _, prefix in places:
-        if (found := tree.find(f"{prefix}{name}")) is None or found.kind != "directory":
-            continue
-        count = 0
-        for entry in tree.entries(f"{prefix}{name}", limit=1_000_000):
-            if entry.kind == "file":
-                yield entry
-                count += 1
-            if count >= _LISTED:
-                break
-
-
-def _text(tree: Tree, path: str, *, tail: bool = True, limit: int = LOG_BYTES) -> dict[str, Any] | None:
-    """A text file, or the last (else the first) part of a large one; None if it is missing or not a regular file."""
-    try:
-        with tree.open(path) as stream:
-            size = stream.seek(0, 2)
-            stream.seek(max(0, size - limit) if tail else 0)
-            data = stream.read(limit)
-    except (OSError, TreeError):
-        return None
-    about = {"path": path, "size": size, "cut": max(0, size - limit), "tail": tail}
-    return about | {"text": data.decode(errors="replace")}
-
-
-def _json(tree: Tree, path: str) -> Any:
-    try:
-        return _parsed(tree.read(path, _JSON_LIMIT))
-    except (OSError, TreeError):
-        return None
-
-
-def _parsed(text: str | bytes) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _ctrf(tree: Tree, folder: str) -> list[dict[str, Any]]:
-    """The tests of a CTRF report (common test report format)."""
-    report = _json(tree, f"{folder}/ctrf.json")
-    results = report.get("results") if isinstance(report, dict) else None
-    tests = results.get("tests") if isinstance(results, dict) else None
-    keys = ("name", "status", "duration", "message", "trace")
-    rows = [each for each in tests if isinstance(each, dict)] if isinstance(tests, list) else []
-    return [{key: each.get(key) for key in keys} for each in rows[:_LISTED]]
 
 
 def _call_row(call: Call) -> dict[str, Any]:
@@ -578,3 +482,8 @@ def _call_data(recording: Recording, call: Call) -> dict[str, Any]:
         "previous": neighbours[place - 1] if place else None,
         "next": neighbours[place + 1] if place + 1 < len(neighbours) else None,
     }
+
+
+def query_number(text: str | None, default: int) -> int:
+    """A number in a query; the default if it is missing or invalid."""
+    return int(text) if text and text.isdecimal() and len(text) < 10 else default
