@@ -113,6 +113,7 @@ class Index:
     _refreshing: threading.Lock = field(default_factory=threading.Lock)
     _keeper: sqlite3.Connection | None = None
     """Open as long as the index is, so that SQLite keeps its write-ahead log between transactions."""
+    _place: tempfile.TemporaryDirectory[str] | None = None
     _closed: bool = False
 
     @classmethod
@@ -125,7 +126,8 @@ class Index:
             index = cls(library, directory / f"{name}.sqlite")
             index._prepare()
         except (OSError, sqlite3.OperationalError):
-            index = cls(library, Path(tempfile.mkdtemp(prefix="pier-view-")) / f"{name}.sqlite")
+            place = tempfile.TemporaryDirectory(prefix="pier-view-")
+            index = cls(library, Path(place.name) / f"{name}.sqlite", _place=place)
             index._prepare()
         return index
 
@@ -135,6 +137,8 @@ class Index:
         with self._refreshing:
             if self._keeper is not None:
                 self._keeper.close()
+            if self._place is not None:
+                self._place.cleanup()
 
     def _prepare(self) -> None:
         try:
