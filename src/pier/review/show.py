@@ -26,6 +26,10 @@ def cost_text(cost: float | None) -> str:
     return "unknown" if cost is None else f"${cost:.4f}"
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _first(names: Sequence[str], number: int = _EXAMPLES) -> str:
     return ", ".join(names[:number]) + (", ..." if len(names) > number else "")
 
@@ -118,7 +122,7 @@ def agreement_lines(found: Agreement) -> list[str]:
     """How far critics agree."""
     if not found.n_trials:
         return ["no trial was reviewed by two of these critics"]
-    lines = [f"agreement of {len(found.critics)} critics over {found.n_trials} trials:"]
+    lines = [f"agreement of {len(found.critics)} critics over {_count(found.n_trials, 'trial')}:"]
     lines += [printable(f"  {name}: {share:.0%}") for name, share in found.shares.items()]
     if found.disputed:
         lines.append(printable(f"  disputed ({len(found.disputed)}): {_first(found.disputed, 10)}"))
@@ -129,13 +133,13 @@ def cause_lines(groups: Sequence[CauseGroup]) -> list[str]:
     """Causes that were found without a model."""
     total = sum(len(group.trials) for group in groups)
     passed = sum(len(group.trials) for group in groups if group.key == PASSED)
-    lines = [f"{total} trials, {passed} passed"]
+    lines = [f"{_count(total, 'trial')}, {passed} passed"]
     for group in groups:
         blame = f" (blame: {group.blame})" if group.blame != "none" else ""
         lines.append(printable(f"{len(group.trials):>6}  {group.key[:_WIDTH]}{blame}"))
         if group.key != PASSED:
             lines.append(printable(f"        {group.text[: 2 * _WIDTH]}"))
-            lines.append(printable(f"        {group.tasks} tasks; e.g. {_first(group.trials)}"))
+            lines.append(printable(f"        {_count(group.tasks, 'task')}; e.g. {_first(group.trials)}"))
         lines += [printable(f"        {count} x {sign[:_WIDTH]}") for sign, count in group.signs]
     return lines
 
