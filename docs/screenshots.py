@@ -111,7 +111,7 @@ def take(base: Path, target: Path, trial: str) -> None:
             "view-job": ("/jobs/nightly", "light", 1200, 620),
             "view-trial": (f"/jobs/nightly/{trial}#s4", "light", 1200, 700),
             "view-changes": (f"/jobs/nightly/{trial}/changes", "dark", 1200, 620),
-            "view-charts": ("/jobs/nightly?view=charts", "light", 1200, 560),
+            "view-charts": ("/jobs/nightly?view=charts", "light", 1200, 640),
         }
         with sync_playwright() as play:
             browser = play.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])

@@ -124,6 +124,7 @@ async def test_a_trial_shows_its_steps(jobs: Path) -> None:
         inner = await get_json(viewer, f"/jobs/one/{trial}?sub=0")
         found = await get_json(viewer, f"/jobs/one/{trial}/steps/find?q=HELPER")
         hits = await get_json(viewer, "/search?q=helper&job=one")
+        _, listed, _ = await get(viewer, "/search?q=helper&job=one")
         changes = await get_json(viewer, f"/jobs/one/{trial}/changes")
     cards = page["content"]["cards"]
     assert [card["source"] for card in cards] == ["system", "user", "agent", "agent", "agent", "user", "agent"]
@@ -134,7 +135,17 @@ async def test_a_trial_shows_its_steps(jobs: Path) -> None:
     assert [row["step"] for row in found["found"]] == [5] and [hit["step"] for hit in hits["found"]] == [5]
     assert [edit["path"] for edit in changes["content"]["edits"]] == ["/app/a.py"] and changes["content"]["patches"]
     assert page["head"]["neighbours"]["previous"] is None and page["head"]["neighbours"]["next"]
-    assert "<strong>bug</strong>" in html and 'class="d-add"' in html
+    assert "<strong>bug</strong>" in html and 'class="d-add"' in html and "<mark>helper</mark>" in listed
+
+
+async def test_words_in_commands_of_several_lines_are_found(jobs: Path) -> None:
+    trial = jobs / "one" / first_trial(jobs)
+    steps = [tool_step(1, "cd /app\nfrobnicate --now", "x")]
+    write_file(trial / "agent" / "trajectory.json", json.dumps(trajectory(steps)))
+    async with viewing(jobs) as viewer:
+        hits = await get_json(viewer, "/search?q=frobnicate")
+        inside = await get_json(viewer, f"/jobs/one/{trial.name}/steps/find?q=frobnicate")
+    assert [hit["step"] for hit in hits["found"]] == [row["step"] for row in inside["found"]] == [1]
 
 
 async def test_calls_side_calls_the_steps_are_marked_among_them(jobs: Path) -> None:

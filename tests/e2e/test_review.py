@@ -364,7 +364,7 @@ def test_several_answers_about_a_trial_are_combined_and_kept(base: Path, tmp_pat
     shutil.copytree(base / "jobs" / "j", base / "jobs" / "several", ignore=shutil.ignore_patterns(".*", "analysis.*"))
     command = ["analyze", "jobs/several", "--failing", "-c", str(tmp_path / "critics.yaml")]
     shown = pier(*command, cwd=base).stdout
-    assert "agreement of 3 critics over 1 trials:\n  cause: 33%\n  reward_hacking: 100%" in shown
+    assert "agreement of 3 critics over 1 trial:\n  cause: 33%\n  reward_hacking: 100%" in shown
     assert "disputed (1): bad__" in shown and "1  verifier_fault" in shown
     trial = next(path for path in trials_of(base / "jobs" / "several") if path.name.startswith("bad"))
     found = read_analysis(trial)

@@ -252,6 +252,10 @@ def test_an_export_opens_from_disk_and_has_no_secrets(jobs: Path, tmp_path: Path
         assert page.locator(".step.on").count() == 1
         page.keyboard.press("r")
         assert not page.locator(".think").first.is_visible()
+        page.keyboard.press("/")
+        page.keyboard.type("helper")
+        page.keyboard.press("Enter")
+        assert page.locator("#outline li:visible").count() == 1
         page.locator("details.sub summary").click()
         assert page.locator("text=I am the sub-agent.").is_visible()
         page.locator(".tabs >> text=Terminal").click()

@@ -89,7 +89,7 @@ def test_the_live_view_shows_phases_and_what_is_beyond() -> None:
 
 def test_what_others_wrote_cannot_move_the_cursor() -> None:
     assert "\x1b" not in describe_outcome(BROKEN) and "and more" not in describe_outcome(BROKEN)
-    assert describe_outcome(Outcome()) == "no verdict"
+    assert describe_outcome(Outcome()) == "done, not graded"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from pier.review.analyze import AnalysisRequest
     from pier.review.read import CritiqueRun
     from pier.review.run import ReviewOptions
-    from pier.review.source import Source, SourceTrial, TrialFilter
+    from pier.review.source import Source, SourceTrial
 
 _FILE = click.Path(dir_okay=False)
 _NOT_TAKEN = (
@@ -33,6 +34,7 @@ _NOT_TAKEN = (
     "keep_state",
     "artifacts",
 )
+_LIMITS = ("Limits for each trial", "Limits for the whole job")
 
 
 class ReviewCommand(SettingsCommand):
@@ -44,8 +46,7 @@ class ReviewCommand(SettingsCommand):
         "Review",
         "Agent",
         "Model",
-        "Limits for each trial",
-        "Limits for the whole job",
+        *_LIMITS,
         "Sandbox",
         "Job",
         "Retries",
@@ -89,34 +90,19 @@ _JOB = _options(
     ),
     _option("--json", "as_json", is_flag=True, group="Output", help="Print the result as JSON, and no progress."),
 )
+_which = partial(_option, group="Which trials")
 _WHICH = _options(
-    _option("--task", "tasks", multiple=True, metavar="GLOB", group="Which trials", help="Trials of these tasks."),
-    _option(
-        "--source-agent", "agents", multiple=True, metavar="NAME", group="Which trials", help="Trials of this agent."
-    ),
-    _option(
-        "--source-model", "models", multiple=True, metavar="MODEL", group="Which trials", help="Trials of this model."
-    ),
-    _option(
-        "--only", type=click.Choice(["passed", "failed", "errored"]), group="Which trials", help="By their outcome."
-    ),
-    _option("--passing", is_flag=True, group="Which trials", help="Same as --only passed."),
-    _option("--failing", is_flag=True, group="Which trials", help="All that did not pass."),
-    _option("--limit", type=click.IntRange(1), metavar="N", group="Which trials", help="At most N trials."),
-    _option("--sample-seed", "seed", type=int, group="Which trials", help="Shuffle the trials with this seed first."),
+    _which("-t", "--trial-name", "names", multiple=True, help="This trial; repeatable."),
+    _which("--task", "tasks", multiple=True, metavar="GLOB", help="Trials of these tasks."),
+    _which("--source-agent", "agents", multiple=True, metavar="NAME", help="Trials of this agent."),
+    _which("--source-model", "models", multiple=True, metavar="MODEL", help="Trials of this model."),
+    _which("--only", type=click.Choice(["passed", "failed", "errored"]), help="By their outcome."),
+    _which("--passing", is_flag=True, help="Same as --only passed."),
+    _which("--failing", is_flag=True, help="All that did not pass."),
+    _which("--limit", type=click.IntRange(1), metavar="N", help="At most N trials."),
+    _which("--sample-seed", "seed", type=int, help="Shuffle the trials with this seed first."),
 )
 _RUBRIC_HELP = "A TOML, YAML or JSON file, or the name of a built-in rubric; repeatable."
-
-
-def _filter(flags: dict[str, Any], names: tuple[str, ...] = ()) -> TrialFilter:
-    from pier.errors import UsageError
-    from pier.review.source import TrialFilter
-
-    if flags["passing"] and flags["failing"]:
-        raise UsageError("--passing and --failing exclude each other")
-    passing = True if flags["passing"] else False if flags["failing"] else None
-    keys = ("tasks", "agents", "models", "only", "seed", "limit")
-    return TrialFilter(names=names, passing=passing, **{key: flags[key] for key in keys})
 
 
 def _options_of(flags: dict[str, Any]) -> ReviewOptions:
@@ -149,19 +135,19 @@ def _report(show: str, value: Any, lines: Iterable[str], output: str | None = No
         click.echo("\n".join(lines))
 
 
-def _selected(path: Path, wanted: TrialFilter) -> tuple[Source, list[SourceTrial]]:
+def _selected(path: Path, flags: dict[str, Any]) -> tuple[Source, list[SourceTrial]]:
     from pier.errors import UsageError
-    from pier.review.source import open_source
+    from pier.review.source import TrialFilter, open_source
 
+    if flags["passing"] and flags["failing"]:
+        raise UsageError("--passing and --failing exclude each other")
+    passing = True if flags["passing"] else False if flags["failing"] else None
+    keys = ("names", "tasks", "agents", "models", "only", "seed", "limit")
     source = open_source(path)
-    trials = wanted.apply(source.trials)
+    trials = TrialFilter(passing=passing, **{key: flags.pop(key) for key in keys}).apply(source.trials)
     if not trials:
         raise UsageError(f"no finished trial of {path} is of that kind", hint=f"pier job show {path} --trials")
     return source, trials
-
-
-def _how(as_json: bool) -> str:
-    return "json" if as_json else "full"
 
 
 @click.group()
@@ -176,7 +162,6 @@ def critique() -> None:
 @_option("--rubric", "rubrics", multiple=True, metavar="FILE|NAME", help=_RUBRIC_HELP)
 @_option("--name", help="Name of the run; the same name continues it.  [default: the time]")
 @_option("--overwrite", is_flag=True, help="Replace a run of this name.")
-@_option("-t", "--trial-name", "names", multiple=True, group="Which trials", help="This trial; repeatable.")
 @_option("-y", "--yes", is_flag=True, hidden=True, help="Accepted for datacurve pier's command lines.")
 @_WHICH
 @_JOB
@@ -197,7 +182,7 @@ def critique_run(path: Path, prompt: str | None, rubrics: tuple[str, ...], **fla
     from pier.review.run import GOOD_MODEL, run_review
     from pier.review.show import agreement_lines, runs_lines
 
-    source, trials = _selected(path, _filter(flags, flags.pop("names")))
+    source, trials = _selected(path, flags)
     options = _options_of(flags)
     asked = rubrics or (() if prompt else CRITIQUE_RUBRICS)
     text = load_prompt("critique", prompt)
@@ -233,7 +218,7 @@ def critique_list(path: Path, as_json: bool) -> None:
 
     runs = list_runs(open_source(path).root)
     lines = runs_lines(runs) or [f"no critique runs; make one: pier critique run {path}"]
-    _report(_how(as_json), [_run_row(run) for run in runs], lines)
+    _report("json" if as_json else "full", [_run_row(run) for run in runs], lines)
 
 
 @critique.command(name="show")
@@ -260,7 +245,9 @@ def critique_show(path: Path, runs: tuple[str, ...], names: tuple[str, ...], rat
     ]
     lines = [line for critique in found for line in (*critique_lines(critique), "")]
     value = [critique.model_dump(mode="json") for critique in found]
-    _report(_how(as_json), value, lines or [f"no critiques of that kind; see pier critique list {path}"])
+    _report(
+        "json" if as_json else "full", value, lines or [f"no critiques of that kind; see pier critique list {path}"]
+    )
 
 
 @critique.command(name="compare")
@@ -282,7 +269,7 @@ def critique_compare(path: Path, names: tuple[str, ...], as_json: bool) -> None:
     if len(runs) < 2:
         raise UsageError("comparing needs two critique runs", hint=f"pier critique list {path}")
     found = compare_runs(runs)
-    _report(_how(as_json), asdict(found), [*runs_lines(runs), *agreement_lines(found)])
+    _report("json" if as_json else "full", asdict(found), [*runs_lines(runs), *agreement_lines(found)])
 
 
 @critique.command(name="copy")
@@ -307,7 +294,6 @@ def critique_copy(directory: Path) -> None:
 @_option("--name", help="Name of the run; the same name continues it.  [default: the time]")
 @_option("--overwrite", is_flag=True, help="Analyze again what has an analysis.")
 @_option("--output", type=_FILE, group="Output", help="Write the result as JSON to this file.")
-@_option("-t", "--trial-name", "names", multiple=True, group="Which trials", help="This trial; repeatable.")
 @_WHICH
 @_JOB
 def analyze(
@@ -325,7 +311,7 @@ def analyze(
     from pier.review.rubric import load_prompt, load_rubric
     from pier.review.show import cause_lines
 
-    source, trials = _selected(path, _filter(flags, flags.pop("names")))
+    source, trials = _selected(path, flags)
     options, output = _options_of(flags), flags["output"]
     if no_model:
         groups = group_causes(trials)

@@ -207,7 +207,7 @@ def describe_outcome(outcome: Outcome) -> str:
         words.append(f"{outcome.steps[0]} of {outcome.steps[1]} steps graded")
     if outcome.fault is not None:
         words.append(f"{outcome.fault.type} ({outcome.fault.blame}): {first_line(outcome.fault.message)}")
-    return "; ".join(words) or ("cancelled" if outcome.cancelled else "no verdict")
+    return "; ".join(words) or ("cancelled" if outcome.cancelled else "done, not graded")
 
 
 def first_line(text: str) -> str:

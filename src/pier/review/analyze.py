@@ -10,14 +10,7 @@ from typing import Any
 
 from pier.files import write_json
 from pier.review.order import ReviewPlan
-from pier.review.publish import (
-    combined,
-    count_causes,
-    job_text,
-    outcomes_of,
-    publish_analyses,
-    publish_job_analysis,
-)
+from pier.review.publish import combined, count_causes, job_text, outcomes_of, publish_analyses, publish_job_analysis
 from pier.review.read import Agreement, agreement, read_analysis, read_job_analysis, total_cost
 from pier.review.rubric import ReviewRubric
 from pier.review.run import GOOD_MODEL, SMALL_MODEL, ReviewOptions, ReviewRun, run_review
@@ -95,7 +88,7 @@ def _agreement(run: ReviewRun) -> Agreement | None:
 def _known_job(root: Path, analyses: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The analysis of the job that is there, if it is about the same trials."""
     found = read_job_analysis(root)
-    if found is None or found.trials != {each["trial_name"] for each in analyses}:
+    if found is None or set(found.trials) != {each["trial_name"] for each in analyses}:
         return None
     return {"job_summary": found.summary, "trials": list(analyses), "causes": count_causes(analyses), "pier": {}}
 
@@ -110,7 +103,7 @@ def _analyze_job(
     """Review the analyses of all trials together, with the first of the critics."""
     root, rows = request.source.root, {trial.name: trial for trial in request.trials}
     lines = "\n".join(json.dumps(_facts(rows[each["trial_name"]], each)) for each in analyses)
-    plan = ReviewPlan("job", root, name, request.job_prompt, None, options.asks, True, {"trial_results": lines})
+    plan = ReviewPlan("job", root, name, request.job_prompt, None, options.asks, overwrite=True)
     causes = count_causes(analyses)
     plan.write_job({"trials.jsonl": lines + "\n", "causes.json": json.dumps(causes, indent=2)})
     one = options.config.model_copy(update={"agents": options.config.agents[:1], "n_attempts": 1})

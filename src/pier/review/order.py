@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +128,6 @@ class ReviewPlan:
     rubric: ReviewRubric | None = None
     asks: int = 2
     overwrite: bool = False
-    extra: dict[str, str] = field(default_factory=dict)
-    """Further placeholders."""
 
     @property
     def tasks_dir(self) -> Path:
@@ -170,14 +168,15 @@ class ReviewPlan:
         return names
 
     def write_job(self, files: dict[str, str]) -> None:
-        """Make one task about a whole job, which sees `files`."""
+        """Make one task about a whole job, which sees `files`. A prompt may hold the trials as `{trial_results}`."""
         self._begin()
         self.inputs_dir.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             write(self.inputs_dir / name, text, durable=False)
         digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
         about = "\n".join(f"- {INPUT}/job/{name}" for name in files)
-        self._write("job", self._order(input=self.run, digest=digest), {}, f"Your input is in these files:\n{about}")
+        order, values = self._order(input=self.run, digest=digest), {"trial_results": files["trials.jsonl"].rstrip()}
+        self._write("job", order, values, f"Your input is in these files:\n{about}")
 
     def _begin(self) -> None:
         """Make the directory of tasks. A run of the same name is removed with `overwrite`; else its tasks stay, and
@@ -194,9 +193,8 @@ class ReviewPlan:
                     remove(str(path))
         self.tasks_dir.mkdir(parents=True, exist_ok=True)
         self._put(self.tasks_dir / "prompt.md", self.prompt)
-        rubric = json.dumps(self.rubric.model_dump(), indent=2) if self.rubric else None
-        if rubric is not None:
-            self._put(self.tasks_dir / "rubric.json", rubric + "\n")
+        if self.rubric is not None:
+            self._put(self.tasks_dir / "rubric.json", json.dumps(self.rubric.model_dump(), indent=2) + "\n")
 
     def _put(self, path: Path, text: str) -> None:
         """Write a file of the tasks. `JobError` if the job was begun with another content."""
@@ -207,11 +205,7 @@ class ReviewPlan:
             pass
         else:
             if (self.job / JOURNAL).exists():
-                raise JobError(
-                    f"the run {self.run} exists and asked for something else: {path} differs",
-                    hint="choose another --name, or add --overwrite",
-                    code="job-differs",
-                )
+                raise run_differs(self.run, f"exists and asked for something else: {path} differs")
         write(path, text, durable=False)
 
     def _order(self, **about: Any) -> ReviewOrder:
@@ -256,7 +250,6 @@ class ReviewPlan:
             "critique_artifacts_dir": f"{ARTIFACTS}/critique-artifacts",
             "criteria_guidance": guidance,
             **values,
-            **self.extra,
         }
         parts = [fill_in(self.prompt, known).rstrip()]
         if guidance and "{criteria_guidance}" not in self.prompt:
@@ -266,15 +259,14 @@ class ReviewPlan:
         schema = json.dumps(schema_of(order.kind, order.criteria, order.causes).model_json_schema())
         contract = fill_in(
             load_prompt("contract"),
-            {
-                "where": where,
-                "output": order.output,
-                "schema": schema,
-                "artifacts": ARTIFACTS,
-                "input": INPUT,
-            },
+            {"where": where, "output": order.output, "schema": schema, "artifacts": ARTIFACTS, "input": INPUT},
         )
         return "\n\n".join((*parts, contract.rstrip())) + "\n"
+
+
+def run_differs(run: str, reason: str) -> JobError:
+    """The error for a run that cannot be continued."""
+    return JobError(f"the run {run} {reason}", hint="choose another --name, or add --overwrite", code="job-differs")
 
 
 def refuse_links(root: Path, below: str) -> None:
@@ -310,9 +302,7 @@ def as_review(spec: TrialSpec) -> TrialSpec:
     # Neighbours of the reviewed job are hidden too, unless they lie at the top of the machine.
     jobs = (root, root.parent) if len(root.parent.parts) > 2 else (root,)
     sandbox = replace(
-        spec.sandbox,
-        mounts=(*spec.sandbox.mounts, *mounts),
-        hidden=(*spec.sandbox.hidden, *jobs, *places.values()),
+        spec.sandbox, mounts=(*spec.sandbox.mounts, *mounts), hidden=(*spec.sandbox.hidden, *jobs, *places.values())
     )
     instruction = spec.task.steps[0].instruction.rstrip()
 

@@ -5,6 +5,7 @@ Everything is written through `pier.tree`: a job that came from somewhere else m
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections import Counter
@@ -14,9 +15,8 @@ from typing import Any
 from uuid import UUID
 
 from pier.beneath import remove
-from pier.errors import JobError
 from pier.job.view import RESULT
-from pier.review.order import refuse_links
+from pier.review.order import refuse_links, run_differs
 from pier.review.output import TRAJECTORY
 from pier.review.read import ANALYSIS, CRITIQUES, agreement, read_json, total_cost
 from pier.review.run import Review, ReviewRun
@@ -58,11 +58,7 @@ def refuse_foreign_run(root: Path, run: str) -> None:
     with Tree(root) as tree:
         config = read_json(tree, f"{CRITIQUES}/{run}/config.json")
     if config is not None and "pier" not in config:
-        raise JobError(
-            f"the run {run} was made by another program",
-            hint="choose another --name, or add --overwrite",
-            code="job-differs",
-        )
+        raise run_differs(run, "was made by another program")
 
 
 def _put(tree: Tree, path: str, value: Any) -> None:
@@ -126,14 +122,9 @@ def _put_critique(tree: Tree, place: str, run: ReviewRun, review: Review, config
         _put(tree, f"{place}/artifacts/critique-result.json", review.value)
     else:
         tree.write(f"{place}/exception.txt", f"{review.error}\n".encode(errors="replace"))
-    found = {name: tree.find(f"{place}/artifacts/{name}") is not None for name in _PARTS}
     manifest = [
-        {
-            "source": f"{ARTIFACTS}/{name}",
-            "destination": f"artifacts/{name}",
-            "type": kind,
-            "status": "ok" if found[name] else "missing",
-        }
+        {"source": f"{ARTIFACTS}/{name}", "destination": f"artifacts/{name}", "type": kind}
+        | {"status": "ok" if tree.find(f"{place}/artifacts/{name}") else "missing"}
         for name, kind in _PARTS.items()
     ]
     _put(tree, f"{place}/artifacts/manifest.json", manifest)
@@ -170,25 +161,19 @@ def _metadata(run: ReviewRun, review: Review) -> dict[str, Any]:
     }
 
 
-def _copy(source: Tree, name: str, target: Tree, path: str) -> int:
-    """Copy a regular file of bounded size; its size, 0 if there is none."""
-    try:
-        data = source.read(name, _COPY_LIMIT)
-    except (OSError, TreeError):
-        return 0
-    target.write(path, data)
-    return len(data)
+def _copy(source: Tree, name: str, target: Tree, path: str) -> None:
+    """Copy a regular file of bounded size, if there is one."""
+    with contextlib.suppress(OSError, TreeError):
+        target.write(path, source.read(name, _COPY_LIMIT))
 
 
 def _copy_tree(source: Tree, name: str, target: Tree, path: str) -> None:
     left = _COPY_LIMIT
-    try:
-        entries = [entry for entry in source.entries(name, limit=_ENTRIES) if entry.kind == "file"]
-    except (OSError, TreeError):
-        return
-    for entry in entries:
-        if entry.size <= left:
-            left -= _copy(source, entry.path, target, f"{path}{entry.path.removeprefix(name)}")
+    with contextlib.suppress(OSError, TreeError):
+        for entry in source.entries(name, limit=_ENTRIES):
+            if entry.kind == "file" and entry.size <= left:
+                left -= entry.size
+                _copy(source, entry.path, target, f"{path}{entry.path.removeprefix(name)}")
 
 
 def combined(run: ReviewRun) -> dict[str, dict[str, Any]]:

@@ -40,24 +40,22 @@ def read_json(tree: Tree, path: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _fits(model: type[BaseModel], row: Any) -> bool:
-    try:
-        model.model_validate(row)
-    except ValidationError:
-        return False
-    return True
+def _fitting(model: type[BaseModel]) -> BeforeValidator:
+    """Drops the rows of a list or object that do not fit a model."""
 
+    def fits(row: Any) -> bool:
+        try:
+            model.model_validate(row)
+        except ValidationError:
+            return False
+        return True
 
-def _valid_checks(value: Any) -> Any:
-    return {name: row for name, row in value.items() if _fits(CriterionAnswer, row)} if isinstance(value, dict) else {}
+    def fitting(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: row for name, row in value.items() if fits(row)}
+        return [row for row in value if fits(row)] if isinstance(value, list) else value
 
-
-def _valid_findings(value: Any) -> Any:
-    return [row for row in value if _fits(CritiqueFinding, row)] if isinstance(value, list) else []
-
-
-def _valid_causes(value: Any) -> Any:
-    return [row for row in value if _fits(CauseCount, row)] if isinstance(value, list) else []
+    return BeforeValidator(fitting)
 
 
 def _trial_names(value: Any) -> Any:
@@ -65,8 +63,8 @@ def _trial_names(value: Any) -> Any:
     return [name for name in rows if isinstance(name, str)]
 
 
-Checks = Annotated[dict[str, CriterionAnswer], BeforeValidator(_valid_checks)]
-Findings = Annotated[tuple[CritiqueFinding, ...], BeforeValidator(_valid_findings)]
+Checks = Annotated[dict[str, CriterionAnswer], _fitting(CriterionAnswer)]
+Findings = Annotated[tuple[CritiqueFinding, ...], _fitting(CritiqueFinding)]
 Money = Annotated[float | None, Field(strict=True)]
 
 
@@ -167,10 +165,8 @@ def critiques_of(root: Path, trial: str) -> list[Critique]:
     if not runs:
         return []
     with Tree(root.resolve()) as tree:
-        places = {run.name: tree.find(f"{CRITIQUES}/{run.name}/{trial}") for run in runs}
-        return [
-            _critique(tree, run, trial) for run in runs if (found := places[run.name]) and found.kind == "directory"
-        ]
+        found = ((run, tree.find(f"{CRITIQUES}/{run.name}/{trial}")) for run in runs)
+        return [_critique(tree, run, trial) for run, entry in found if entry and entry.kind == "directory"]
 
 
 def _run(tree: Tree, root: Path, name: str) -> CritiqueRun:
@@ -330,10 +326,10 @@ class JobAnalysis(_FromFile):
     """Why the trials of a job ended the way they did. `trials` are those that it is about."""
 
     summary: str = Field(validation_alias="job_summary")
-    causes: Annotated[tuple[CauseCount, ...], BeforeValidator(_valid_causes)] = ()
+    causes: Annotated[tuple[CauseCount, ...], _fitting(CauseCount)] = ()
     model: str | None = Field(None, validation_alias=AliasPath("pier", "model"))
     cost_usd: Money = Field(None, validation_alias=AliasPath("pier", "cost_usd"))
-    trials: Annotated[frozenset[str], BeforeValidator(_trial_names)] = frozenset()
+    trials: Annotated[tuple[str, ...], BeforeValidator(_trial_names)] = ()
 
 
 def read_analysis(directory: Path) -> TrialAnalysis | None:

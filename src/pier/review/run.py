@@ -20,7 +20,7 @@ from pier.job.command import Show, run_without_report
 from pier.job.config import AgentConfig, DatasetConfig, JobConfig
 from pier.job.runner import Wanted
 from pier.job.view import JobView, TrialRow
-from pier.review.order import REVIEWS, ReviewOrder, ReviewPlan, read_order
+from pier.review.order import REVIEWS, ReviewOrder, ReviewPlan, read_order, run_differs
 from pier.review.output import OUTPUT_LIMIT, OUTPUTS, Kind
 from pier.review.read import total_cost
 from pier.review.rubric import ReviewRubric
@@ -180,11 +180,7 @@ def run_review(plan: ReviewPlan, options: ReviewOptions, *, model: str) -> Revie
     except JobError as error:
         if error.code != "job-differs":
             raise
-        raise JobError(
-            f"the run {plan.run} exists and asked for something else",
-            hint="choose another --name, or add --overwrite",
-            code=error.code,
-        ) from error
+        raise run_differs(plan.run, "exists and asked for something else") from error
     view = JobView.open(plan.job)
     reviews = tuple(_reviews(plan, view))
     return ReviewRun(plan, view.config or {}, code, reviews, view.created_at, view.finished_at, view.id)

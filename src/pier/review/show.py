@@ -26,6 +26,10 @@ def cost_text(cost: float | None) -> str:
     return "unknown" if cost is None else f"${cost:.4f}"
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _first(names: Sequence[str], number: int = _EXAMPLES) -> str:
     return ", ".join(names[:number]) + (", ..." if len(names) > number else "")
 
@@ -35,13 +39,16 @@ def runs_lines(runs: Iterable[CritiqueRun]) -> list[str]:
     return [line for run in runs for line in _run_lines(run)]
 
 
+def _critic(found: CritiqueRun | Critique) -> str:
+    return f"{found.agent or 'unknown'}{f' on {found.model}' if found.model else ''}"
+
+
 def _run_lines(run: CritiqueRun) -> list[str]:
     """One run: ratings, answers to each criterion, tags, and what failed."""
     done = [each for each in run.critiques if each.status == "completed"]
     ratings = Counter(each.rating for each in done)
-    critic = f"{run.agent or 'unknown'}{f' on {run.model}' if run.model else ''}"
     lines = [
-        printable(f"{run.name}: {critic}"),
+        printable(f"{run.name}: {_critic(run)}"),
         f"  {len(done)} of {max(run.n_items, len(run.critiques))} trials reviewed: {ratings['good']} good, "
         f"{ratings['bad']} bad; cost {cost_text(run.cost_usd)}",
     ]
@@ -73,8 +80,8 @@ def _answers(critiques: Sequence[Critique]) -> list[str]:
 
 def critique_lines(critique: Critique) -> list[str]:
     """One critique in full."""
-    critic = f"{critique.agent or 'unknown'}{f' on {critique.model}' if critique.model else ''}"
-    lines = [printable(f"{critique.trial}: {critique.rating or critique.status}  ({critique.run}: {critic})")]
+    verdict = critique.rating or critique.status
+    lines = [printable(f"{critique.trial}: {verdict}  ({critique.run}: {_critic(critique)})")]
     if critique.error:
         lines += lines_of(critique.error, "  ")
     lines += lines_of(critique.feedback or "", "  ")
@@ -115,7 +122,7 @@ def agreement_lines(found: Agreement) -> list[str]:
     """How far critics agree."""
     if not found.n_trials:
         return ["no trial was reviewed by two of these critics"]
-    lines = [f"agreement of {len(found.critics)} critics over {found.n_trials} trials:"]
+    lines = [f"agreement of {len(found.critics)} critics over {_count(found.n_trials, 'trial')}:"]
     lines += [printable(f"  {name}: {share:.0%}") for name, share in found.shares.items()]
     if found.disputed:
         lines.append(printable(f"  disputed ({len(found.disputed)}): {_first(found.disputed, 10)}"))
@@ -126,13 +133,13 @@ def cause_lines(groups: Sequence[CauseGroup]) -> list[str]:
     """Causes that were found without a model."""
     total = sum(len(group.trials) for group in groups)
     passed = sum(len(group.trials) for group in groups if group.key == PASSED)
-    lines = [f"{total} trials, {passed} passed"]
+    lines = [f"{_count(total, 'trial')}, {passed} passed"]
     for group in groups:
         blame = f" (blame: {group.blame})" if group.blame != "none" else ""
         lines.append(printable(f"{len(group.trials):>6}  {group.key[:_WIDTH]}{blame}"))
         if group.key != PASSED:
             lines.append(printable(f"        {group.text[: 2 * _WIDTH]}"))
-            lines.append(printable(f"        {group.tasks} tasks; e.g. {_first(group.trials)}"))
+            lines.append(printable(f"        {_count(group.tasks, 'task')}; e.g. {_first(group.trials)}"))
         lines += [printable(f"        {count} x {sign[:_WIDTH]}") for sign, count in group.signs]
     return lines
 

@@ -40,23 +40,15 @@ class SourceTrial:
 
     @property
     def passed(self) -> bool:
-        rewards = self.outcome.rewards if self.outcome else None
-        full = bool(rewards) and all(value >= 1 for value in (rewards or {}).values())
-        return full and self.outcome is not None and self.outcome.fault is None
-
-    @property
-    def errored(self) -> bool:
-        return self.outcome is not None and self.outcome.fault is not None
+        rewards = self.outcome.rewards if self.outcome and self.outcome.fault is None else None
+        return bool(rewards) and all(value >= 1 for value in (rewards or {}).values())
 
     def is_of(self, only: Only) -> bool:
         """Whether it counts as passed, as errored (any error), or as failed (a verdict below 1)."""
-        match only:
-            case "passed":
-                return self.passed
-            case "errored":
-                return self.errored
-            case "failed":
-                return not self.passed and self.outcome is not None and self.outcome.rewards is not None
+        outcome = self.outcome
+        if only == "passed" or outcome is None:
+            return only == "passed" and self.passed
+        return outcome.fault is not None if only == "errored" else not self.passed and outcome.rewards is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,54 +111,34 @@ def open_source(path: Path) -> Source:
     if not path.is_dir():
         raise UsageError(f"{path}: no such directory", hint="pier job list")
     if (path / WORKSPACE_TRIALS).is_dir():
-        return _directory_of_trials((path / WORKSPACE_TRIALS).resolve())
+        return _source(JobView.of_trials(path / WORKSPACE_TRIALS))
     around = next((place for place in path.resolve().parents if (place / WORKSPACE_TRIALS).is_dir()), None)
     try:
         view = JobView.open(path)
         if view.state != "empty" or around is None:
-            return _job(view)
+            return _source(view)
     except JobError as error:
         if error.code != "not-a-job":
             raise
     try:
-        trial = TrialView.open(path)
+        found = TrialView.open(path)
     except JobError:
-        return _directory_of_trials(around / WORKSPACE_TRIALS if around else path.resolve())
-    return Source(path.resolve().parent, (_from_view(path.resolve(), trial),), single=True)
+        return _source(JobView.of_trials(around / WORKSPACE_TRIALS if around else path))
+    directory = path.resolve()
+    trial = SourceTrial(directory.name, directory, found.task, found.agent, found.model, found.outcome)
+    return Source(directory.parent, (trial,), single=True)
 
 
-def _job(view: JobView) -> Source:
+def _source(view: JobView) -> Source:
     root = view.directory.resolve()
+    if view.state == "empty":
+        about = f"{root} is not a job, a trial or a workspace"
+        raise JobError(about, code="not-a-job", hint="pier job list, or pier capture")
     with Tree(root) as tree:
         real = {entry.path for entry in tree.listed() if entry.kind == "directory"}
-    return Source(
-        root,
-        tuple(
-            SourceTrial(row.name, root / row.name, row.task, row.agent, row.model, row.outcome)
-            for row in view.trials
-            if row.outcome is not None and row.name in real
-        ),
-    )
-
-
-def _directory_of_trials(root: Path) -> Source:
-    with Tree(root) as tree:
-        names = [entry.path for entry in tree.listed() if entry.kind == "directory" and entry.path[0] != "."]
-    found: list[SourceTrial] = []
-    for name in names:
-        try:
-            found.append(_from_view(root / name, TrialView.open(root / name)))
-        except JobError:
-            continue
-    if not found:
-        raise JobError(
-            f"{root} is not a job, a trial or a workspace", code="not-a-job", hint="pier job list, or pier capture"
-        )
-    return Source(root, tuple(found))
-
-
-def _from_view(directory: Path, view: TrialView) -> SourceTrial:
-    return SourceTrial(directory.name, directory, view.task, view.agent, view.model, view.outcome)
+    rows = [row for row in view.trials if row.outcome is not None and row.name in real]
+    trials = (SourceTrial(row.name, root / row.name, row.task, row.agent, row.model, row.outcome) for row in rows)
+    return Source(root, tuple(trials))
 
 
 def find_result(directory: Path) -> TrialResult | None:

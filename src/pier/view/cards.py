@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from pier.trajectory.model import ObservationResult, Step, StepToolCall, text_of
@@ -91,19 +90,16 @@ def _result(place: int, result: ObservationResult, subs: Sequence[Mapping[str, A
 
 def sub_agents(trajectory: PagedTrajectory, sub: str) -> list[dict[str, Any]]:
     """The sub-agents of a trajectory; `place` is where each is found again."""
-    found: list[dict[str, Any]] = []
-    for number, each in enumerate(trajectory.subs):
-        agent = each.agent
-        found.append(
-            {
-                "id": each.value("trajectory_id") or each.value("session_id"),
-                "place": f"{sub}.{number}" if sub else str(number),
-                "name": agent.name if agent else "sub-agent",
-                "model": agent.model_name if agent else None,
-                "n_steps": len(each),
-            }
-        )
-    return found
+    return [
+        {
+            "id": each.value("trajectory_id") or each.value("session_id"),
+            "place": f"{sub}.{number}" if sub else str(number),
+            "name": each.agent.name if each.agent else "sub-agent",
+            "model": each.agent.model_name if each.agent else None,
+            "n_steps": len(each),
+        }
+        for number, each in enumerate(trajectory.subs)
+    ]
 
 
 def blocks_of(arguments: Mapping[str, Any], raw: str | None = None) -> list[dict[str, Any]]:
@@ -131,8 +127,12 @@ def blocks_of(arguments: Mapping[str, Any], raw: str | None = None) -> list[dict
         elif isinstance(text, str) and key in _CONTENTS and (path or "\n" in text):
             found.append({"kind": "file", "path": path, "text": text})
             del rest[key]
-    values = {key: value for key, value in rest.items() if value not in (None, "", [], {})}
-    return ([{"kind": "values", "values": _short(values)}] if values else []) + found
+    values = {
+        str(key): value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for key, value in rest.items()
+        if value not in (None, "", [], {})
+    }
+    return ([{"kind": "values", "values": values}] if values else []) + found
 
 
 def _command(value: Any) -> str | None:
@@ -142,13 +142,6 @@ def _command(value: Any) -> str | None:
         shell = len(value) == 3 and value[1] in ("-c", "-lc")
         return value[2] if shell else " ".join(value)
     return None
-
-
-def _short(values: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        str(key): value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        for key, value in values.items()
-    }
 
 
 def edits_of(trajectory: PagedTrajectory, limit: int = 2_000) -> list[dict[str, Any]]:
@@ -164,7 +157,7 @@ def edits_of(trajectory: PagedTrajectory, limit: int = 2_000) -> list[dict[str, 
     return found
 
 
-def side_calls(trajectory: PagedTrajectory) -> list[dict[str, Any]]:
+def _side_calls(trajectory: PagedTrajectory) -> list[dict[str, Any]]:
     """The calls that no step stands for: titles, summaries, retries and calls of other programs."""
     extra = trajectory.value("extra")
     rows = extra.get("side_calls") if isinstance(extra, dict) else None
@@ -180,11 +173,11 @@ def _side_call(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"call": row["call"], **texts, **numbers}
 
 
-def place_side_calls(
-    found: Sequence[dict[str, Any]], cards: Sequence[dict[str, Any]], last: int
-) -> list[dict[str, Any]]:
+def mark_side_calls(trajectory: PagedTrajectory, cards: Sequence[dict[str, Any]], start: int) -> list[dict[str, Any]]:
     """Give each card the side calls that were made between the step before and its own call; those after all cards are
-    the result. `last` is the last call before the first card."""
+    the result. `start` is the index of the first card's step."""
+    found = _side_calls(trajectory)
+    last = _call_before(trajectory, start) if found else 0
     for card in cards:
         if card["call"] is not None:
             card["side_calls"] = [each for each in found if last < each["call"] < card["call"]]
@@ -192,58 +185,47 @@ def place_side_calls(
     return [each for each in found if each["call"] > last]
 
 
-def call_before(trajectory: PagedTrajectory, index: int) -> int:
+def _call_before(trajectory: PagedTrajectory, index: int) -> int:
     """The number of the last call before a step."""
-    for place in range(index - 1, -1, -1):
-        call = (trajectory.step(place).extra or {}).get("call")
-        if isinstance(call, int):
-            return call
-    return 0
+    calls = ((trajectory.step(place).extra or {}).get("call") for place in range(index - 1, -1, -1))
+    return next((call for call in calls if isinstance(call, int)), 0)
 
 
-def subs_in(holder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The sub-agents that the results of a call, or of a card, refer to."""
-    return [sub for result in holder["results"] for sub in result["subs"]]
+def loose_subs(subs: Sequence[dict[str, Any]], cards: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The sub-agents that no result on the cards refers to."""
+    results = [result for card in cards for each in (*card["calls"], card) for result in each["results"]]
+    shown = {sub["place"] for result in results for sub in result["subs"]}
+    return [each for each in subs if each["place"] not in shown]
 
 
+_PART_STARTS = ("diff --git ", "Binary or large file ", "Empty file ", "# ")
 _HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 
 
 def diff_files(text: str) -> list[dict[str, Any]]:
     """The parts of a diff, one for each file: its path, the lines added and removed, and the text. Lines inside of a
     hunk begin no part, whatever they look like."""
-    found: list[_DiffPart] = []
+    found: list[dict[str, Any]] = []
     old = new = 0
+    is_named = True  # False between the first line of git's part and its file names
     for line in text.removesuffix("\n").split("\n"):
         sign = line[:1]
         if old > 0 or new > 0:
             old -= sign in ("-", " ", "")
             new -= sign in ("+", " ", "")
-            found[-1].removed += sign == "-"
-            found[-1].added += sign == "+"
-        elif not found or line.startswith(_PART_STARTS) or (line.startswith("--- ") and not found[-1].is_begun):
-            found.append(_DiffPart(line, is_begun=line.startswith("diff --git ")))
+            found[-1]["removed"] += sign == "-"
+            found[-1]["added"] += sign == "+"
+        elif not found or line.startswith(_PART_STARTS) or (line.startswith("--- ") and is_named):
+            found.append({"path": line, "added": 0, "removed": 0, "lines": []})
+            is_named = not line.startswith("diff --git ")
         elif hunk := _HUNK.match(line):
             old, new = (int(count) if count is not None else 1 for count in hunk.groups())
-            found[-1].is_begun = False
-        if line.startswith(("--- ", "+++ ")) and not found[-1].added + found[-1].removed and "/dev/null" not in line:
-            found[-1].path = line[4:].partition("\t")[0].removeprefix("a/").removeprefix("b/")
-        found[-1].lines.append(line)
-    return [part.plain() for part in found]
-
-
-@dataclass(slots=True)
-class _DiffPart:
-    path: str
-    is_begun: bool = False
-    """Whether the names of the files are still to come."""
-    added: int = 0
-    removed: int = 0
-    lines: list[str] = field(default_factory=list)
-
-    def plain(self) -> dict[str, Any]:
-        text = "\n".join(self.lines) if len(self.lines) > 1 else ""
-        return {"path": self.path, "added": self.added, "removed": self.removed, "text": text}
-
-
-_PART_STARTS = ("diff --git ", "Binary or large file ", "Empty file ", "# ")
+            is_named = True
+        part = found[-1]
+        if line.startswith(("--- ", "+++ ")) and not part["added"] + part["removed"] and "/dev/null" not in line:
+            part["path"] = line[4:].partition("\t")[0].removeprefix("a/").removeprefix("b/")
+        part["lines"].append(line)
+    for part in found:
+        lines = part.pop("lines")
+        part["text"] = "\n".join(lines) if len(lines) > 1 else ""
+    return found

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pier.job.figures import Spread, spread
+from pier.job.figures import spread
 
 WIDTH, HEIGHT = 460, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 14, 40
@@ -79,10 +79,8 @@ def cost_against_score(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | 
 def bars(values: Sequence[float], label: str) -> dict[str, Any] | None:
     """How values are spread, as bars; None without values."""
     found = spread(values)
-    return _bars(found, label) if found else None
-
-
-def _bars(found: Spread, label: str) -> dict[str, Any]:
+    if found is None:
+        return None
     span = found.high - found.low
     edge = span / 2 if not span else 0.0
     low, high = (found.low, found.high) if span else (found.low - (abs(found.low) or 1), found.high + (found.high or 1))

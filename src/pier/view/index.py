@@ -13,13 +13,12 @@ import json
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pier.errors import UsageError
 from pier.home import pier_home
 from pier.job.figures import FAILURES, GridCell, grid, main_interval, main_summary, standing_of
 from pier.job.results import Totals, describe, main_reward
@@ -103,16 +102,6 @@ def _like(text: str) -> str:
     return f"%{escaped}%"
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One place in a transcript that a search found."""
-
-    job: str
-    trial: str
-    step: int
-    text: str
-
-
 @dataclass(slots=True)
 class Index:
     """The index of one library. Safe to use from several threads; one of them refreshes at a time."""
@@ -121,11 +110,10 @@ class Index:
     path: Path
     version: int = 0
     """Counts up when anything has changed."""
-    _local: threading.local = field(default_factory=threading.local)
     _refreshing: threading.Lock = field(default_factory=threading.Lock)
-    _connections: list[sqlite3.Connection] = field(default_factory=list)
-    _unused: threading.Condition = field(default_factory=threading.Condition)
-    _in_use: int = 0
+    _keeper: sqlite3.Connection | None = None
+    """Open as long as the index is, so that SQLite keeps its write-ahead log between transactions."""
+    _place: tempfile.TemporaryDirectory[str] | None = None
     _closed: bool = False
 
     @classmethod
@@ -138,22 +126,19 @@ class Index:
             index = cls(library, directory / f"{name}.sqlite")
             index._prepare()
         except (OSError, sqlite3.OperationalError):
-            index = cls(library, Path(tempfile.mkdtemp(prefix="pier-view-")) / f"{name}.sqlite")
+            place = tempfile.TemporaryDirectory(prefix="pier-view-")
+            index = cls(library, Path(place.name) / f"{name}.sqlite", _place=place)
             index._prepare()
         return index
 
     def close(self) -> None:
-        """Close the index once the transactions of other threads have ended; a refresh ends with its present job."""
-        with self._unused:
-            self._closed = True
-            self._unused.wait_for(lambda: self._in_use == 0)
-        self._disconnect()
-
-    def _disconnect(self) -> None:
-        for connection in self._connections:
-            connection.close()
-        self._connections.clear()
-        self._local = threading.local()
+        """Close the index; a refresh in another thread ends with its present job."""
+        self._closed = True
+        with self._refreshing:
+            if self._keeper is not None:
+                self._keeper.close()
+            if self._place is not None:
+                self._place.cleanup()
 
     def _prepare(self) -> None:
         try:
@@ -161,56 +146,36 @@ class Index:
                 known = db.execute("PRAGMA user_version").fetchone()[0]
         except sqlite3.DatabaseError:
             known = -1
-        if known == _VERSION:
-            return
-        self._disconnect()
-        for suffix in ("", "-wal", "-shm"):
-            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
-        with self.connect() as db:
-            db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+        if known != _VERSION:
+            for suffix in ("", "-wal", "-shm"):
+                self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+            with self.connect() as db:
+                db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+        self._keeper = sqlite3.connect(self.path, check_same_thread=False)
+        self._keeper.execute("PRAGMA journal_mode = WAL")
 
     @contextmanager
     def connect(self) -> Iterator[sqlite3.Connection]:
-        """This thread's connection, in one transaction. `UsageError` when the index was closed."""
-        with self._unused:
-            if self._closed:
-                raise UsageError("the viewer is closing", code="view-closed")
-            self._in_use += 1
-        try:
-            with self._connection() as found:
-                yield found
-        finally:
-            with self._unused:
-                self._in_use -= 1
-                self._unused.notify_all()
+        """A connection, in one transaction."""
+        with contextlib.closing(sqlite3.connect(self.path, timeout=30)) as db, db:
+            db.row_factory = sqlite3.Row
+            db.execute("PRAGMA synchronous = OFF")
+            yield db
 
-    def _connection(self) -> sqlite3.Connection:
-        found: sqlite3.Connection | None = getattr(self._local, "db", None)
-        if found is None:
-            found = sqlite3.connect(self.path, timeout=30, check_same_thread=False)
-            found.row_factory = sqlite3.Row
-            found.execute("PRAGMA journal_mode = WAL")
-            found.execute("PRAGMA synchronous = OFF")
-            self._local.db = found
-            self._connections.append(found)
-        return found
-
-    def refresh(self, progress: Progress = lambda _: None, only: str | None = None) -> bool:
+    def refresh(self, progress: Progress = lambda _: None) -> bool:
         """Read what has changed since the last time; whether anything had. `progress` gets the number of trials read
-        so far. Does nothing while another thread refreshes."""
-        if not self._refreshing.acquire(blocking=only is None):
-            return False
-        try:
-            return self._refresh(progress, only)
-        finally:
-            self._refreshing.release()
+        so far."""
+        with self._refreshing:
+            return self._refresh(progress)
 
-    def _refresh(self, progress: Progress, only: str | None) -> bool:
+    def _refresh(self, progress: Progress) -> bool:
         names = self.library.job_names()
         with self.connect() as db:
             known = {row["name"]: row for row in db.execute("SELECT id, name, stamp, state FROM jobs")}
         changed, count = False, 0
-        for name in names if only is None else [name for name in names if name == only]:
+        for name in names:
+            if self._closed:
+                break
             row = known.get(name)
             stamp = self.library.stamp(name, deep=row is None or row["state"] not in ("done", "broken"))
             if row is not None and row["stamp"] == stamp:
@@ -224,17 +189,15 @@ class Index:
             count += self._write(name, stamp, view)
             changed = True
             progress(count)
-        if only is None and (gone := known.keys() - set(names)):
+        for name in known.keys() - set(names):
             changed = True
-            self._forget(known[name]["id"] for name in gone)
+            with self.connect() as db:
+                for table, column in (("jobs", "id"), ("trials", "job"), ("cells", "job")):
+                    db.execute(f"DELETE FROM {table} WHERE {column} = ?", (known[name]["id"],))
+                for table in ("texts", "read_texts"):
+                    db.execute(f"DELETE FROM {table} WHERE job = ?", (name,))
         self.version += changed
         return changed
-
-    def _forget(self, ids: Iterable[int]) -> None:
-        with self.connect() as db:
-            for each in ids:
-                for table, column in (("jobs", "id"), ("trials", "job"), ("cells", "job")):
-                    db.execute(f"DELETE FROM {table} WHERE {column} = ?", (each,))
 
     def _write(self, name: str, stamp: str, view: JobView) -> int:
         rows = list(self._rows(view))
@@ -333,39 +296,34 @@ class Index:
             ).fetchall()
             found: dict[tuple[str, str], list[dict[str, Any]]] = {(row["task"], row["dataset"]): [] for row in tasks}
             names = [*{task for task, _ in found}]
-            for part in range(0, len(names), 500):
-                some = names[part : part + 500]
-                marks = ", ".join("?" * len(some))
-                for row in db.execute(
-                    f"SELECT task, dataset, data FROM cells WHERE job = ? AND task IN ({marks})", (job, *some)
-                ):
-                    if (row["task"], row["dataset"]) in found:
-                        found[row["task"], row["dataset"]].append(json.loads(row["data"]))
+            marks = ", ".join("?" * len(names))
+            cells = f"SELECT task, dataset, data FROM cells WHERE job = ? AND task IN ({marks})"
+            for row in db.execute(cells, (job, *names)):
+                if (row["task"], row["dataset"]) in found:
+                    found[row["task"], row["dataset"]].append(json.loads(row["data"]))
         return [(task, dataset, cells) for (task, dataset), cells in found.items()], total
 
     def columns(self, job: int, names: Sequence[str]) -> list[tuple[Any, ...]]:
         """Some columns of all trials of a job that ended, for charts."""
-        allowed = [name for name in names if name in _TRIAL.split(", ")]
         with self.connect() as db:
-            rows = db.execute(f"SELECT {', '.join(allowed)} FROM trials WHERE job = ?", (job,))
+            rows = db.execute(f"SELECT {', '.join(names)} FROM trials WHERE job = ?", (job,))
             return [tuple(row) for row in rows]
 
     def trial_map(self, path: Path, stamp: str) -> tuple[str | None, str | None]:
         """What was kept about a trajectory file: the map of it and its outline."""
         with self.connect() as db:
-            row = db.execute(
-                "SELECT map, outline FROM maps WHERE path = ? AND stamp = ?", (str(path), stamp)
-            ).fetchone()
-        return (row["map"], row["outline"]) if row else (None, None)
+            found = db.execute("SELECT map, outline FROM maps WHERE path = ? AND stamp = ?", (str(path), stamp))
+            kept, outline = found.fetchone() or (None, None)
+        return kept, outline
 
     def keep_map(self, path: Path, stamp: str, found: str, outline: str | None) -> None:
         with self.connect() as db:
             db.execute("INSERT OR REPLACE INTO maps VALUES (?, ?, ?, ?)", (str(path), stamp, found, outline))
 
-    def texts_stamp(self, job: str, trial: str) -> str | None:
+    def texts_stamps(self, job: str) -> dict[str, str]:
+        """The trials of a job that the full-text index has, with what changes when their trajectories do."""
         with self.connect() as db:
-            row = db.execute("SELECT stamp FROM read_texts WHERE job = ? AND trial = ?", (job, trial)).fetchone()
-        return row["stamp"] if row else None
+            return dict(tuple(row) for row in db.execute("SELECT trial, stamp FROM read_texts WHERE job = ?", (job,)))
 
     def keep_texts(self, job: str, trial: str, stamp: str, texts: Iterable[tuple[int, str]]) -> None:
         """Replace what the full-text index has of a trial."""
@@ -375,8 +333,8 @@ class Index:
             db.execute("INSERT OR REPLACE INTO read_texts VALUES (?, ?, ?)", (job, trial, stamp))
             db.executemany("INSERT INTO texts VALUES (?, ?, ?, ?)", ((text, job, trial, step) for step, text in texts))
 
-    def search(self, query: str, job: str | None, count: int = 200) -> list[Found]:
-        """Where all words of a query occur in transcripts, best first."""
+    def search(self, query: str, job: str | None, count: int = 200) -> list[dict[str, Any]]:
+        """Where all words of a query occur in transcripts, best first: job, trial, step, and the text around it."""
         words = " ".join('"' + word.replace('"', '""') + '"' for word in query.split())
         if not words:
             return []
@@ -387,7 +345,7 @@ class Index:
                 f"WHERE texts MATCH ?{more} ORDER BY rank LIMIT ?",
                 (words, *values, count),
             )
-            return [Found(row["job"], row["trial"], row["step"], row["text"]) for row in rows]
+            return [dict(row) for row in rows]
         return []
 
 
@@ -445,11 +403,8 @@ def job_data(name: str, view: JobView, rows: Sequence[TrialRow]) -> dict[str, An
         "n_tasks": len({row.task for row in rows}),
         "mean": totals.mean.value,
         "interval": asdict(interval) if interval else None,
-        "cost": {"known": totals.cost.known, "unknown": totals.cost.unknown, "text": str(totals.cost)},
-        "tokens": asdict(totals.tokens),
+        **_used(totals),
         "trial_seconds": seconds,
-        "errors": dict(totals.errors),
-        "standings": _count(standing_of(row) for row in rows),
         "groups": [_group_data(group) for group in view.groups],
     }
 
@@ -466,19 +421,12 @@ def _group_data(group: ResultGroup) -> dict[str, Any]:
         **describe(group.summary),
         "main_mean": mean,
         "main_interval": asdict(interval) if interval else None,
-        "cost": {
-            "known": group.totals.cost.known,
-            "unknown": group.totals.cost.unknown,
-            "text": str(group.totals.cost),
-        },
-        "tokens": asdict(group.totals.tokens),
+        **_used(group.totals),
         "seconds": sum(each.seconds for each in outcomes) / len(outcomes) if outcomes else None,
-        "errors": dict(group.totals.errors),
     }
 
 
-def _count(values: Iterable[str]) -> Mapping[str, int]:
-    found: dict[str, int] = {}
-    for value in values:
-        found[value] = found.get(value, 0) + 1
-    return found
+def _used(totals: Totals) -> dict[str, Any]:
+    """What trials cost, their tokens, and their errors by blame."""
+    cost = {"known": totals.cost.known, "unknown": totals.cost.unknown, "text": str(totals.cost)}
+    return {"cost": cost, "tokens": asdict(totals.tokens), "errors": dict(totals.errors)}

@@ -1,12 +1,13 @@
 """Keeps the index current while pages are open, and notifies open pages of what has changed.
 
-One task refreshes the index about once a second as long as pages were asked for lately. Each open page has a stream of
-server-sent events: `job` when its job or list has changed, `steps` with the number of steps of its trial.
+One task refreshes the index about once a second. Each open page has a stream of server-sent events, one whenever what
+it shows has changed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
@@ -17,9 +18,8 @@ from pier.errors import PierError
 from pier.view.index import Index
 from pier.view.pages import Pages
 
-_PAUSE = 1.0
-_IDLE = 30.0
-"""Seconds after the last request in which the index is still refreshed."""
+_PAUSE, _SHARE = 1.0, 3
+"""Seconds between two refreshes: at least one, and three times what a refresh takes."""
 _FIRST = 1.0
 """Seconds that the first page waits for the index."""
 _BEAT = 15.0
@@ -31,22 +31,14 @@ class IndexWatcher:
 
     index: Index
     indexing: int = 0
-    _asked: float = 0.0
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
-    _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-    _open: int = 0
 
-    async def touch(self) -> None:
-        """Note that a page was asked for; the first one waits a little for the index."""
-        self._asked = time.monotonic()
-        self._wake.set()
-        if not self._ready.is_set():
-            try:
-                async with asyncio.timeout(_FIRST):
-                    await self._ready.wait()
-            except TimeoutError:
-                pass
+    async def ready(self) -> None:
+        """Wait a little for the first reading of the index."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST):
+                await self._ready.wait()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -62,28 +54,15 @@ class IndexWatcher:
             self.indexing = count
 
         await asyncio.to_thread(self.index.refresh, progress)
-        self.indexing = 0
+        self.indexing, taken = 0, 0.0
         self._ready.set()
         while True:
-            await self._notify()
-            await asyncio.sleep(_PAUSE)
-            if not self._open and time.monotonic() - self._asked > _IDLE:
-                self._wake.clear()
-                await self._wake.wait()
+            async with self._changed:
+                self._changed.notify_all()
+            await asyncio.sleep(max(_PAUSE, _SHARE * taken))
+            began = time.monotonic()
             await asyncio.to_thread(self.index.refresh)
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    @asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
-        self._open += 1
-        self._wake.set()
-        try:
-            yield
-        finally:
-            self._open -= 1
+            taken = time.monotonic() - began
 
     async def tick(self) -> None:
         """Wait for the next refresh."""
@@ -95,20 +74,19 @@ async def follow(watcher: IndexWatcher, pages: Pages, job: str | None, trial: st
     """The events of one page: of the list of jobs, of a job, or of a trial."""
     seen: str | None = None
     beat = time.monotonic()
-    async with watcher.watching():
-        yield ": hello\n\n"
-        while True:
-            try:
-                now = await asyncio.to_thread(_state, watcher, pages, job, trial)
-            except PierError:
-                now = None
-            if now is not None and now != seen:
-                yield f"data: {now}\n\n"
-                seen, beat = now, time.monotonic()
-            elif time.monotonic() - beat > _BEAT:
-                yield ": still here\n\n"
-                beat = time.monotonic()
-            await watcher.tick()
+    yield ": hello\n\n"
+    while True:
+        try:
+            now = await asyncio.to_thread(_state, watcher, pages, job, trial)
+        except PierError:
+            now = None
+        if now is not None and now != seen:
+            yield f"data: {now}\n\n"
+            seen, beat = now, time.monotonic()
+        elif time.monotonic() - beat > _BEAT:
+            yield ": still here\n\n"
+            beat = time.monotonic()
+        await watcher.tick()
 
 
 def _state(watcher: IndexWatcher, pages: Pages, job: str | None, trial: str | None) -> str:
@@ -119,7 +97,7 @@ def _state(watcher: IndexWatcher, pages: Pages, job: str | None, trial: str | No
     state = {"version": found["version"], "state": found["state"]}
     if trial is not None:
         opened = pages.open_trial(job, trial)
-        state = {"trial": opened.view.state, "steps": 0, "standing": opened.row["standing"] if opened.row else ""}
+        state = {"trial": opened.view.state, "steps": 0, "standing": opened.row["standing"]}
         if opened.view.state == "running" and (part := opened.part({})) is not None:
             with pages.reader.open(part) as trajectory:
                 state["steps"] = len(trajectory)

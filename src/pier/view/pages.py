@@ -20,10 +20,11 @@ from pier.job.view import LOG, rewards_by_task
 from pier.review.read import heat_map, list_runs, read_job_analysis
 from pier.tree import Tree
 from pier.view import charts
+from pier.view.files import read_text
 from pier.view.index import Index, TrialListFilter
 from pier.view.library import Library, NotFoundError
 from pier.view.steps import StepReader, file_stamp, text_at, texts_of
-from pier.view.trial import TrialPage, _number, _text
+from pier.view.trial import TrialPage, query_number
 
 GRID_CELLS, TRIAL_ROWS = 240, 100
 TEXT_CHUNK = 200_000
@@ -95,7 +96,7 @@ class Pages:
             content = self._reviews(name)
         elif view == "log":
             with Tree(self.library.job(name).directory.resolve()) as tree:
-                content = {"log": _text(tree, LOG)}
+                content = {"log": read_text(tree, LOG)}
         else:
             raise NotFoundError(f"a job has no view {view}")
         return Page("job.html", name, {"job": job, "view": view, "query": dict(query), **content}, job=name)
@@ -103,13 +104,13 @@ class Pages:
     def _reviews(self, name: str) -> dict[str, Any]:
         root = self.library.root / name
         runs = [
-            {"name": run.name, "agent": run.agent, "model": run.model, **asdict(heat_map(run))}
+            {"name": run.name, "agent": run.agent, "model": run.model, "n_items": run.n_items, **asdict(heat_map(run))}
             for run in list_runs(root)
         ]
         return {"runs": runs, "analysis": to_jsonable_python(read_job_analysis(root))}
 
     def _grid(self, job: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
-        page = _number(query.get("page"), 1) or 1
+        page = query_number(query.get("page"), 1) or 1
         columns = list(dict.fromkeys((group["agent"], group["model"]) for group in job["groups"]))
         size = max(25, min(100, GRID_CELLS // max(1, len(columns))))
         rows, total = self.index.cells(job["id"], query.get("q", ""), query.get("sort", ""), (page - 1) * size, size)
@@ -129,7 +130,7 @@ class Pages:
     def _trials(self, job: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
         names = ("standing", "blame", "task", "agent", "model", "sort")
         wanted = TrialListFilter(query=query.get("q", ""), **{name: query.get(name, "") for name in names})
-        page = _number(query.get("page"), 1) or 1
+        page = query_number(query.get("page"), 1) or 1
         rows, total = self.index.trials(job["id"], wanted, (page - 1) * TRIAL_ROWS, TRIAL_ROWS)
         return {"trials": rows, "filter": asdict(wanted), **_paging(page, TRIAL_ROWS, total)}
 
@@ -174,7 +175,7 @@ class Pages:
         }
         if wanted:
             data |= self._read_texts([job] if job else data["jobs"])
-            data["found"] = [asdict(each) for each in self.index.search(wanted, job or None)]
+            data["found"] = self.index.search(wanted, job or None)
         return Page("search.html", "Search", data, job=job)
 
     def _read_texts(self, jobs: list[str]) -> dict[str, int]:
@@ -182,11 +183,12 @@ class Pages:
         read, total, budget = 0, 0, _SEARCH_TRIALS
         for job in jobs:
             rows, _ = self.index.trials(self.index.job(job)["id"], TrialListFilter(), 0, 1_000_000)
+            stamps = self.index.texts_stamps(job)
             for row in rows:
                 if row["standing"] == "pending":
                     continue
                 total += 1
-                known = self.index.texts_stamp(job, row["name"])
+                known = stamps.get(row["name"])
                 if known is not None and row["standing"] != "running":
                     read += 1
                 elif budget > 0:
@@ -215,7 +217,9 @@ class Pages:
 
     def open_trial(self, job: str, name: str) -> TrialPage:
         row = self.index.trial(self.index.job(job)["id"], name)
-        view = self.library.trial(job, name, known=row is not None and row["standing"] != "pending")
+        if row is None:
+            raise NotFoundError(f"{job} has no trial {name}")
+        view = self.library.trial(job, name, known=row["standing"] != "pending")
         return TrialPage(self.index, self.reader, job, view, row, self.whole)
 
     def trial(self, job: str, name: str, tab: str, query: Mapping[str, str]) -> Page:
@@ -232,7 +236,9 @@ class Pages:
         trial = self.open_trial(job, name)
         at = {"job": job, "trial": name, "tab": "steps"}
         if piece == "more":
-            return Page("steps.html", name, {"head": {"job": job, "name": name}, "content": trial.steps(query)}, **at)
+            return Page(
+                "steps.html", name, {"head": {"job": job, "name": name}, "content": trial.tab_steps(query)}, **at
+            )
         if piece == "outline":
             return Page("outline.html", name, {"outline": trial.outline(query), "query": dict(query)}, **at)
         if piece == "find":
@@ -242,7 +248,7 @@ class Pages:
     def _text_piece(self, trial: TrialPage, query: Mapping[str, str]) -> dict[str, Any]:
         """More of one text of a step, from a character on."""
         part, place = trial.part(query), query.get("place", "")
-        start, number = _number(query.get("from"), 0), _number(query.get("step"), 1)
+        start, number = query_number(query.get("from"), 0), query_number(query.get("step"), 1)
         try:
             if part is None:
                 raise ValueError("the trial has no trajectory")

@@ -21,27 +21,13 @@ from pier import __version__
 from pier.sizes import size_text
 from pier.view import text
 from pier.view.pages import Page
+from pier.view.trial import TAB_NAMES
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"
 _PRETTY_LIMIT = 8 << 20
 
 BLAMES = ("agent", "task", "provider", "infra", "user")
-TAB_NAMES = {
-    "steps": "Steps",
-    "verifier": "Verifier",
-    "changes": "Changes",
-    "artifacts": "Artifacts",
-    "calls": "Model calls",
-    "logs": "Logs",
-    "network": "Network",
-    "integrity": "Integrity",
-    "terminal": "Terminal",
-    "reviews": "Reviews",
-    "config": "Configuration",
-    "notes": "Notes",
-    "file": "File",
-}
 
 
 class Links:
@@ -194,16 +180,18 @@ def when(value: str | None) -> str:
 
 
 def clock(value: str | float | None) -> str:
-    found = datetime.fromtimestamp(value, UTC) if isinstance(value, int | float) else _moment(value)
+    found = _moment(value)
     return found.strftime("%H:%M:%S") if found else ""
 
 
-def _moment(value: str | None) -> datetime | None:
+def _moment(value: str | float | None) -> datetime | None:
     try:
+        if isinstance(value, int | float):
+            return datetime.fromtimestamp(value, UTC)
         found = datetime.fromisoformat(value) if value else None
-    except (ValueError, TypeError):
+        return found.astimezone(UTC) if found and found.tzinfo else found
+    except (ValueError, TypeError, OverflowError, OSError):
         return None
-    return found.astimezone(UTC) if found and found.tzinfo else found
 
 
 def _pretty(value: str) -> str:
@@ -218,7 +206,7 @@ def _pretty(value: str) -> str:
 
 def _marked(value: str) -> Markup:
     """An excerpt of the full-text search: what was found stands between two private characters."""
-    shown = text.visible(value.replace("\ue000", "\x02").replace("\ue001", "\x03"))
-    for char, tag in (("\u2402", "<mark>"), ("\u2403", "</mark>")):
-        shown = Markup(shown.replace(f'<span class="ctl" title="U+{ord(char) - 0x2400:04X}">{char}</span>', tag))
-    return shown
+    html = str(text.visible(value))
+    for code, tag in (("U+E000", "<mark>"), ("U+E001", "</mark>")):
+        html = html.replace(f'<span class="ctl" title="{code}">{code}</span>', tag)
+    return Markup(html)

@@ -25,13 +25,13 @@ from aiohttp import web
 
 from pier.errors import PierError, UsageError
 from pier.tree import Tree, TreeError
+from pier.view.files import PICTURES
 from pier.view.index import Index
 from pier.view.library import Library, NotFoundError
 from pier.view.live import IndexWatcher, follow
 from pier.view.notes import add_note, remove_note
 from pier.view.pages import Page, Pages
 from pier.view.render import STATIC, Links, render
-from pier.view.trial import PICTURES
 
 PORTS = range(8080, 8180)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -168,7 +168,7 @@ class Viewer:
         return web.Response(text=render(page, self.links), status=status, content_type="text/html")
 
     async def _page(self, request: web.Request) -> web.Response:
-        await self.watcher.touch()
+        await self.watcher.ready()
         query = {key: value for key, value in request.query.items() if value}
         several = {key: [value for value in request.query.getall(key) if value] for key in request.query}
 

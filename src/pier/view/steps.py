@@ -42,27 +42,6 @@ class TrajectoryPart:
     """`trajectory`, or `recording` if it is derived from the calls that were recorded so far."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutlineRow:
-    """One step in the outline."""
-
-    number: int
-    source: str
-    label: str
-    tools: tuple[str, ...] = ()
-    prompt: int | None = None
-    cached: int | None = None
-    completion: int | None = None
-    cost: float | None = None
-    timestamp: str | None = None
-    failed: bool = False
-    mark: str = ""
-    """`compaction`, `copied`, `sub-agent` or empty."""
-
-    def plain(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
 @dataclass(slots=True)
 class StepReader:
     """Finds and opens the trajectories of trials."""
@@ -76,9 +55,10 @@ class StepReader:
         if (file := self.index.library.file) is not None:
             return [TrajectoryPart("", file)]
         files = view.files
-        found = {_step_name(view, path): TrajectoryPart(_step_name(view, path), path) for path in files.trajectories}
+        names = ((step_name(view, path), path) for path in files.trajectories)
+        found = {name: TrajectoryPart(name, path) for name, path in names}
         for path in files.recordings:
-            name = _step_name(view, path)
+            name = step_name(view, path)
             if (name not in found or (view.state == "running" and _is_newer(path, found[name].path))) and (
                 derived := self._derive(view, path)
             ):
@@ -125,17 +105,16 @@ class StepReader:
             self.index.keep_map(path, stamp, found.to_json(), None)
         return found
 
-    def outline(self, part: TrajectoryPart, sub: str = "") -> list[OutlineRow]:
+    def outline(self, part: TrajectoryPart, sub: str = "") -> list[dict[str, Any]]:
         """One row for every step. Of a large file it is kept."""
         stamp = file_stamp(part.path)
         known, rows = self.index.trial_map(part.path, stamp)
         if rows is not None and not sub:
-            return [OutlineRow(**row) for row in json.loads(rows)]
+            return json.loads(rows)
         with self.open(part, sub) as found:
             made = [_outline_row(number, found.raw(number)) for number in range(len(found))]
             if not sub and (known is not None or part.path.stat().st_size >= _KEPT):
-                plain = json.dumps([row.plain() for row in made])
-                self.index.keep_map(part.path, stamp, found.map.to_json(), plain)
+                self.index.keep_map(part.path, stamp, found.map.to_json(), json.dumps(made))
         return made
 
     def search(self, part: TrajectoryPart, query: str, sub: str = "", limit: int = 500) -> list[tuple[int, str]]:
@@ -154,7 +133,8 @@ class StepReader:
         return found
 
 
-def _step_name(view: TrialView, path: Path) -> str:
+def step_name(view: TrialView, path: Path) -> str:
+    """The name of the task's step that a file of a trial belongs to; empty if the task has no steps."""
     parts = path.relative_to(view.directory).parts
     return parts[1] if parts[0] == "steps" else ""
 
@@ -171,48 +151,39 @@ def file_stamp(path: Path) -> str:
     return f"{status.st_ino}.{status.st_size}.{status.st_mtime_ns}"
 
 
-def _outline_row(index: int, raw: bytes) -> OutlineRow:
+def _outline_row(index: int, raw: bytes) -> dict[str, Any]:
+    """A step in the outline; `mark` is compaction, copied, sub-agent or empty."""
+    row = {"number": index + 1, "source": "system", "label": "invalid step", "tools": [], "failed": False, "mark": ""}
     try:
         step = from_json(raw)
         calls = [str(call.get("function_name")) for call in step.get("tool_calls") or ()]
         results = (step.get("observation") or {}).get("results") or []
-        metrics, extra = step.get("metrics") or {}, step.get("extra") or {}
-        return OutlineRow(
-            number=index + 1,
-            source=str(step.get("source")),
-            label=_label(step, calls),
-            tools=tuple(call[:60] for call in calls[:20]),
-            prompt=metrics.get("prompt_tokens"),
-            cached=metrics.get("cached_tokens"),
-            completion=metrics.get("completion_tokens"),
-            cost=metrics.get("cost_usd"),
-            timestamp=step.get("timestamp"),
-            failed=any((result.get("extra") or {}).get("is_error") for result in results),
-            mark=_mark(step, extra, results),
-        )
+        marks = {
+            "compaction": (step.get("extra") or {}).get("compaction"),
+            "copied": step.get("is_copied_context"),
+            "sub-agent": any(result.get("subagent_trajectory_ref") for result in results),
+        }
+        return {
+            **row,
+            "source": str(step.get("source")),
+            "label": _label(step, calls),
+            "tools": [call[:60] for call in calls[:20]],
+            "failed": any((result.get("extra") or {}).get("is_error") for result in results),
+            "mark": next((name for name, is_set in marks.items() if is_set), ""),
+        }
     except (ValueError, AttributeError, TypeError, KeyError):
-        return OutlineRow(index + 1, "system", "invalid step")
-
-
-def _mark(step: dict[str, Any], extra: dict[str, Any], results: list[Any]) -> str:
-    if extra.get("compaction"):
-        return "compaction"
-    if step.get("is_copied_context"):
-        return "copied"
-    return "sub-agent" if any(result.get("subagent_trajectory_ref") for result in results) else ""
+        return row
 
 
 def _label(step: dict[str, Any], calls: list[str]) -> str:
+    """The beginning of the message, of the first argument or of the reasoning, whichever there is first."""
     message = step.get("message")
     if isinstance(message, list):
         message = " ".join(str(part.get("text") or f"[{part.get('type')}]") for part in message)
-    text = " ".join(str(message or "")[:400].split())
-    if not text and calls:
-        arguments = (step.get("tool_calls") or [{}])[0].get("arguments") or {}
-        text = " ".join(str(next(iter(arguments.values()), ""))[:400].split())
-    if not text:
-        text = " ".join(str(step.get("reasoning_content") or "")[:400].split())
-    return text[:LABEL]
+    arguments = (step["tool_calls"][0].get("arguments") or {}) if calls else {}
+    texts = (message, next(iter(arguments.values()), ""), step.get("reasoning_content"))
+    labels = (" ".join(str(text or "")[:400].split())[:LABEL] for text in texts)
+    return next((label for label in labels if label), "")
 
 
 def texts_of(step: Step) -> Iterator[str]:
@@ -220,7 +191,8 @@ def texts_of(step: Step) -> Iterator[str]:
     yield step.text
     yield step.reasoning_content or ""
     for call in step.tool_calls or ():
-        yield f"{call.function_name} {json.dumps(call.arguments, ensure_ascii=False)}"
+        values = (each if isinstance(each, str) else json.dumps(each) for each in call.arguments.values())
+        yield " ".join((call.function_name, *values))
     for result in step.observation.results if step.observation else ():
         yield text_of(result.content)
 

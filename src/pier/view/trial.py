@@ -7,52 +7,45 @@ said, with the reason.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from pier.job.figures import standing_of
 from pier.job.results import main_reward
-from pier.job.view import CONFIG, LOCK, RESULT, TRIAL_LOG, TrialRow, TrialView
+from pier.job.view import CONFIG, LOCK, RESULT, TRIAL_LOG, TrialView
 from pier.record.reader import Call, Recording, call_times
 from pier.record.reader import read as read_recording
 from pier.review.read import critiques_of, read_analysis
 from pier.trajectory.paged import PagedTrajectory
-from pier.tree import Entry, Tree, TreeError
+from pier.tree import Tree, TreeError
 from pier.trial.diff import CHANGES
-from pier.view.cards import (
-    call_before,
-    diff_files,
-    edits_of,
-    place_side_calls,
-    side_calls,
-    step_card,
-    sub_agents,
-    subs_in,
-)
+from pier.view.cards import diff_files, edits_of, loose_subs, mark_side_calls, step_card, sub_agents
+from pier.view.files import PICTURES, file_row, files_below, json_lines, read_json, read_lines, read_tests, read_text
 from pier.view.index import Index
 from pier.view.library import NotFoundError
 from pier.view.notes import read_notes
-from pier.view.steps import StepReader, TrajectoryPart
+from pier.view.steps import StepReader, TrajectoryPart, step_name
 
 PAGE_STEPS, PAGE_BYTES = 50, 3 << 20
-LOG_BYTES = 200_000
-_JSON_LIMIT = 64 << 20
-_LISTED = 2_000
 _DIFF_BYTES = 2_500_000
-_LINES_BEFORE, _LINES_SHOWN, _LONGEST_LINE = 200, 1_000, 20_000
-PICTURES = {
-    ".png": "image/png",
-    ".jpg": "image/jpeg",
-    ".jpeg": "image/jpeg",
-    ".gif": "image/gif",
-    ".webp": "image/webp",
+TAB_NAMES = {
+    "steps": "Steps",
+    "verifier": "Verifier",
+    "changes": "Changes",
+    "artifacts": "Artifacts",
+    "calls": "Model calls",
+    "logs": "Logs",
+    "network": "Network",
+    "integrity": "Integrity",
+    "terminal": "Terminal",
+    "reviews": "Reviews",
+    "config": "Configuration",
+    "notes": "Notes",
+    "file": "File",
 }
 
 
@@ -64,7 +57,7 @@ class TrialPage:
     reader: StepReader
     job: str
     view: TrialView
-    row: Mapping[str, Any] | None
+    row: Mapping[str, Any]
     whole: bool = False
     """Whether a page has all steps, sub-agents included, as in an export."""
 
@@ -74,20 +67,20 @@ class TrialPage:
 
     def head(self) -> dict[str, Any]:
         """What every tab shows."""
-        view = self.view
+        view, row = self.view, self.row
         result, outcome = view.result, view.outcome
-        standing = self.row["standing"] if self.row else _standing(view)
-        info = result.pier if result else None
+        info, used = (result.pier, result.agent_result) if result else (None, None)
+        steps = used.n_agent_steps if used else None
         return {
             "job": self.job,
             "name": view.name,
             "task": view.task,
-            "agent": view.agent if view.agent != "unknown" or not self.row else self.row["agent"],
+            "agent": view.agent if view.agent != "unknown" else row["agent"],
             "agent_version": result.agent_info.version if result else None,
             "model": view.model,
             "attempt": view.attempt or (info.attempt if info else None),
             "state": view.state,
-            "standing": standing,
+            "standing": row["standing"],
             "problem": view.problem,
             "directory": str(view.directory),
             "reward": main_reward(outcome.rewards) if outcome else None,
@@ -101,15 +94,24 @@ class TrialPage:
             "warnings": list(info.warnings) if info else [],
             "backend": info.backend if info else result.environment_type if result else None,
             "image": info.image if info else None,
-            "peak_context": result.agent_result.peak_context_tokens if result and result.agent_result else None,
-            "n_agent_steps": _agent_steps(view),
+            "peak_context": used.peak_context_tokens if used else None,
+            "n_agent_steps": steps if steps is not None or not result else result.n_agent_steps,
             "integrity_notes": sum(len(each["notes"]) for each in self._integrity()),
-            "neighbours": self.index.neighbours(self.index.job(self.job)["id"], self.row["place"]) if self.row else {},
+            "neighbours": self.index.neighbours(self.index.job(self.job)["id"], row["place"]),
             "notes": self.notes(),
         }
 
     def notes(self) -> list[dict[str, Any]]:
         return [asdict(note) for note in read_notes(self.directory)]
+
+    def tab_notes(self, _: Mapping[str, str]) -> dict[str, Any]:
+        return {"list": self.notes()}
+
+    def tab_integrity(self, _: Mapping[str, str]) -> dict[str, Any]:
+        return {"parts": self._integrity()}
+
+    def tab_terminal(self, _: Mapping[str, str]) -> dict[str, Any]:
+        return {"casts": self._casts()}
 
     def tabs(self) -> list[str]:
         """The tabs that have something to show."""
@@ -117,46 +119,32 @@ class TrialPage:
             return ["steps", "changes", "notes"]
         if not self.directory.is_dir():
             return ["steps"]
-        files, found = self.view.files, ["steps"]
+        files = self.view.files
         with self.tree() as tree:
-            places = [prefix for _, prefix in self.places(tree)]
-            has = {name: any(tree.find(f"{prefix}{name}") for prefix in places) for name in ("verifier", "artifacts")}
-            network = any(tree.find(f"{prefix}network.jsonl") for prefix in places)
+            names = {
+                entry.path.rpartition("/")[2] for _, at in self.places(tree) for entry in tree.listed(at.rstrip("/"))
+            }
         shown = {
-            "verifier": has["verifier"] or bool(self.view.result),
+            "steps": True,
+            "verifier": "verifier" in names or self.view.result is not None,
             "changes": True,
-            "artifacts": has["artifacts"],
+            "artifacts": "artifacts" in names,
             "calls": bool(files.recordings),
             "logs": bool(files.logs),
-            "network": network,
+            "network": "network.jsonl" in names,
             "integrity": bool(self._integrity()),
             "terminal": bool(self._casts()),
-            "reviews": any(self.reviews().values()),
+            "reviews": any(self.tab_reviews({}).values()),
             "config": True,
             "notes": True,
         }
-        return found + [name for name, is_shown in shown.items() if is_shown]
+        return [name for name, is_shown in shown.items() if is_shown]
 
     def tab(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
         """The content of a tab; `NotFoundError` if there is no such tab."""
-        builders: dict[str, Callable[[Mapping[str, str]], dict[str, Any]]] = {
-            "steps": self.steps,
-            "verifier": self._verifier,
-            "changes": self._changes,
-            "artifacts": self._artifacts,
-            "calls": self._calls,
-            "logs": self._logs,
-            "network": self._network,
-            "integrity": lambda _: {"parts": self._integrity()},
-            "terminal": lambda _: {"casts": self._casts()},
-            "reviews": lambda _: self.reviews(),
-            "config": self._config,
-            "file": self._file,
-            "notes": lambda _: {"list": self.notes()},
-        }
-        if name not in builders:
+        if name not in TAB_NAMES:
             raise NotFoundError(f"a trial has no tab {name}")
-        return builders[name](query)
+        return getattr(self, f"tab_{name}")(query)
 
     def tree(self) -> Tree:
         try:
@@ -180,7 +168,7 @@ class TrialPage:
         parts = self.parts()
         return next((part for part in parts if part.name == query.get("part", "")), parts[0] if parts else None)
 
-    def steps(self, query: Mapping[str, str]) -> dict[str, Any]:
+    def tab_steps(self, query: Mapping[str, str]) -> dict[str, Any]:
         """A page of steps. `step` is one that must be on it; `from` is the first of it."""
         parts = self.parts()
         part, sub = self.part(query), query.get("sub", "")
@@ -198,11 +186,11 @@ class TrialPage:
         self, part: TrajectoryPart, trajectory: PagedTrajectory, sub: str, query: Mapping[str, str]
     ) -> dict[str, Any]:
         total = len(trajectory)
-        start, wanted = _number(query.get("from"), 0), _number(query.get("step"), 0)
+        start, wanted = query_number(query.get("from"), 0), query_number(query.get("step"), 0)
         if wanted:
             start = max(0, min(wanted, total) - 1 - PAGE_STEPS // 4)
         start = min(start, total)
-        stop = total if self.whole else _page_end(trajectory, start, _number(query.get("to"), total))
+        stop = total if self.whole else _page_end(trajectory, start, query_number(query.get("to"), total))
         agent, final = trajectory.agent, trajectory.final_metrics
         subs = sub_agents(trajectory, sub)
         if self.whole:
@@ -214,16 +202,14 @@ class TrialPage:
             step = trajectory.step(index)
             cards.append(step_card(step, index, previous, subs, times))
             previous = step.timestamp
-        aside = side_calls(trajectory)
-        last = place_side_calls(aside, cards, call_before(trajectory, start) if aside and start else 0)
-        shown = {each["place"] for card in cards for call in (*card["calls"], card) for each in subs_in(call)}
+        last = mark_side_calls(trajectory, cards, start)
         return {
             "source": part.source,
             "agent": agent.model_dump(exclude={"tool_definitions", "extra"}) if agent else None,
             "tools": _tools(agent.tool_definitions if agent else None),
             "final": final.model_dump(exclude_none=True) if final else None,
             "subs": subs,
-            "loose": [each for each in subs if self.whole and each["place"] not in shown],
+            "loose": loose_subs(subs, cards) if self.whole else [],
             "side_calls": last if stop == total else [],
             "total": total,
             "from": start,
@@ -233,13 +219,12 @@ class TrialPage:
         }
 
     def _times(self, part: TrajectoryPart) -> Mapping[int, tuple[float, float]]:
-        for path in self.view.files.recordings if self.index.library.file is None else ():
-            if (path.parent.parent.name if path.parent.parent.parent.name == "steps" else "") == part.name:
-                try:
-                    return call_times(path)
-                except (OSError, TreeError):
-                    break
-        return {}
+        files = self.view.files.recordings if self.index.library.file is None else ()
+        path = next((path for path in files if step_name(self.view, path) == part.name), None)
+        try:
+            return call_times(path) if path else {}
+        except (OSError, TreeError):
+            return {}
 
     def _why_no_steps(self) -> str:
         view = self.view
@@ -248,7 +233,7 @@ class TrialPage:
         if view.state == "running":
             return "The agent has made no model call yet. Steps appear here as they are recorded."
         if view.agent in ("oracle", "nop", "command", "kept-state"):
-            return f"The agent {view.agent} makes no model calls, so there is no trajectory."
+            return f"The agent {view.agent} made no model calls, so there is no trajectory."
         if view.state != "done":
             return "The trial ended before the agent made a model call, and left no trajectory."
         if (error := view.error) is not None:
@@ -261,8 +246,8 @@ class TrialPage:
         return {
             "part": part.name if part else "",
             "sub": query.get("sub", ""),
-            "rows": [row.plain() for row in rows],
-            "tool_counts": Counter(tool for row in rows for tool in row.tools).most_common(12),
+            "rows": rows,
+            "tool_counts": Counter(tool for row in rows for tool in row["tools"]).most_common(12),
         }
 
     def find(self, query: Mapping[str, str]) -> dict[str, Any]:
@@ -272,7 +257,7 @@ class TrialPage:
 
     # Grading
 
-    def _verifier(self, _: Mapping[str, str]) -> dict[str, Any]:
+    def tab_verifier(self, _: Mapping[str, str]) -> dict[str, Any]:
         found: list[dict[str, Any]] = []
         results = {step.step_name: step for step in (self.view.result.step_results or ())} if self.view.result else {}
         with self.tree() as tree:
@@ -287,11 +272,12 @@ class TrialPage:
                     {
                         "name": name,
                         "rewards": verdict if name else (self.view.outcome.rewards if self.view.outcome else None),
-                        "tests": _ctrf(tree, folder),
-                        "output": _text(tree, f"{folder}/test-stdout.txt"),
-                        "errors": _text(tree, f"{folder}/test-stderr.txt"),
-                        "details": _json(tree, f"{folder}/reward.json") or _json(tree, f"{folder}/reward-details.json"),
-                        "files": [_file(entry) for entry in entries],
+                        "tests": read_tests(tree, folder),
+                        "output": read_text(tree, f"{folder}/test-stdout.txt"),
+                        "errors": read_text(tree, f"{folder}/test-stderr.txt"),
+                        "details": read_json(tree, f"{folder}/reward.json")
+                        or read_json(tree, f"{folder}/reward-details.json"),
+                        "files": [file_row(entry) for entry in entries],
                     }
                 )
         return {"parts": found}
@@ -305,16 +291,16 @@ class TrialPage:
 
     # Files
 
-    def _changes(self, _: Mapping[str, str]) -> dict[str, Any]:
+    def tab_changes(self, _: Mapping[str, str]) -> dict[str, Any]:
         patches, edits = list[dict[str, Any]](), list[dict[str, Any]]()
         if self.index.library.file is None:
             with self.tree() as tree:
                 places = self.places(tree)
                 names = [f"{prefix}{CHANGES}" for _, prefix in places]
-                artifacts = (entry.path for entry in _files_below(tree, places, "artifacts"))
+                artifacts = (entry.path for entry in files_below(tree, places, "artifacts"))
                 names += [path for path in artifacts if path.endswith((".diff", ".patch"))]
                 for name in names:
-                    if (text := _text(tree, name, tail=False, limit=_DIFF_BYTES)) is not None:
+                    if (text := read_text(tree, name, tail=False, limit=_DIFF_BYTES)) is not None:
                         files = diff_files(text.pop("text"))
                         patches.append({**text, "files": files})
         for part in self.parts():
@@ -327,43 +313,47 @@ class TrialPage:
         is_ours = self.view.result is not None and self.view.result.pier is not None
         return {"patches": patches, "edits": edits, "noted": notes, "is_ours": is_ours}
 
-    def _artifacts(self, _: Mapping[str, str]) -> dict[str, Any]:
+    def tab_artifacts(self, _: Mapping[str, str]) -> dict[str, Any]:
         with self.tree() as tree:
             places = self.places(tree)
-            files = [_file(entry) for entry in _files_below(tree, places, "artifacts")]
-            manifests = [_json(tree, f"{prefix}artifacts/manifest.json") for _, prefix in places]
+            files = [file_row(entry) for entry in files_below(tree, places, "artifacts")]
+            manifests = [read_json(tree, f"{prefix}artifacts/manifest.json") for _, prefix in places]
             for each in files:
                 kind = Path(each["path"]).suffix.lower()
                 if kind in PICTURES:
                     each["picture"] = True
                 elif each["size"] <= 20_000:
-                    each["preview"] = (_text(tree, each["path"]) or {}).get("text")
+                    each["preview"] = (read_text(tree, each["path"]) or {}).get("text")
         rows = [row for manifest in manifests if isinstance(manifest, list) for row in manifest]
-        return {"files": files[:_LISTED], "manifest": rows}
+        return {"files": files, "manifest": rows}
 
-    def _logs(self, query: Mapping[str, str]) -> dict[str, Any]:
+    def tab_logs(self, query: Mapping[str, str]) -> dict[str, Any]:
         names = [str(path.relative_to(self.directory)) for path in self.view.files.logs]
         with self.tree() as tree:
             entries = [entry for name in names if (entry := tree.find(name)) is not None]
             wanted = query.get("file") or (TRIAL_LOG if TRIAL_LOG in names else "".join(names[:1]))
             return {
-                "files": [_file(entry) for entry in entries],
+                "files": [file_row(entry) for entry in entries],
                 "file": wanted,
-                "log": _text(tree, wanted) if wanted in names else None,
+                "log": read_text(tree, wanted) if wanted in names else None,
             }
 
-    def _network(self, _: Mapping[str, str]) -> dict[str, Any]:
+    def tab_network(self, _: Mapping[str, str]) -> dict[str, Any]:
         rows: list[Any] = []
         with self.tree() as tree:
             for _name, prefix in self.places(tree):
-                text = (_text(tree, f"{prefix}network.jsonl", tail=False, limit=2_000_000) or {}).get("text", "")
-                rows += [row for line in text.splitlines()[:_LISTED] if (row := _parse(line)) is not None]
+                rows += json_lines(tree, f"{prefix}network.jsonl")
         result = self.view.result
-        return {"rows": rows, "refused": dict(result.pier.network_refused) if result and result.pier else {}}
+        keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in ("time", "allowed")]
+        return {
+            "rows": rows,
+            "columns": keys,
+            "refused": dict(result.pier.network_refused) if result and result.pier else {},
+        }
 
-    def _config(self, _: Mapping[str, str]) -> dict[str, Any]:
+    def tab_config(self, _: Mapping[str, str]) -> dict[str, Any]:
         with self.tree() as tree:
-            return {"files": {name: _json(tree, name) for name in (CONFIG, LOCK, RESULT) if tree.find(name)}}
+            return {"files": {name: read_json(tree, name) for name in (CONFIG, LOCK, RESULT) if tree.find(name)}}
 
     def _casts(self) -> list[dict[str, Any]]:
         if self.index.library.file is not None:
@@ -374,9 +364,9 @@ class TrialPage:
                 for _, prefix in self.places(tree)
                 for entry in (*tree.listed(f"{prefix}agent"), *tree.listed(f"{prefix}verifier"))
             ]
-        return [_file(entry) for entry in entries if entry.kind == "file" and entry.path.endswith(".cast")]
+        return [file_row(entry) for entry in entries if entry.kind == "file" and entry.path.endswith(".cast")]
 
-    def reviews(self) -> dict[str, Any]:
+    def tab_reviews(self, _: Mapping[str, str]) -> dict[str, Any]:
         if self.index.library.file is not None:
             return {"critiques": [], "analysis": None}
         critiques, analysis = critiques_of(self.directory.parent, self.view.name), read_analysis(self.directory)
@@ -387,24 +377,19 @@ class TrialPage:
                     proof |= _place_of(proof["file"] or "")
         return found
 
-    def _file(self, query: Mapping[str, str]) -> dict[str, Any]:
+    def tab_file(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Lines of one file of the trial, around the one that is asked for."""
-        path, wanted = query.get("path", ""), _number(query.get("line"), 1)
-        first, lines = max(1, wanted - _LINES_BEFORE), list[str]()
+        path = query.get("path", "")
         try:
-            with self.tree() as tree, tree.open(path) as stream:
-                size = stream.seek(0, 2)
-                stream.seek(0)
-                for line in islice(_lines_of(stream), first - 1, first - 1 + _LINES_SHOWN):
-                    lines.append(line.decode(errors="replace").rstrip("\r\n"))
+            with self.tree() as tree:
+                return read_lines(tree, path, query_number(query.get("line"), 1))
         except (OSError, TreeError) as error:
             raise NotFoundError(f"{self.view.name} has no file {path}") from error
-        return {"path": path, "size": size, "line": wanted, "first": first, "lines": lines}
 
     # Calls
 
-    def _calls(self, query: Mapping[str, str]) -> dict[str, Any]:
-        paths = {_part_of(self.view, path): path for path in self.view.files.recordings}
+    def tab_calls(self, query: Mapping[str, str]) -> dict[str, Any]:
+        paths = {step_name(self.view, path): path for path in self.view.files.recordings}
         part = query.get("part", "") if query.get("part", "") in paths else next(iter(paths), "")
         if part not in paths:
             return {"parts": [], "part": "", "calls": [], "call": None}
@@ -412,7 +397,7 @@ class TrialPage:
             recording = read_recording(paths[part])
         except (OSError, TreeError, ValueError, KeyError, TypeError) as error:
             return {"parts": list(paths), "part": part, "calls": [], "call": None, "problem": str(error)}
-        wanted = _number(query.get("call"), 0)
+        wanted = query_number(query.get("call"), 0)
         call = next((each for each in recording.calls if each.number == wanted), None)
         return {
             "parts": list(paths),
@@ -423,11 +408,6 @@ class TrialPage:
         }
 
 
-def _part_of(view: TrialView, path: Path) -> str:
-    parts = path.relative_to(view.directory).parts
-    return parts[1] if parts[0] == "steps" else ""
-
-
 def _place_of(file: str) -> dict[str, str]:
     """Where evidence is found: `path` of a file of the trial, and the `part` of the trial that it belongs to."""
     top, _, path = file.partition("/")
@@ -435,15 +415,6 @@ def _place_of(file: str) -> dict[str, str]:
         return {"path": "", "part": ""}
     parts = path.split("/")
     return {"path": path, "part": parts[1] if parts[0] == "steps" and len(parts) > 2 else ""}
-
-
-def _lines_of(stream: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file, each without what is longer than a screen."""
-    while line := stream.readline(_LONGEST_LINE):
-        rest = line
-        while rest and not rest.endswith(b"\n"):
-            rest = stream.readline(_LONGEST_LINE)
-        yield line
 
 
 def _page_end(trajectory: PagedTrajectory, start: int, most: int) -> int:
@@ -456,44 +427,16 @@ def _page_end(trajectory: PagedTrajectory, start: int, most: int) -> int:
     return stop
 
 
-def _number(text: str | None, default: int) -> int:
-    return int(text) if text and text.isdecimal() and len(text) < 10 else default
-
-
-def _standing(view: TrialView) -> str:
-    row = TrialRow(view.name, view.task, "", view.agent, view.model, 1, view.state, view.outcome)
-    return standing_of(row) if view.result or view.outcome else view.state
-
-
-def _agent_steps(view: TrialView) -> int | None:
-    if view.result is None:
-        return None
-    found = view.result.agent_result.n_agent_steps if view.result.agent_result else None
-    return found if found is not None else view.result.n_agent_steps
-
-
 def _error(view: TrialView) -> dict[str, Any] | None:
-    if (error := view.error) is not None:
-        fault = view.outcome.fault if view.outcome else None
-        return {
-            "type": error.exception_type,
-            "message": error.exception_message,
-            "trace": error.exception_traceback,
-            "blame": error.blame or (fault.blame if fault else None),
-            "phase": error.phase,
-            "hint": error.hint,
-        }
-    fault = view.outcome.fault if view.outcome else None
-    if fault is None:
+    error, fault = view.error, view.outcome.fault if view.outcome else None
+    if error is not None:
+        about = (error.exception_type, error.exception_message, error.exception_traceback, error.phase, error.hint)
+    elif fault is not None:
+        about = (fault.type, fault.message, "", None, None)
+    else:
         return None
-    return {
-        "type": fault.type,
-        "message": fault.message,
-        "trace": "",
-        "blame": fault.blame,
-        "phase": None,
-        "hint": None,
-    }
+    blame = (error.blame if error else None) or (fault.blame if fault else None)
+    return dict(zip(("type", "message", "trace", "phase", "hint"), about, strict=True)) | {"blame": blame}
 
 
 def _tools(definitions: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -506,81 +449,13 @@ def _tools(definitions: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     return found
 
 
-def _file(entry: Entry) -> dict[str, Any]:
-    return {"path": entry.path, "size": entry.size}
-
-
-def _files_below(tree: Tree, places: list[tuple[str, str]], name: str) -> Iterator[Entry]:
-    for _, prefix in places:
-        if (found := tree.find(f"{prefix}{name}")) is None or found.kind != "directory":
-            continue
-        count = 0
-        for entry in tree.entries(f"{prefix}{name}", limit=1_000_000):
-            if entry.kind == "file":
-                yield entry
-                count += 1
-            if count >= _LISTED:
-                break
-
-
-def _text(tree: Tree, path: str, *, tail: bool = True, limit: int = LOG_BYTES) -> dict[str, Any] | None:
-    """A text file, or the last (else the first) part of a large one; None if it is missing or not a regular file."""
-    try:
-        with tree.open(path) as stream:
-            size = stream.seek(0, 2)
-            stream.seek(max(0, size - limit) if tail else 0)
-            data = stream.read(limit)
-    except (OSError, TreeError):
-        return None
-    return {
-        "path": path,
-        "size": size,
-        "cut": max(0, size - limit),
-        "tail": tail,
-        "text": data.decode(errors="replace"),
-    }
-
-
-def _json(tree: Tree, path: str) -> Any:
-    try:
-        return json.loads(tree.read(path, _JSON_LIMIT))
-    except (OSError, TreeError, ValueError, RecursionError):
-        return None
-
-
-def _parse(line: str) -> Any:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _ctrf(tree: Tree, folder: str) -> list[dict[str, Any]]:
-    """The tests of a CTRF report (common test report format)."""
-    report = _json(tree, f"{folder}/ctrf.json")
-    results = report.get("results") if isinstance(report, dict) else None
-    tests = results.get("tests") if isinstance(results, dict) else None
-    keys = ("name", "status", "duration", "message", "trace")
-    rows = [each for each in tests if isinstance(each, dict)] if isinstance(tests, list) else []
-    return [{key: each.get(key) for key in keys} for each in rows[:_LISTED]]
-
-
 def _call_row(call: Call) -> dict[str, Any]:
     usage = call.usage
-    answer = call.answer
+    keys = ("number", "at", "kind", "dialect", "model", "outcome", "status", "error", "fault")
     return {
-        "number": call.number,
-        "at": call.at,
-        "kind": call.kind,
-        "dialect": call.dialect,
-        "model": call.model,
-        "outcome": call.outcome,
-        "status": call.status,
-        "error": call.error,
-        "fault": call.fault,
+        **{key: getattr(call, key) for key in keys},
         "seconds": call.ended - call.at if call.ended else None,
-        "first_byte": answer.at - call.at if answer else None,
+        "first_byte": call.answer.at - call.at if call.answer else None,
         "tokens": [usage.input_tokens, usage.cached_tokens, usage.output_tokens] if usage else [None, None, None],
         "attempts": len(call.attempts),
     }
@@ -600,16 +475,15 @@ def _call_data(recording: Recording, call: Call) -> dict[str, Any]:
         "edits": [dict(edit) for edit in call.edits],
         "notes": [dict(note) for note in call.notes],
         "upstreams": [
-            {
-                "provider": each.provider,
-                "url": each.url,
-                "model": each.model,
-                "error": each.error,
-                "wait": each.wait,
-                "status": each.answer.status if each.answer else None,
-            }
+            {key: getattr(each, key) for key in ("provider", "url", "model", "error", "wait")}
+            | {"status": each.answer.status if each.answer else None}
             for each in call.attempts
         ],
         "previous": neighbours[place - 1] if place else None,
         "next": neighbours[place + 1] if place + 1 < len(neighbours) else None,
     }
+
+
+def query_number(text: str | None, default: int) -> int:
+    """A number in a query; the default if it is missing or invalid."""
+    return int(text) if text and text.isdecimal() and len(text) < 10 else default

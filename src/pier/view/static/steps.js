@@ -101,6 +101,12 @@ export async function refreshOutline() {
 async function search(box) {
   const place = document.getElementById("found");
   const outline = document.getElementById("outline");
+  if (document.body.dataset.static) {  // every step is on the page
+    const wanted = box.value.trim().toLowerCase();
+    for (const link of outline.querySelectorAll("a"))
+      link.parentElement.hidden = !document.getElementById("s" + link.dataset.step).textContent.toLowerCase().includes(wanted);
+    return;
+  }
   if (!box.value.trim()) { place.hidden = true; outline.hidden = false; return; }
   const part = await fetchPart(box.dataset.url + (box.dataset.url.includes("?") ? "&" : "?") + "q=" + encodeURIComponent(box.value));
   place.replaceChildren(...part.body.childNodes);
