@@ -20,6 +20,7 @@ from pier.review.source import open_source
 from pier.rollout.sandboxes import SandboxClient
 from pier.sandbox import Sandbox
 from pier.workspace.capture import take_logs
+from pier.workspace.traces import traces_home
 from tests.host_logs import claude_log
 from tests.job_tasks import PIER, make_task, pier
 from tests.redteam import route
@@ -165,6 +166,20 @@ async def test_an_agent_names_no_file_of_the_host(victim: Path) -> None:
                 assert "TOPSECRET" not in told
 
 
+@route("host", "an agent fills the disk of the job with model calls", "its session ends when its recording has 4 GiB")
+async def test_a_recording_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pier.gateway.session.LARGEST_RECORDING", 100_000)
+    async with Gateway() as gateway, aiohttp.ClientSession() as client:
+        session = gateway.session(recording=tmp_path / "recording.jsonl")
+        url, key = f"{await gateway.serve()}/v1/chat/completions", {"Authorization": f"Bearer {session.key}"}
+        said = []
+        for number in range(6):
+            async with client.post(url, data=str(number) * 40_000, headers=key) as answer:
+                said.append(answer.status)
+        assert said == [400, 400, 400, 413, 413, 413] and session.ended == "its recording is full"
+    assert (tmp_path / "recording.jsonl").stat().st_size < 200_000
+
+
 async def test_links_do_not_come_out_of_environments(victim: Path, tmp_path: Path) -> None:
     import pier as api
 
@@ -213,6 +228,16 @@ def test_logs_that_change_into_links_while_they_are_taken(victim: Path, tmp_path
         swapping.kill()
         swapping.wait()
     assert seen == {"mine"}
+
+
+@pytest.mark.parametrize("name", [".pier", ".pier/trials"])
+def test_trials_behind_a_link_are_not_exported(name: str, victim: Path, tmp_path: Path) -> None:
+    (victim / "trials" / "t").mkdir(parents=True)
+    (tmp_path / "ws" / ".pier" / "trials").mkdir(parents=True)
+    link = tmp_path / "ws" / "sub" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(victim if name == ".pier" else victim / "trials")
+    assert traces_home(link.parent if name == ".pier" else link.parent.parent) == tmp_path / "ws" / ".pier" / "trials"
 
 
 def test_settings_from_elsewhere_reach_no_command_of_this_machine(tmp_path: Path) -> None:

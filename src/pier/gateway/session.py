@@ -154,6 +154,8 @@ def answerer(
 
 log = logging.getLogger(__name__)
 _BIG = 1024 * 1024
+LARGEST_RECORDING = 4 << 30
+"""Bytes. What is sent again is recorded once, so only an agent that fills the disk gets there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +279,9 @@ class Session:
             self._calls.discard(task)
 
     async def _serve(self, caller: Caller) -> None:
+        if self.recorder.written >= LARGEST_RECORDING:
+            self.stop("its recording is full")
+            return await caller.reply(413, caller.error_bytes(413, self._refusal() or "", "too_large"), close=True)
         try:
             raw = await caller.read()
         except TooLarge:
