@@ -10,6 +10,7 @@ import ctypes
 import errno
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -102,6 +103,7 @@ def routes(pid: int) -> dict[str, Callable[[], object]]:
         "process_vm_readv": lambda: vectors(SYSCALLS["readv"], pid),
         "process_vm_writev": lambda: vectors(SYSCALLS["writev"], pid),
         "pidfd_getfd": lambda: borrow(pid),
+        "limits": lambda: resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0)),
     }
 
 

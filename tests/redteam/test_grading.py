@@ -77,6 +77,9 @@ def survivors(result: TrialResult) -> list[str]:
     "permission denied (Linux 6.12 or later)",
 )
 @route("grading", "a survivor stops or kills the verifier", "not permitted (Linux 6.12 or later)")
+@route(
+    "grading", "a survivor takes CPU time, memory or open files away from the verifier by its limits", "not permitted"
+)
 @route("grading", "a survivor renames, removes or mounts over /tests or /logs/verifier", "the kernel refuses")
 @route("grading", "a survivor writes a reward through a directory or cwd that it held open", "nothing reads that place")
 @route("grading", "a survivor watches /tests and /logs/verifier with inotify", "it sees no event of the verifier")

@@ -187,6 +187,13 @@ PROVOKED: dict[str, tuple[Behaviour, str]] = {
     "another model": (when(b"serves-this", error(404)), ask(models=["nobody/serves-this"])),
     "garbage": (error(400), "call /v1/chat/completions '{\"messages\": 7, \"tools\": {}}'\n"),
     "no request at all": (says(HELLO), "call /v1/chat/completions '{'\n"),
+    "a grammar that cannot be translated": (
+        says(HELLO), ask("responses", tools=[{"type": "custom", "name": "f", "format": "x"}]),
+    ),
+    "a choice of a tool that was taken out": (
+        says(HELLO), ask(tools=[{"type": "web_search"}, {"type": "function", "function": {"name": "f"}}],
+                         tool_choice={"function": 1.5}),
+    ),
     "a route that does not exist": (error(404), ask() .replace("/v1/chat/completions", "/v1/files") ),
     "a request that it gives up": (
         says(HELLO),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -14,12 +15,15 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from pier.gateway import Gateway
 from pier.review.source import open_source
 from pier.rollout.sandboxes import SandboxClient
 from pier.sandbox import Sandbox
 from pier.workspace.capture import take_logs
+from pier.workspace.traces import traces_home
 from tests.host_logs import claude_log
-from tests.job_tasks import make_task, pier
+from tests.job_tasks import PIER, make_task, pier
+from tests.redteam import route
 from tests.view_jobs import viewing
 from tests.workspaces import stop_all
 
@@ -107,6 +111,75 @@ def test_a_trial_that_became_a_link_is_not_reviewed(victim: Path, tmp_path: Path
     assert open_source(job).trials == ()
 
 
+@route(
+    "host", "text of an agent holds sequences that drive a terminal", "colours reach the terminal, nothing else does"
+)
+def test_no_text_drives_the_terminal(tmp_path: Path) -> None:
+    text = "begin \x1b[31mred\x1b[0m\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b2J\rend"
+    steps = [{"step_id": 1, "source": "user", "message": text}]
+    agent = {"name": "a", "version": "1"}
+    trajectory = {"schema_version": "ATIF-v1.7", "session_id": "s", "agent": agent, "steps": steps}
+    (tmp_path / "trajectory.json").write_text(json.dumps(trajectory))
+    ours, theirs = pty.openpty()
+    for words in (["trajectory", "show", "trajectory.json"], ["trajectory", "show", f"no\x1b]52;c;\x07{text}end"]):
+        subprocess.run([*PIER, *words], cwd=tmp_path, stdout=theirs, stderr=theirs, check=False)
+        printed = os.read(ours, 1 << 16)
+        assert b"end" in printed and not any(each in printed for each in (b"\x1b]", b"\x1b[2J", b"\xc2\x9b"))
+    os.close(ours)
+    os.close(theirs)
+
+
+@route(
+    "host",
+    "a job from elsewhere brings a review that is under way, with tasks that mount directories of the host",
+    "only reviews that were begun on this machine are continued",
+)
+@pytest.mark.parametrize("given", [(), ("--name", "2999-01-01__00-00-00")])
+def test_a_review_from_elsewhere_is_not_continued(given: tuple[str, ...], victim: Path, tmp_path: Path) -> None:
+    make_task(tmp_path / "greet")
+    pier("run", "greet", "--job-name", "j", "-q", cwd=tmp_path)
+    reviews, name = tmp_path / "jobs" / "j" / ".reviews", "2999-01-01__00-00-00"
+    evil = make_task(reviews / ".tasks" / name / "evil")
+    order = json.dumps({"kind": "critique", "task": str(victim), "asks": 0})
+    (evil / "task.toml").write_text(f"[metadata]\nreview = {json.dumps(order)}\n")
+    for path in (evil.parent / "prompt.md", tmp_path / "prompt.md"):
+        path.write_text("Judge {trial_dir}.")
+    (reviews / name).mkdir()
+    (reviews / name / "journal.jsonl").write_text('{"e":"job","v":2,"id":"x","at":"2999-01-01T00:00:00+00:00"}\n')
+    steal = "command=cat /critique/input/task/id_rsa > /logs/artifacts/stolen"
+    done = pier("critique", "run", "jobs/j", "-p", "prompt.md", "-a", "command", "--ak", steal, *given, cwd=tmp_path,
+                image=None, code=2 if given else 1)  # fmt: skip
+    assert not given or "not begun on this machine" in done.stderr
+    assert not any(b"TOPSECRET" in path.read_bytes() for path in reviews.rglob("*") if path.is_file())
+
+
+@route("host", "an agent names a script or recording of the host as its model", "unknown model; no file is opened")
+async def test_an_agent_names_no_file_of_the_host(victim: Path) -> None:
+    (victim / "id_rsa").write_text("-----BEGIN KEY-----\nTOPSECRET: x\n")
+    async with Gateway() as gateway, aiohttp.ClientSession() as client:
+        session = gateway.session()
+        url = f"{await gateway.serve()}/v1/chat/completions"
+        for scheme in ("script", "replay"):
+            body = {"model": f"{scheme}:{victim}/id_rsa", "messages": [{"role": "user", "content": "x"}]}
+            async with client.post(url, json=body, headers={"Authorization": f"Bearer {session.key}"}) as answer:
+                assert answer.status == 400 and "unknown provider" in (told := await answer.text())
+                assert "TOPSECRET" not in told
+
+
+@route("host", "an agent fills the disk of the job with model calls", "its session ends when its recording has 4 GiB")
+async def test_a_recording_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pier.gateway.session.LARGEST_RECORDING", 100_000)
+    async with Gateway() as gateway, aiohttp.ClientSession() as client:
+        session = gateway.session(recording=tmp_path / "recording.jsonl")
+        url, key = f"{await gateway.serve()}/v1/chat/completions", {"Authorization": f"Bearer {session.key}"}
+        said = []
+        for number in range(6):
+            async with client.post(url, data=str(number) * 40_000, headers=key) as answer:
+                said.append(answer.status)
+        assert said == [400, 400, 400, 413, 413, 413] and session.ended == "its recording is full"
+    assert (tmp_path / "recording.jsonl").stat().st_size < 200_000
+
+
 async def test_links_do_not_come_out_of_environments(victim: Path, tmp_path: Path) -> None:
     import pier as api
 
@@ -157,6 +230,16 @@ def test_logs_that_change_into_links_while_they_are_taken(victim: Path, tmp_path
     assert seen == {"mine"}
 
 
+@pytest.mark.parametrize("name", [".pier", ".pier/trials"])
+def test_trials_behind_a_link_are_not_exported(name: str, victim: Path, tmp_path: Path) -> None:
+    (victim / "trials" / "t").mkdir(parents=True)
+    (tmp_path / "ws" / ".pier" / "trials").mkdir(parents=True)
+    link = tmp_path / "ws" / "sub" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(victim if name == ".pier" else victim / "trials")
+    assert traces_home(link.parent if name == ".pier" else link.parent.parent) == tmp_path / "ws" / ".pier" / "trials"
+
+
 def test_settings_from_elsewhere_reach_no_command_of_this_machine(tmp_path: Path) -> None:
     """Also those of a directory above, such as a temporary one that all users share."""
     (tmp_path / "shared" / ".pier").mkdir(parents=True)
@@ -203,6 +286,18 @@ def test_directories_of_a_workspace_that_are_links(name: str, victim: Path, tmp_
         (ws / name).symlink_to(victim)
     assert f"{name} is a link" in pier("start", cwd=ws, code=2, image=None).stderr
     assert intact(victim) and os.stat(victim).st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", [".claude", ".claude/skills"])
+def test_skills_are_not_written_through_links_of_an_image(name: str, victim: Path, tmp_path: Path) -> None:
+    (tmp_path / "skill").mkdir()
+    (tmp_path / "skill" / "SKILL.md").write_text("x")
+    ask("start", "--host", "-d", "ws", "-a", "claude-code", "--skill", str(tmp_path / "skill"), cwd=tmp_path)
+    link = tmp_path / "ws" / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(victim)
+    assert f"{name} is a link" in pier("skills", cwd=tmp_path / "ws", code=2, image=None).stderr
+    assert intact(victim)
 
 
 def test_variables_of_a_task_without_a_sandbox_need_consent_and_are_not_kept(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pier import __version__
+from pier.cli.output import guard_terminals
 from pier.errors import PierError
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ def _invalid_value(error: click.ClickException) -> str | None:
 
 def explain_failure(error: Exception) -> int:
     """Print what went wrong, and give the exit code. Bugs in pier are raised again."""
+    guard_terminals()
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
     if isinstance(error, click.ClickException):
@@ -225,6 +227,7 @@ def explain_failure(error: Exception) -> int:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
+    guard_terminals()
     try:
         code = cli.main(args=args, prog_name="pier", standalone_mode=False)
     except Exception as error:  # noqa: BLE001 - what is not known here is raised again

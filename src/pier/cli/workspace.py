@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pier.cli.output import shown
 from pier.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,9 +27,6 @@ _where = click.option(
     "directory",
     type=_directory,
     help="The workspace.  [default: the one around here]",
-)
-_CONTROL = re.compile(
-    r"\x1b\[[0-9;]*m|\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 )
 
 
@@ -142,11 +140,6 @@ def _absolute_model(model: str | None) -> str | None:
 
 def _say(line: str) -> None:
     click.echo(shown(line), err=True)
-
-
-def shown(text: str) -> str:
-    """Text of a task or an agent without what would move the cursor; colours stay."""
-    return _CONTROL.sub(lambda found: found[0] if re.fullmatch(r"\x1b\[[0-9;]*m", found[0]) else "", text)
 
 
 def _place(directory: Path | None) -> WorkspacePlace | Workspace:

@@ -175,11 +175,14 @@ class Gateway:
         self._sessions[_digest(session.key)] = session
         return session
 
-    def answerer(self, model: str, terms: Terms, upstream: Upstream | None = None) -> Answerer:
-        """The upstream for `model`; `UsageError` if there is none, or a limit cannot be enforced."""
+    def answerer(
+        self, model: str, terms: Terms, upstream: Upstream | None = None, *, by_agent: bool = False
+    ) -> Answerer:
+        """The upstream for `model`; `UsageError` if there is none, or a limit cannot be enforced. `by_agent`: the name
+        came with a request."""
         limits = (terms.budget, terms.shared)
         usage = any(limit.counts_tokens for limit in limits)
-        found = answerer(model, upstream, self.directory, usage=usage, labels=terms.labels)
+        found = answerer(model, upstream, self.directory, usage=usage, labels=terms.labels, by_agent=by_agent)
         if not isinstance(found, ByProvider):
             return found
         provider = found.target.provider

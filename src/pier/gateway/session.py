@@ -131,10 +131,12 @@ def answerer(
     *,
     usage: bool = False,
     labels: Mapping[str, str] = MappingProxyType({}),
+    by_agent: bool = False,
 ) -> Answerer:
-    """Who answers for `model`: `script:PATH`, `replay:PATH`, or a model's name, at the upstream that is `given`."""
+    """Who answers for `model`: `script:PATH`, `replay:PATH`, or a model's name, at the upstream that is `given`. A name
+    that an agent chose is that of a model: files of this machine are the user's to name."""
     upstream = for_session(given, labels)
-    scheme, _, rest = model.partition(":")
+    scheme, _, rest = ("" if by_agent else model).partition(":")
     if upstream is None and scheme == "script":
         from pier.gateway.script import Script
 
@@ -152,6 +154,8 @@ def answerer(
 
 log = logging.getLogger(__name__)
 _BIG = 1024 * 1024
+LARGEST_RECORDING = 4 << 30
+"""Bytes. What is sent again is recorded once, so only an agent that fills the disk gets there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +204,7 @@ class Session:
         self._meters = (self.meter, pool) if pool else (self.meter,)
         self._answer = answer
         self.memory = Memory()
-        self._others: dict[str, Answerer] = {}
+        self._others: dict[tuple[str, bool], Answerer] = {}
         self._calls: set[asyncio.Task[Any]] = set()
         info = {"id": self.id, "model": terms.model, "labels": dict(terms.labels), "closed_book": terms.closed_book}
         if terms.sampling:
@@ -275,6 +279,9 @@ class Session:
             self._calls.discard(task)
 
     async def _serve(self, caller: Caller) -> None:
+        if self.recorder.written >= LARGEST_RECORDING:
+            self.stop("its recording is full")
+            return await caller.reply(413, caller.error_bytes(413, self._refusal() or "", "too_large"), close=True)
         try:
             raw = await caller.read()
         except BadMessage as error:
@@ -455,7 +462,7 @@ class Session:
         name = next((name for pattern, name in self.terms.models.items() if fnmatchcase(asked, pattern)), None)
         if name is None and self._answer:
             return self._answer
-        name = name or asked
-        if name not in self._others:
-            self._others[name] = self.gateway.answerer(name, self.terms)
-        return self._others[name]
+        chosen, by_agent = name or asked, name is None
+        if (chosen, by_agent) not in self._others:
+            self._others[chosen, by_agent] = self.gateway.answerer(chosen, self.terms, by_agent=by_agent)
+        return self._others[chosen, by_agent]

@@ -167,7 +167,7 @@ def _progress(job: OpenJob, show: Show) -> Progress:
     if sys.stderr.isatty():
         from rich.console import Console
 
-        return LiveProgress(total, Console(stderr=True), finished)
+        return LiveProgress(total, Console(file=sys.__stderr__), finished)
     return PlainProgress(total, finished)
 
 

@@ -110,6 +110,8 @@ class Recorder:
         """What puts lines on disk soon; with "power" they are there at the end of each call."""
         self.lost: OSError | None = None
         """Why the first lines were lost that could not be written, if any were."""
+        self.written = 0
+        """Bytes."""
         self._calls = 0
         self._open = 0
         self._start_over()
@@ -157,6 +159,7 @@ class Recorder:
         assert self._journal is not None
         try:
             self._journal.append_lines(self.redactor.data(self._first) + lines)
+            self.written += len(lines)
         except OSError as error:
             self.lost = self.lost or error
             self._start_over()  # lines are lost, and with them what they define

@@ -6,7 +6,8 @@
 
 An order says what a task is about and travels in `metadata.review` of its `task.toml`, so it is part of the task's
 digest: a trial that was run again is reviewed again. The critic sees the reviewed trial and its task below `INPUT`, and
-nothing else of this machine's jobs; links in there resolve inside the sandbox, which has no network. What the critic
+nothing else of this machine's jobs; links in there resolve inside the sandbox, which has no network. A job may come
+from anywhere, so a run is continued only if pier's home has a mark that its tasks were written here. What the critic
 wrote is read out and checked on the host; if it does not fit, the agent runs again in the same sandbox, within the same
 time and budget, with the reasons.
 """
@@ -16,7 +17,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pier.beneath import remove
 from pier.errors import AgentError, JobError, SandboxError, TaskError, UsageError
 from pier.files import is_plain_name, write
+from pier.home import pier_home
 from pier.job.directory import explained, remove_job
 from pier.job.ledger import JOURNAL
 from pier.review.output import INPUT, OUTPUT_LIMIT, OUTPUTS, Checked, Kind, check_output, find_trajectories, schema_of
@@ -147,40 +151,39 @@ class ReviewPlan:
 
     def write_trials(self, trials: Iterable[SourceTrial]) -> None:
         """Make a task for each trial."""
-        with explained(self.root):
-            self._begin()
+        with explained(self.root), self._begun():
             for trial in trials:
                 self._write_trial(trial)
 
     def write_tasks(self, tasks: Iterable[Path]) -> dict[str, Path]:
         """Make a review for each task; their names, which are unique."""
-        with explained(self.root):
-            self._begin()
         names: dict[str, Path] = {}
-        for path in tasks:
-            name, number = path.name, 2
-            while name in names:
-                name, number = f"{path.name}-{number}", number + 1
-            names[name] = path.resolve()
-            order = self._order(task=str(path.resolve()), digest=tree_digest(path.resolve()))
-            values = {"task_name": name, "file_tree": _file_tree(path), "source_trial_name": ""}
-            self._write(name, order, values, f"The task's files are in {INPUT}/task.")
+        with explained(self.root), self._begun():
+            for path in tasks:
+                name, number = path.name, 2
+                while name in names:
+                    name, number = f"{path.name}-{number}", number + 1
+                names[name] = path.resolve()
+                order = self._order(task=str(path.resolve()), digest=tree_digest(path.resolve()))
+                values = {"task_name": name, "file_tree": _file_tree(path), "source_trial_name": ""}
+                self._write(name, order, values, f"The task's files are in {INPUT}/task.")
         return names
 
     def write_job(self, files: dict[str, str]) -> None:
         """Make one task about a whole job, which sees `files`. A prompt may hold the trials as `{trial_results}`."""
-        self._begin()
-        self.inputs_dir.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            write(self.inputs_dir / name, text, durable=False)
         digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
         about = "\n".join(f"- {INPUT}/job/{name}" for name in files)
         order, values = self._order(input=self.run, digest=digest), {"trial_results": files["trials.jsonl"].rstrip()}
-        self._write("job", order, values, f"Your input is in these files:\n{about}")
+        with explained(self.root), self._begun():
+            self.inputs_dir.mkdir(parents=True, exist_ok=True)
+            for name, text in files.items():
+                write(self.inputs_dir / name, text, durable=False)
+            self._write("job", order, values, f"Your input is in these files:\n{about}")
 
-    def _begin(self) -> None:
-        """Make the directory of tasks. A run of the same name is removed with `overwrite`; else its tasks stay, and
-        those that are asked for again must be the same."""
+    @contextmanager
+    def _begun(self) -> Iterator[None]:
+        """Make the directory of tasks, and mark it when they are written. A run of the same name is removed with
+        `overwrite`; else its tasks stay, and those that are asked for again must be the same."""
         if not is_plain_name(self.run) or self.run.startswith("."):
             raise UsageError(f"invalid value {self.run!r} for --name: expected the name of one directory")
         for above in (REVIEWS, _TASKS, _INPUTS):
@@ -191,10 +194,16 @@ class ReviewPlan:
             for path in (self.tasks_dir, self.inputs_dir):
                 if path.exists():
                     remove(str(path))
+        elif any(map(os.path.lexists, (self.job, self.tasks_dir))) and not was_written_here(self.tasks_dir):
+            raise run_differs(self.run, "was not begun on this machine, or not to its end")
         self.tasks_dir.mkdir(parents=True, exist_ok=True)
         self._put(self.tasks_dir / "prompt.md", self.prompt)
         if self.rubric is not None:
             self._put(self.tasks_dir / "rubric.json", json.dumps(self.rubric.model_dump(), indent=2) + "\n")
+        yield
+        mark = _mark(self.tasks_dir)
+        mark.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        mark.touch(mode=0o600)
 
     def _put(self, path: Path, text: str) -> None:
         """Write a file of the tasks. `JobError` if the job was begun with another content."""
@@ -267,6 +276,25 @@ class ReviewPlan:
 def run_differs(run: str, reason: str) -> JobError:
     """The error for a run that cannot be continued."""
     return JobError(f"the run {run} {reason}", hint="choose another --name, or add --overwrite", code="job-differs")
+
+
+def _mark(tasks: Path) -> Path:
+    """The file in pier's home that says that the tasks of a run, as they are now, were written by this user."""
+    digest = hashlib.sha256()
+    with Tree(tasks) as tree:
+        for entry in tree.entries():
+            content = tree.read(entry.path, _RESULT_LIMIT) if entry.kind == "file" else b""
+            row = (entry.path, entry.kind, hashlib.sha256(content).hexdigest())
+            digest.update("\0".join((*row, "")).encode(errors="surrogateescape"))
+    return pier_home() / "reviews" / digest.hexdigest()
+
+
+def was_written_here(tasks: Path) -> bool:
+    """Whether the tasks of a run are as this user's last command for that run wrote them."""
+    try:
+        return _mark(tasks).is_file()
+    except (OSError, TreeError):
+        return False
 
 
 def refuse_links(root: Path, below: str) -> None:

@@ -20,7 +20,7 @@ from pier.job.command import Show, run_without_report
 from pier.job.config import AgentConfig, DatasetConfig, JobConfig
 from pier.job.runner import Wanted
 from pier.job.view import JobView, TrialRow
-from pier.review.order import REVIEWS, ReviewOrder, ReviewPlan, read_order, run_differs
+from pier.review.order import REVIEWS, ReviewOrder, ReviewPlan, read_order, run_differs, was_written_here
 from pier.review.output import OUTPUT_LIMIT, OUTPUTS, Kind
 from pier.review.read import total_cost
 from pier.review.rubric import ReviewRubric
@@ -64,8 +64,9 @@ def _unfinished_run(root: Path, prompt: str, prefix: str) -> str | None:
         if path.name[:1] == "." or not path.name.startswith(prefix) or not _NAME.fullmatch(path.name[len(prefix) :]):
             continue
         with contextlib.suppress(JobError, OSError):
-            asked = (place / ".tasks" / path.name / "prompt.md").read_text()
-            if asked == prompt and JobView.open(path).state == "interrupted":
+            tasks = place / ".tasks" / path.name
+            asked = was_written_here(tasks) and (tasks / "prompt.md").read_text() == prompt
+            if asked and JobView.open(path).state == "interrupted":
                 return path.name
     return None
 

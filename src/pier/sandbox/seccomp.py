@@ -2,13 +2,13 @@
 
 It refuses what Docker's default filter refuses to a container without extra capabilities, and more: every socket
 family but unix, inet, inet6 and netlink (vsock in particular is not bound by a network namespace), io_uring (which
-would go around the socket rule), and new namespaces of any kind. `clone3` answers ENOSYS, because a filter cannot look
-into its argument: C libraries then fall back to `clone`. Everything else passes, so sudo, ping, package managers,
-debuggers and language runtimes work as they do in a container.
+would go around the socket rule), new namespaces of any kind, and setting limits of other processes: init and the tests
+may have the ids of an agent's commands, and without CPU time or open files they fail. `clone3` answers ENOSYS, because
+a filter cannot look into its argument: C libraries then fall back to `clone`. Everything else passes, so sudo, ping,
+package managers, debuggers and language runtimes work as they do in a container.
 
 With `single_id` the filter also pretends that changing owners and ids succeeded: in a user namespace with one id they
-cannot, and package managers would stop at the first `chown`. And nobody there may limit another process, since init has
-the same ids as all others: with a second of CPU time or no open files it could serve nobody.
+cannot, and package managers would stop at the first `chown`.
 
 `load` needs CAP_SYS_ADMIN in the caller's user namespace, or no-new-privileges.
 """
@@ -111,7 +111,7 @@ def program(*, single_id: bool = False, packet_sockets: bool = False, machine: s
         code += _refuse(numbers, _PRETENDED, 0)
         for name, argument in (("mknod", 1), ("mknodat", 2)):
             code += _pretend_device(numbers, name, argument)
-        code += _about(numbers["prlimit64"], 0, _refuse_limits())
+    code += _about(numbers["prlimit64"], 0, _refuse_limits())
     code += _about(numbers["clone"], 0, _when(_JSET, _CLONED, errno.EPERM))
     code += _about(numbers["unshare"], 0, _when(_JSET, _UNSHARED, errno.EPERM))
     code += _about(numbers["personality"], 0, _unless_any(_PERSONALITIES, errno.EPERM))

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pier.wire.contract import REMOVED, BadRequest, Dialect
+from pier.wire.contract import REMOVED, WRONG, BadRequest, Dialect
 from pier.wire.dialects import DIALECTS
 from pier.wire.turn import DialectName, Edit, Sampling
 
@@ -25,7 +25,14 @@ _NESTED = ("content", "parts", "output", "source", "functionResponse", "function
 def close_book(dialect: DialectName, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[Edit]]:
     """The body of a request without what reaches beyond the model, and what was done to it; no edits, no change.
     `BadRequest` if its tools have an unknown shape."""
-    own, edits = DIALECTS[dialect], list[Edit]()
+    try:
+        return _close_book(DIALECTS[dialect], body)
+    except WRONG as error:
+        raise BadRequest(f"the body is not of the {dialect} dialect: {error}") from error
+
+
+def _close_book(own: Dialect, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[Edit]]:
+    edits: list[Edit] = []
     closed, known = dict(body), own.local_fields.split()
     # An object without members asks for a search too.
     unknown = [name for name in body if name not in known and body[name] not in (None, [], "", False)]

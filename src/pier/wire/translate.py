@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
-from pier.wire.contract import parse_arguments, unwrap_custom, wrap_custom
+from pier.wire.contract import WRONG, BadRequest, parse_arguments, unwrap_custom, wrap_custom
 from pier.wire.dialects import DIALECTS, Dialect
 from pier.wire.turn import (
     Delta,
@@ -353,8 +353,15 @@ class Translation:
 
 
 def translate(request: Request, target: DialectName, model: str, memory: Memory | None = None) -> Translation:
-    """`request` for `model` at an upstream that speaks the dialect `target`."""
-    memory = memory if memory is not None else Memory()
+    """`request` for `model` at an upstream that speaks the dialect `target`. `BadRequest` if a part of it that no
+    dialect checks, such as the grammar of a tool, is not what it should be."""
+    try:
+        return _translate(request, target, model, memory if memory is not None else Memory())
+    except WRONG as error:
+        raise BadRequest(f"the request cannot be said in the {target} dialect: {error}") from error
+
+
+def _translate(request: Request, target: DialectName, model: str, memory: Memory) -> Translation:
     edits: list[Edit] = []
     source, upstream = DIALECTS.get(request.dialect or ""), DIALECTS[target]
     foreign, system = request.dialect != target, request.system

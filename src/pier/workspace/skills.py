@@ -122,6 +122,9 @@ def _register(root: Path, skill: Path, agents: Sequence[str], earlier: set[str])
         by_place.setdefault(PLACES.get(agent, SHARED_PLACE), []).append(agent)
     for place, names in by_place.items():
         target = root / place / skill.name
+        for above in (target.parent.parent, target.parent):  # of the task's image, as everything in the directory
+            if above.is_symlink():
+                raise WorkspaceError(f"{above} is a link", hint=f"rm {above}", code="workspace-link")
         kept = os.path.lexists(target) and skill.name not in earlier
         if not kept:
             shutil.rmtree(target, ignore_errors=True)

@@ -96,9 +96,12 @@ _IN_MEMORY = 16 * 1024 * 1024
 
 
 def traces_home(start: Path | None = None) -> Path:
-    """The directory of trials of the workspace, or of the directory, that `start` lies in."""
+    """The directory of trials of the workspace, or of the directory, that `start` lies in. One that is a link is passed
+    over: what runs in a sandbox can make one in a directory that is mounted there."""
     begin = (start or Path.cwd()).resolve()
     for directory in (begin, *begin.parents):
+        if any(path.is_symlink() for path in (directory / PIER, directory / PIER / "trials")):
+            continue
         if (directory / PIER / "trials").is_dir() or (directory / PIER / "workspace.json").is_file():
             return directory / PIER / "trials"
     raise UsageError(
