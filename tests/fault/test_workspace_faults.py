@@ -297,12 +297,12 @@ def test_a_full_disk_at_capture_leaves_nothing_half_saved(tmp_path: Path) -> Non
 
 _DIE = """
 import os, signal, sys
-from pier.workspace import live, supervisor
+from pier.workspace import state, supervisor
 
 async def die(*args, **options):
     os.kill(os.getpid(), signal.SIGKILL)
 
-live._copy_in = die
+state.clear_directory = die
 supervisor.main(sys.argv[1])
 """
 
