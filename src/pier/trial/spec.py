@@ -163,11 +163,13 @@ class TrialServices:
 
 
 @asynccontextmanager
-async def open_services(backend: str = "local", *, label: str = "trials") -> AsyncIterator[TrialServices]:
+async def open_services(
+    backend: str = "local", options: Mapping[str, str] | None = None, *, label: str = "trials"
+) -> AsyncIterator[TrialServices]:
     """A backend with its lease and images; what dead owners left is swept first."""
     async with AsyncExitStack() as stack:
         lease = stack.enter_context(Lease(label=label))
-        opened = await stack.enter_async_context(open_backend(backend, lease))
+        opened = await stack.enter_async_context(open_backend(backend, lease, options))
         await sweep(dict.fromkeys(opened.kinds, opened.destroy))
         images = open_images(opened)
         stack.push_async_callback(images.close)
