@@ -1,4 +1,4 @@
-"""Services that rollouts share: opened once, closed by the last user, opened anew for whoever comes meanwhile."""
+"""Services that rollouts share: opened once, closed by the last user, opened again for users that arrive meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from pier.rollout.sandboxes import SharedServices
 
 
-async def test_one_who_comes_while_they_close_gets_new_ones() -> None:
+async def test_a_user_that_arrives_while_they_close_gets_new_ones() -> None:
     seen: list[str] = []
 
     @asynccontextmanager

@@ -46,7 +46,7 @@ class SharedServices:
             await asyncio.shield(self._leave())
 
     async def _leave(self) -> None:
-        async with self._lock:  # whoever comes while it closes waits, and opens it anew
+        async with self._lock:  # a user that arrives while it closes waits and opens it again
             self._users -= 1
             if not self._users:
                 self.opened = None
