@@ -140,6 +140,17 @@ async def test_an_agent_that_takes_too_long_is_killed_and_scored(tmp_path: Path)
     assert row["reward"] == 1.0 and row["error"] is None and row["agent_timeout"] == 1.0
 
 
+async def test_a_model_that_never_answers_is_no_zero(tmp_path: Path) -> None:
+    async def hanging(request: Request) -> Turn:
+        await asyncio.sleep(600)
+        raise AssertionError
+
+    env = environment(ASK_ONCE, home=tmp_path / "agent.py", timeout_seconds=5)
+    (row,) = (await env.evaluate(hanging, "tiny"))["outputs"]
+    assert (row["reward"], row["error"]["code"], row["error"]["blame"]) == (None, "provider_no_answer", "provider"), row
+    assert row["termination_reason"] == "provider_no_answer" and row["stop_condition"] == "has_error"
+
+
 async def test_a_condition_of_the_users_stops_the_agent(tmp_path: Path) -> None:
     class Stopping(vf.CliAgentEnv):
         @vf.stop
@@ -150,6 +161,31 @@ async def test_a_condition_of_the_users_stops_the_agent(tmp_path: Path) -> None:
     env = environment(code, home=tmp_path / "agent.py", kind=Stopping, environment_vars={"TURNS": "50"})
     (row,) = (await env.evaluate(policy, "tiny"))["outputs"]
     assert row["stop_condition"] == "heard_enough" and row["num_turns"] < 5 and row["error"] is None
+
+
+async def test_the_users_hooks_say_what_the_state_is_and_when_the_agent_is_done(tmp_path: Path) -> None:
+    class Own(vf.CliAgentEnv):
+        async def setup_state(self, state: vf.State) -> vf.State:
+            return vf.State({**await super().setup_state(state), "extra": "mine"})
+
+        async def check_agent_completed(self, state: vf.State) -> bool:
+            return len(state["trajectory"]) > 0
+
+    code = ASK_ONCE + "\nimport time; time.sleep(600)"
+    env = environment(code, home=tmp_path / "agent.py", kind=Own, interception_port=None)
+    (row,) = (await env.evaluate(policy, "tiny", state_columns=["extra", "agent_completed"]))["outputs"]
+    assert (row["extra"], row["agent_completed"], row["stop_condition"]) == ("mine", True, "agent_completed"), row
+
+
+async def test_a_callback_that_fails_ends_all_rollouts(tmp_path: Path) -> None:
+    env = environment(ASK_ONCE, rows=[{"question": str(n)} for n in range(3)], home=tmp_path / "agent.py")
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no space")
+
+    with pytest.raises(ValueError, match="no space"):
+        await env.evaluate(policy, "tiny", max_concurrent=1, on_progress=fail)
+    assert env._shared.opened is None
 
 
 async def test_an_agent_that_fails_is_its_own_fault(tmp_path: Path) -> None:

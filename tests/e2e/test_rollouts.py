@@ -16,6 +16,7 @@ import pier
 from pier import AgentConfig, Budget, Rollout, Rollouts, Sampling
 from pier.agent.contract import Agent, AgentRun, Launch
 from pier.errors import UsageError
+from pier.home import pier_home
 from pier.rollout.check import check_file
 from pier.rollout.export import sink_for
 from pier.rollout.samples import broken_promises
@@ -234,12 +235,24 @@ async def test_what_cannot_run_is_said_at_once(tmp_path: Path) -> None:
         await all_of(start(tmp_path, "nosuchmodel"))
 
 
+async def test_a_rollout_that_cannot_begin_is_delivered_with_its_fault(tmp_path: Path) -> None:
+    class Editing(BytePolicy):
+        def for_session(self, labels: Any) -> BytePolicy:
+            (tmp_path / "tasks/t1/instruction.md").write_text("something else")
+            return BytePolicy(WORK)
+
+    stream = start(tmp_path, Editing([]), tasks=2, group=2, concurrency=1)
+    groups = [group async for group in stream.groups()]
+    assert [[rollout.reward for rollout in group] for group in groups] == [[1.0, 1.0], [None, None]]
+    assert {rollout.fault for rollout in groups[1]} == {"task"} and groups[1][0].group.partial
+
+
 KILLED = """
 import asyncio, os, sys
 import pier
 from pier import AgentConfig
 from tests.policies import BytePolicy, call, says
-root, agent = sys.argv[1:]
+root, agent, jobs = sys.argv[1:]
 done = BytePolicy([call("echo hi > /tmp/answer", 1), says("done")])
 
 class Some(BytePolicy):
@@ -254,18 +267,24 @@ async def forever(request):
 async def main():
     agents = AgentConfig(name="command", kwargs={"script": agent})
     stream = pier.rollouts(root + "/tasks", agent=agents, policy=Some([]), group=2, concurrency=1, image="host",
-                           jobs_dir=root + "/jobs", job_name="job")
+                           jobs_dir=jobs or None, job_name="job")
     async for rollout in stream:
         print("done", flush=True)
 asyncio.run(main())
 """
 
 
-async def test_a_killed_trainer_leaves_whole_rollouts_and_no_sandbox(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [True, False], ids=["job", "no job"])
+async def test_a_killed_trainer_leaves_whole_rollouts_and_nothing_else(kept: bool, tmp_path: Path) -> None:
     make_task(tmp_path / "tasks/t0")
-    agent = bash_agent(tmp_path)
+    agent, jobs, temporary = bash_agent(tmp_path), tmp_path / "jobs" if kept else None, tmp_path / "tmp"
+    temporary.mkdir()
     trainer = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path), agent], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", KILLED, str(tmp_path), agent, str(jobs or "")],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert trainer.stdout is not None
     lines = {trainer.stdout.readline().strip(), trainer.stdout.readline().strip()}
@@ -280,11 +299,14 @@ async def test_a_killed_trainer_leaves_whole_rollouts_and_no_sandbox(tmp_path: P
         group=2,
         concurrency=1,
         image="host",
-        jobs_dir=tmp_path / "jobs",
+        jobs_dir=jobs,
         job_name="job",
     )
     seen = await all_of(stream)
     assert [(rollout.reward, len(rollout.trainable)) for rollout in seen] == [(1.0, 1), (1.0, 1)]
+    assert [*temporary.iterdir(), *(pier_home() / "leases").iterdir()] == []
+    if not kept:
+        return
     assert seen[0].parts[0].origin.recording is not None  # read from the disk
     assert seen[1].parts[0].origin.recording is None
     assert seen[0].samples[0].input_ids == seen[1].samples[0].input_ids

@@ -65,7 +65,7 @@ async def main():
     await vf.Rubric(funcs=[plain, by_state], weights=[2.0, 1.0]).score_rollout(alone)
     if sys.argv[1] == "pier":
         outputs = [output_of(each) for each in states]
-        header = ResultsHeader("env", {}, "m", "", 1, 4, {}, 0.5, ())
+        header = ResultsHeader("env", {}, "m", "", 1, 4, {}, 0.5, [])
         results = Results(header, path=None)
         results.outputs = outputs
     else:

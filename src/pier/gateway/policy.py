@@ -136,10 +136,12 @@ def check_tokens(tokens: Tokens | None, policy: Policy, sampling: Sampling | Non
         if not isinstance(value, float | int) or not -math.inf < value <= 1e-6:
             raise PolicyFailed(f"the policy gave the log-prob {value!r}: expected a number <= 0 that is finite")
     size = getattr(policy, "vocab_size", None)
-    for token in (*(tokens.prompt_ids or ()), *(ids or ())):
-        if not isinstance(token, int) or token < 0 or (size is not None and token >= size):
-            expected = f"0 to {size - 1}" if size is not None else "an integer >= 0"
-            raise PolicyFailed(f"the policy gave the token id {token!r}: expected {expected}")
+    for some in (tokens.prompt_ids or (), ids or ()):  # a prompt may be long, so no loop over sound ones
+        if not some or (set(map(type, some)) == {int} and min(some) >= 0 and (size is None or max(some) < size)):
+            continue
+        wrong = next(each for each in some if type(each) is not int or not 0 <= each < (size or math.inf))
+        expected = f"0 to {size - 1}" if size is not None else "an integer >= 0"
+        raise PolicyFailed(f"the policy gave the token id {wrong!r}: expected {expected}")
     most = sampling.max_tokens if sampling else None
     if most is not None and len(ids or ()) > most:
         raise PolicyFailed(f"the policy gave {len(ids or ())} tokens: the session allows {most}")

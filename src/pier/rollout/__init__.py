@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from pier.rollout.client import ClientConfig
     from pier.rollout.dataset import RolloutDataset
     from pier.rollout.env import CliAgentEnv
-    from pier.rollout.environment import MultiTurnEnv
-    from pier.rollout.environment import RolloutEnvironment as Environment
+    from pier.rollout.environment import Environment, MultiTurnEnv
     from pier.rollout.modules import load_environment
     from pier.rollout.rubric import Rubric, RubricGroup, cleanup, stop, teardown
     from pier.rollout.state import (
@@ -29,20 +28,10 @@ if TYPE_CHECKING:
         TunnelError,
     )
 
-_HOMES = {
-    "pier.errors": "AgentError InfraError SandboxError",
-    "pier.gateway.policy": "Policy Replicas",
-    "pier.rollout.client": "ClientConfig",
-    "pier.rollout.dataset": "RolloutDataset",
-    "pier.rollout.env": "CliAgentEnv",
-    "pier.rollout.environment": "Environment MultiTurnEnv",
-    "pier.rollout.modules": "load_environment",
-    "pier.rollout.rubric": "Rubric RubricGroup cleanup stop teardown",
-    "pier.rollout.state": "ChatMessage Messages State Error ModelError SandboxCreationError SandboxNotReadyError "
-    "SandboxSetupError TunnelError",
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-_RENAMED = {"Environment": "RolloutEnvironment"}
+_HOMES = (
+    *("pier.errors", "pier.gateway.policy", "pier.rollout.state", "pier.rollout.rubric", "pier.rollout.client"),
+    *("pier.rollout.dataset", "pier.rollout.environment", "pier.rollout.modules", "pier.rollout.env"),
+)
 
 __all__ = [
     "AgentError",
@@ -74,9 +63,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value = globals()[name] = getattr(import_module(_HOME_OF[name]), _RENAMED.get(name, name))
-    return value
+    for home in _HOMES if name in __all__ else ():
+        if hasattr(module := import_module(home), name):
+            value = globals()[name] = getattr(module, name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -85,14 +85,11 @@ def with_prompts(
 ) -> RolloutDataset:
     """The rows that are rolled out: each has an `example_id`, a `prompt` and, decoded, its `info`."""
     numbered = all(isinstance(row.get("example_id"), int) for row in dataset)
+    before = [*([{"role": "system", "content": system_prompt}] if system_prompt else []), *(few_shot or [])]
     return RolloutDataset(
-        _complete(row, index, numbered=numbered, before=_before(system_prompt, few_shot), system=system_prompt)
+        _complete(row, index, numbered=numbered, before=before, system=system_prompt)
         for index, row in enumerate(dataset)
     )
-
-
-def _before(system_prompt: str | None, few_shot: list[Any] | None) -> list[Any]:
-    return [*([{"role": "system", "content": system_prompt}] if system_prompt else []), *(few_shot or [])]
 
 
 def _complete(row: Row, index: int, *, numbered: bool, before: list[Any], system: str | None) -> Row:

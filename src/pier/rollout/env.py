@@ -1,9 +1,8 @@
 """`CliAgentEnv`: an agent program in a sandbox whose model calls are intercepted, one turn of the rollout each.
 
-The gateway is served inside the sandbox's own loopback at `/rollout/<id>`, with a key for each rollout, so it needs
-neither a tunnel nor a network. Answers are streamed, in four dialects, and calls may be parallel. A stop gives the
-agent no further turn and says so in its own dialect; what it has done by then is scored. A fault of sandbox, gateway or
-model is the state's `error`, and such a rollout has no reward.
+The gateway is served on the sandbox's loopback at `/rollout/<id>`, with a key for each rollout, so it needs neither a
+tunnel nor a network. A stop gives the agent no further turn and says so in its own dialect; what it has done by then is
+scored. A fault of sandbox, gateway or model is the state's `error`, and such a rollout has no reward.
 """
 
 from __future__ import annotations
@@ -12,23 +11,21 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pier.agent.contract import PACK_PATH, pack_spec
 from pier.agent.pack.store import ensure_pack
-from pier.errors import AgentError, ArgumentError, PierError, SandboxError, UsageError
+from pier.errors import AgentError, ArgumentError, PierError, ProviderError, SandboxError, UsageError
 from pier.gateway.budget import Budget
 from pier.gateway.server import Gateway
 from pier.gateway.session import Session
-from pier.image.model import Image
-from pier.lease import Lease, sweep
 from pier.network.policy import NetworkPolicy
 from pier.rollout.client import ModelSource
 from pier.rollout.environment import MultiTurnEnv
 from pier.rollout.rubric import Rubric, cleanup, stop
-from pier.rollout.sandboxes import BackgroundJob, SandboxClient
+from pier.rollout.sandboxes import BackgroundJob, SandboxClient, SharedServices, limits_for
 from pier.rollout.state import (
     AttributeDict,
     Messages,
@@ -39,12 +36,11 @@ from pier.rollout.state import (
     TurnLog,
     sampling_of,
 )
-from pier.sandbox import open_backend
-from pier.sandbox.contract import Backend, Limits, Listener, Mount, Sandbox, SandboxSpec
-from pier.sandbox.opening import find_image
-from pier.trial.agent import provider_fault
+from pier.sandbox.contract import Listener, Mount, Sandbox, SandboxSpec
+from pier.trial.agent import never_answered, provider_fault
+from pier.trial.images import ImageRequest
+from pier.trial.spec import TrialServices, open_services
 
-_GIGABYTE = 1 << 30
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _IDLE = "tail -f /dev/null"
 INSTRUCTION = "/task/instruction.md"
@@ -53,16 +49,6 @@ _REASONS = {
     "max_turns": "max_turns_reached",
     "max_output_tokens": "max_total_completion_tokens_reached",
 }
-
-
-@dataclass(slots=True)
-class _Services:
-    """What all rollouts of an environment share while it runs."""
-
-    backend: Backend
-    gateway: Gateway
-    served: bool = False
-    images: dict[str, asyncio.Task[Image]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -108,7 +94,7 @@ class CliAgentEnv(MultiTurnEnv):
     def __init__(
         self,
         run_command: str,
-        interception_port: int = 8765,
+        interception_port: int | None = 8765,
         interception_url: str | None = None,
         max_turns: int = -1,
         timeout_seconds: float | None = 3600.0,
@@ -133,7 +119,7 @@ class CliAgentEnv(MultiTurnEnv):
         if wrong := sorted(self.PROTECTED_ENV_VARS & set(environment_vars or ())):
             raise UsageError(f"invalid environment_vars: {wrong[0]} is set by the environment itself")
         self.run_command = run_command
-        self.interception_port = interception_port
+        self.interception_port = interception_port or 8765
         self.interception_url = interception_url
         self.poll_interval = poll_interval
         self.docker_image = docker_image
@@ -151,57 +137,42 @@ class CliAgentEnv(MultiTurnEnv):
         self.setup_network = setup_network
         self.agent = agent
         self.sandbox_client = SandboxClient(lambda: self._services.backend)
-        self._open: _Services | None = None
-        self._users = 0
-        self._opening = asyncio.Lock()
-        self._stack = AsyncExitStack()
+        self._shared = SharedServices(self._open_services)
         self._live: dict[str, _Live] = {}
         self.add_rubric(Rubric(funcs=[agent_timeout, agent_error, sandbox_oom], weights=[0.0, 0.0, 0.0]))
 
     @property
-    def _services(self) -> _Services:
-        if self._open is None:
+    def _services(self) -> TrialServices:
+        if self._shared.opened is None:
             raise SandboxError("the environment is not running", hint="async with env.running(): ...")
-        return self._open
+        return self._shared.opened
+
+    @property
+    def _gateway(self) -> Gateway:
+        assert self._services.gateway is not None
+        return self._services.gateway
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """The backend and the gateway, open for all rollouts within; the last one to leave closes them."""
-        async with self._opening:
-            self._users += 1
-            try:
-                if self._open is None:
-                    self._open = await self._start_services()
-            except BaseException:
-                self._users -= 1
-                raise
-        try:
+        async with self._shared.use():
             yield
-        finally:
-            self._users -= 1
-            if not self._users:
-                await asyncio.shield(self._stop_services())
 
-    async def _start_services(self) -> _Services:
-        async with AsyncExitStack() as stack:
-            lease = stack.enter_context(Lease(label="rollouts"))
-            backend = await stack.enter_async_context(open_backend(self.backend, lease, self.backend_options))
-            await sweep(dict.fromkeys(backend.kinds, backend.destroy))
-            gateway = await stack.enter_async_context(Gateway())
+    @asynccontextmanager
+    async def _open_services(self) -> AsyncIterator[TrialServices]:
+        async with (
+            open_services(self.backend, options=self.backend_options, label="rollouts") as opened,
+            Gateway() as gateway,
+        ):
             if self.interception_url is not None:
                 await gateway.serve("0.0.0.0", self.interception_port)
-            self._stack = stack.pop_all()
-        return _Services(backend, gateway)
-
-    async def _stop_services(self) -> None:
-        services, self._open = self._open, None
-        for task in services.images.values() if services else ():
-            task.cancel()
-        try:
-            await self.teardown()
-        finally:
-            await self.sandbox_client.close()
-            await self._stack.aclose()
+            try:
+                yield replace(opened, gateway=gateway)
+            finally:
+                try:
+                    await self.teardown()
+                finally:
+                    await self.sandbox_client.close()
 
     async def setup_state(self, state: State) -> State:
         await super().setup_state(state)
@@ -226,7 +197,7 @@ class CliAgentEnv(MultiTurnEnv):
             output_tokens=self.max_total_completion_tokens if self.max_total_completion_tokens > 0 else None,
         )
         log = TurnLog()
-        session = self._services.gateway.session(
+        session = self._gateway.session(
             state["model"] or None,
             upstream=source.upstream,
             budget=budget,
@@ -239,15 +210,10 @@ class CliAgentEnv(MultiTurnEnv):
 
     async def _start_sandbox(self, state: State, env: dict[str, str]) -> Sandbox:
         services, resources = self._services, self.get_sandbox_resources(state)
-        held = (await services.backend.capabilities()).limits
-        asked = {
-            "cpus": resources["cpu_cores"],
-            "memory": resources["memory_gb"] * _GIGABYTE,
-            "disk": resources["disk_size_gb"] * _GIGABYTE,
-        }
+        sizes = (resources[name] for name in ("cpu_cores", "memory_gb", "disk_size_gb"))
         try:
-            limits = Limits(**{name: value for name, value in asked.items() if value and name in held})
-            image = await self._image(await self.get_docker_image(state))
+            wanted = ImageRequest(await self.get_docker_image(state), host=True, chosen=True)
+            image = await services.images.get(wanted)
             mounts = await self._mounts()
             if mounts:
                 env["PATH"] = f"{PACK_PATH}/bin:{env.get('PATH') or image.config.env.get('PATH') or _PATH}"
@@ -255,27 +221,16 @@ class CliAgentEnv(MultiTurnEnv):
                 image=image,
                 mounts=mounts,
                 network=await self._policy(self.setup_network),
-                limits=limits.over(await services.backend.share()),
+                limits=await limits_for(services.backend, *sizes),
                 env=env,
                 gpus=resources["gpu_count"],
                 name=state["rollout_id"],
             )
+            return await self.sandbox_client.create(spec)
         except PierError as error:
             said = f"cannot start a sandbox: {error.message}"
             blame, retryable = error.blame, error.retryable
             raise SandboxCreationError(said, hint=error.hint, blame=blame, retryable=retryable) from error
-        return await self.sandbox_client.create(spec)
-
-    async def _image(self, reference: str) -> Image:
-        """An image, fetched once however many rollouts want it."""
-        images = self._services.images
-        if reference not in images:
-            images[reference] = asyncio.get_running_loop().create_task(find_image(reference, self._services.backend))
-        try:
-            return await asyncio.shield(images[reference])
-        except PierError:
-            images.pop(reference, None)
-            raise
 
     async def _mounts(self) -> tuple[Mount, ...]:
         """The pack of the agent, built now if it is not there yet."""
@@ -295,7 +250,7 @@ class CliAgentEnv(MultiTurnEnv):
     async def _set_up(self, state: State, sandbox: Sandbox, live: _Live) -> None:
         """Everything between the start of the sandbox and the agent's."""
         if self.interception_url is None:
-            factory = self._services.gateway.protocol_factory(live.session)
+            factory = self._gateway.protocol_factory(live.session)
             try:
                 live.listener = await sandbox.listen(self.interception_port, factory)
             except PierError as error:
@@ -388,7 +343,10 @@ class CliAgentEnv(MultiTurnEnv):
         while not ended.done():
             await live.log.changed({ended}, self.poll_interval)
             await self._take_turns(state, live)
-            if state.get("error") is not None or await self.check_agent_completed(state):
+            if state.get("error") is not None:
+                break
+            if await self.check_agent_completed(state):
+                state["agent_completed"] = True
                 break
             if not live.session.ended and await self.is_completed(state):
                 live.session.stop(f"stopped: {state['stop_condition']}")
@@ -439,9 +397,10 @@ class CliAgentEnv(MultiTurnEnv):
     async def _judge(self, state: State, live: _Live) -> None:
         """Which stop it was, and whether a fault of the model or of the agent's program ended the rollout."""
         session = live.session
-        fault = await provider_fault(session)
-        if fault is not None and not state.get("timed_out"):
-            state["error"] = state.get("error") or fault
+        if not state.get("timed_out"):
+            state["error"] = state.get("error") or await provider_fault(session)
+        elif state.get("error") is None and await never_answered(session):
+            state["error"] = ProviderError("the model gave no answer at all", code="provider_no_answer", retryable=True)
         if session.stop_reason in _REASONS and not state.get("timed_out"):
             state["stop_condition"], state["is_completed"] = _REASONS[session.stop_reason], True
         code = state.get("agent_exit_code")
@@ -493,10 +452,10 @@ def instruction_of(state: State) -> str | None:
 
 def _termination(state: State) -> str:
     """How the rollout ended, in the word that samples of trials have for it too."""
-    if state.get("timed_out"):
-        return "timeout"
     if isinstance(error := state.get("error"), PierError):
         return error.code
+    if state.get("timed_out"):
+        return "timeout"
     words = {"agent_completed": "completed", **{stop: reason for reason, stop in _REASONS.items()}}
     stopped = state.get("stop_condition") or "unknown"
     return words.get(stopped, stopped)

@@ -14,8 +14,8 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,7 +133,7 @@ class RolloutEnvironment(ABC):
             is_truncated=False,
             stop_condition=None,
             trajectory=[],
-            trajectory_id=_fresh_id(),
+            trajectory_id=secrets.token_hex(16),
             completion=None,
             reward=None,
             metrics=None,
@@ -236,7 +236,7 @@ class RolloutEnvironment(ABC):
             rollouts_per_example=len(rows) // len(counts) if counts else 0,
             sampling_args=sampling,
             pass_threshold=self.pass_threshold,
-            state_columns=tuple(state_columns or ()),
+            state_columns=list(state_columns or ()),
             shuffle=shuffle,
             shuffle_seed=shuffle_seed,
         )
@@ -253,11 +253,11 @@ class RolloutEnvironment(ABC):
             gate=asyncio.Semaphore(max_concurrent) if max_concurrent > 0 else nullcontext(),
             retries=max_retries,
             independent=independent_scoring,
-            columns=header.state_columns,
+            columns=tuple(header.state_columns),
             on_state=on_state,
         )
-        async with self.running():
-            async for new in self._groups(left, plan, sources):
+        async with self.running(), aclosing(self._groups(left, plan, sources)) as groups:
+            async for new in groups:
                 results.outputs += new
                 if save_results:
                     await asyncio.to_thread(results.save, new)
@@ -267,22 +267,22 @@ class RolloutEnvironment(ABC):
 
     async def _groups(
         self, rows: list[Row], plan: RolloutPlan, sources: list[ModelSource]
-    ) -> AsyncIterator[list[Output]]:
+    ) -> AsyncGenerator[list[Output], None]:
         """The rows of each group as it is scored; single rows with independent scoring. Leaving early ends them."""
         groups: dict[Any, list[Row]] = defaultdict(list)
         for index, row in enumerate(rows):
             groups[index if plan.independent else row["example_id"]].append(row)
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(self._group(group, replace(plan, source=sources[index % len(sources)])))
-                for index, group in enumerate(groups.values())
-            ]
-            try:
-                for done in asyncio.as_completed(running):
-                    yield await done
-            finally:
-                for task in running:
-                    task.cancel()
+        running = [
+            asyncio.create_task(self._group(group, replace(plan, source=sources[index % len(sources)])))
+            for index, group in enumerate(groups.values())
+        ]
+        try:
+            for done in asyncio.as_completed(running):
+                yield await done
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
     async def run_rollout(
         self,
@@ -348,16 +348,13 @@ class RolloutEnvironment(ABC):
             async with plan.gate:
                 state = await self.rollout(row, plan.source, plan.model, plan.sampling_args)
             error = state.get("error")
-            if attempt == plan.retries or not isinstance(error, PierError) or not _passing(error):
+            passing = isinstance(error, PierError) and error.retryable and error.blame in ("infra", "provider")
+            if attempt == plan.retries or not passing:
                 return state
             attempt += 1
             self.logger.warning("rollout of example %s failed, trying again: %s", row["example_id"], error)
             await self.finish(state)
             await asyncio.sleep(min(2.0 ** (attempt - 1), 60.0))
-
-
-def _passing(error: PierError) -> bool:
-    return error.retryable and error.blame in ("infra", "provider")
 
 
 def _left(rows: list[Row], done: list[Output]) -> list[Row]:
@@ -377,10 +374,6 @@ def _part(dataset: RolloutDataset | None, n: int, seed: int | None) -> RolloutDa
     return dataset.select(range(min(n, len(dataset)))) if n > 0 else dataset
 
 
-def _fresh_id() -> str:
-    return secrets.token_hex(16)
-
-
 def _run(make: Callable[[], Any]) -> Any:
     """Run a coroutine to its end, also where an event loop is running already, such as in a notebook."""
     try:
@@ -391,6 +384,9 @@ def _run(make: Callable[[], Any]) -> Any:
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: asyncio.run(make())).result()
+
+
+Environment = RolloutEnvironment
 
 
 class MultiTurnEnv(RolloutEnvironment):
@@ -421,7 +417,7 @@ class MultiTurnEnv(RolloutEnvironment):
         state["stop_condition"] = "timeout_reached"
 
     async def setup_state(self, state: State) -> State | None:
-        """Prepare a rollout; what is returned takes the place of the state."""
+        """Prepare a rollout; what a returned state has replaces what is there."""
         return state
 
     async def play(self, state: State) -> None:
@@ -457,7 +453,9 @@ class MultiTurnEnv(RolloutEnvironment):
         clock = asyncio.timeout(self.timeout_seconds)
         try:
             async with clock:
-                await self.setup_state(state)
+                given = await self.setup_state(state)
+                if given is not None and given is not state:
+                    state.update(given)
                 state["timing"].setup.end = time.time()
                 await self.play(state)
         except TimeoutError:

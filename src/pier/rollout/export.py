@@ -34,7 +34,9 @@ def is_trainable(sample: Sample, origin: SampleOrigin) -> bool:
 
 
 def is_wanted(sample: Sample, origin: SampleOrigin, form: str) -> bool:
-    """Whether a format has a row for this sample: a trainer's only if it can learn from it."""
+    """Whether a format has a row for this sample: a trainer's only if it can learn from it. TRL needs log-probs."""
+    if form == "trl" and sample.logprobs is None:
+        return False
     return form not in TRAINERS or (sample.exact and is_trainable(sample, origin))
 
 
@@ -45,7 +47,24 @@ def pier_row(sample: Sample, origin: SampleOrigin) -> Row:
         "id": sample_id(sample, origin),
         "rollout_id": origin.rollout,
         "group_id": origin.group,
-        **_about(sample, origin),
+        "task": origin.task,
+        "task_digest": origin.task_digest,
+        "step": origin.step,
+        "attempt": origin.attempt,
+        "agent": origin.agent,
+        "agent_version": origin.agent_version,
+        "model": sample.model,
+        "dialect": sample.dialect,
+        "weights": list(sample.weights),
+        "kind": sample.kind,
+        "calls": list(sample.calls),
+        "split": sample.split,
+        "continues": f"{origin.rollout}#{sample.continues}" if sample.continues else None,
+        "spawned_by_call": sample.spawned_by,
+        "stop": sample.stop,
+        "termination_reason": origin.termination_reason,
+        "fault": origin.fault,
+        "flags": [*sample.flags, *(("hack_suspected",) if origin.notes else ())],
         "exact": sample.exact,
         "input_ids": _listed(sample.input_ids),
         "prompt_length": sample.prompt_length if sample.exact else None,
@@ -64,7 +83,8 @@ def sft_row(sample: Sample, origin: SampleOrigin) -> Row:
     """A line for supervised fine-tuning on messages, as OpenAI and its like take it. Answers that no call of the branch
     gave, and those that another branch trains, have weight 0."""
     said = sample.messages()
-    given = _answers(sample, said)
+    # The last answer for sure, the others as far back as each history still has the one before it.
+    given = [place for place, message in enumerate(said) if message["role"] == "assistant"][-len(sample.turns) :]
     ours = {place for place, owned in zip(given, sample.owns[-len(given) :], strict=True) if owned}
     for place, message in enumerate(said):
         if message["role"] == "assistant" and place not in ours:
@@ -81,18 +101,9 @@ def _parts(sample: Sample) -> tuple[list[int], list[int], list[int], list[float]
     return ids[:start], ids[start:], mask[start:], likely
 
 
-def _trainer_facts(sample: Sample, origin: SampleOrigin) -> Row:
-    return {
-        "rollout_id": origin.rollout,
-        "group_id": origin.group,
-        "task": origin.task,
-        "kind": sample.kind,
-        "weights": list(sample.weights),
-    }
-
-
 def verl_row(sample: Sample, origin: SampleOrigin) -> Row:
     prompt, response, mask, likely = _parts(sample)
+    facts = {"task": origin.task, "kind": sample.kind, "weights": list(sample.weights)}
     return {
         "prompt_ids": prompt,
         "response_ids": response,
@@ -101,7 +112,7 @@ def verl_row(sample: Sample, origin: SampleOrigin) -> Row:
         "reward_score": origin.reward,
         "num_turns": 2 * len(sample.calls),
         "metrics": {},
-        "extra_fields": _trainer_facts(sample, origin),
+        "extra_fields": {"rollout_id": origin.rollout, "group_id": origin.group, **facts},
     }
 
 
@@ -109,14 +120,11 @@ def trl_row(sample: Sample, origin: SampleOrigin) -> Row:
     return {
         "input_ids": list(sample.input_ids or ()),
         "completion_mask": list(sample.loss_mask or ()),
-        "old_log_probs": [value or 0.0 for value in sample.logprobs or [0.0] * len(sample.input_ids or ())],
+        "old_log_probs": [value or 0.0 for value in sample.logprobs or ()],
         "rollout_id": origin.rollout,
         "group_id": origin.group,
         "reward": origin.reward,
     }
-
-
-_SKYRL_STOPS = {"length": "length", "context": "length"}
 
 
 def skyrl_row(sample: Sample, origin: SampleOrigin) -> Row:
@@ -127,7 +135,7 @@ def skyrl_row(sample: Sample, origin: SampleOrigin) -> Row:
         "loss_masks": mask,
         "rewards": origin.reward,
         "rollout_logprobs": likely,
-        "stop_reasons": _SKYRL_STOPS.get(sample.stop, "stop"),
+        "stop_reasons": "length" if sample.stop in ("length", "context") else "stop",
         "trajectory_ids": {"instance_id": origin.group, "repetition_id": origin.attempt or 0},
         "is_last_step": True,
     }
@@ -145,37 +153,6 @@ FORMATS: dict[str, Callable[[Sample, SampleOrigin], Row]] = {"pier": pier_row, "
 
 def sample_id(sample: Sample, origin: SampleOrigin) -> str:
     return f"{origin.rollout}#{sample.number}"
-
-
-def _about(sample: Sample, origin: SampleOrigin) -> Row:
-    continues = f"{origin.rollout}#{sample.continues}" if sample.continues else None
-    return {
-        "task": origin.task,
-        "task_digest": origin.task_digest,
-        "step": origin.step,
-        "attempt": origin.attempt,
-        "agent": origin.agent,
-        "agent_version": origin.agent_version,
-        "model": sample.model,
-        "dialect": sample.dialect,
-        "weights": list(sample.weights),
-        "kind": sample.kind,
-        "calls": list(sample.calls),
-        "split": sample.split,
-        "continues": continues,
-        "spawned_by_call": sample.spawned_by,
-        "stop": sample.stop,
-        "termination_reason": origin.termination_reason,
-        "fault": origin.fault,
-        "flags": [*sample.flags, *(("hack_suspected",) if origin.notes else ())],
-    }
-
-
-def _answers(sample: Sample, said: list[Row]) -> list[int]:
-    """Where the answers of this branch stand among its messages; the last for sure, the others as far back as each
-    history still has the one before it."""
-    places = [place for place, message in enumerate(said) if message["role"] == "assistant"]
-    return places[-len(sample.turns) :]
 
 
 def _listed(values: tuple[Any, ...] | None) -> list[Any] | None:
@@ -208,7 +185,7 @@ class Report:
         return good
 
     def as_dict(self) -> Row:
-        counts = self.counts
+        counts = self.counts.as_dict()
         return {
             "recordings": self.recordings,
             "samples": self.samples,
@@ -217,17 +194,8 @@ class Report:
             "trainable": self.trainable,
             "without_reward": self.without_reward,
             "kinds": self.kinds,
-            "generations": counts.generations,
-            "unanswered": counts.unanswered,
-            "retries": counts.retries,
-            "generations_without_tokens": counts.without_tokens,
-            "other_kinds": counts.other_kinds,
-            "splits": counts.splits,
-            "sampled_tokens": counts.sampled_tokens,
-            "trained_tokens": counts.trained_tokens,
-            "delivered_fraction": counts.delivered_fraction,
-            "prefix_match_rate": counts.prefix_match_rate,
-            "trainable_share": counts.trainable_share,
+            "generations_without_tokens": counts.pop("without_tokens"),
+            **counts,
         }
 
 

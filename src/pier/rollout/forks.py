@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Collection
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
@@ -28,8 +27,9 @@ from pier.gateway.policy import Policy, Upstream, begin, checked, for_session, v
 from pier.gateway.providers import Provider
 from pier.image.model import Image
 from pier.redact import Redactor
-from pier.rollout.rollouts import KINDS, POLICY, Group, Rollout, RolloutPart
-from pier.rollout.samples import SampleBuilder, origin_of
+from pier.rollout.rollouts import KINDS, POLICY, Group, Rollout, make_rollout
+from pier.rollout.samples import SampleBuilder
+from pier.rollout.sandboxes import leased_directory
 from pier.sandbox.contract import Sandbox
 from pier.task import load_task
 from pier.trajectory.lineage import Generation
@@ -178,10 +178,10 @@ async def fork(
     async with open_services(backend, label="fork") as services, Gateway() as gateway:
         if not (await services.backend.capabilities()).snapshot:
             raise SandboxError(f"the backend {backend!r} has no snapshots", code="no-snapshot", retryable=False)
-        with tempfile.TemporaryDirectory(prefix="pier-fork.", ignore_cleanup_errors=True) as place:
+        with leased_directory("fork") as place:
             url = "" if callable(policy) else await gateway.serve()
-            runner = _Runner(replace(services, gateway=gateway), gateway, url, policy, Path(place), kinds)
-            spec = TrialSpec("trunk", loaded, Path(place) / "trunk", agent=chosen, recorded=False)
+            runner = _Runner(replace(services, gateway=gateway), gateway, url, policy, place, kinds)
+            spec = TrialSpec("trunk", loaded, place / "trunk", agent=chosen, recorded=False)
             spec = replace(spec, sandbox=SandboxChoice(backend=backend, image=image))
             return await runner.fork(spec, at, into)
 
@@ -225,7 +225,7 @@ class _Runner:
             for task in (running, reached):
                 task.cancel()
             await asyncio.wait({running, reached})
-        return self._rollout(spec, None, builder, group, 0, "forked", None), snapshot, one.request
+        return self._rollout(spec, None, builder, group, None), snapshot, one.request
 
     async def _branch(self, spec: TrialSpec, number: int, group: Group, snapshot: Image, prefix: Request) -> Rollout:
         name = f"branch-{number}"
@@ -242,7 +242,7 @@ class _Runner:
         result = await run_trial(spec, self.services)
         group.finished += 1
         group.graded += result.rewards is not None
-        return self._rollout(spec, result, builder, group, number, "unknown", one)
+        return self._rollout(spec, result, builder, group, one)
 
     def _own(self, spec: TrialSpec) -> Policy:
         """The policy of one rollout. A server's history is replaced in this process too, so it is called from here."""
@@ -253,32 +253,19 @@ class _Runner:
         return _Served(self.gateway, self.url, own if isinstance(own, Provider) else None, spec.agent.model)
 
     def _rollout(
-        self,
-        spec: TrialSpec,
-        result: TrialResult | None,
-        builder: SampleBuilder,
-        group: Group,
-        number: int,
-        reason: str,
-        branch: _Branch | None,
+        self, spec: TrialSpec, result: TrialResult | None, builder: SampleBuilder, group: Group, branch: _Branch | None
     ) -> Rollout:
-        dumped = result.model_dump(mode="json") if result else {"trial_name": spec.name}
-        origin = origin_of(dumped, None, spec.name)
         samples, counts = builder.samples(self.kinds)
         if branch is not None:
             samples = [replace(sample, request=branch.continued(sample.request)) for sample in samples]
-        origin = origin if result else replace(origin, termination_reason=reason)
         info = result.exception_info if result else None
-        return Rollout(
-            id=spec.name,
-            group=group,
-            attempt=number,
-            parts=(RolloutPart(origin, tuple(samples), counts),),
-            reward=origin.reward,
-            rewards=origin.rewards,
-            termination_reason=origin.termination_reason,
-            fault=origin.fault,
+        forked = {"trial_name": spec.name, "exception_info": {"code": "forked", "blame": "agent"}}
+        return make_rollout(
+            spec.name,
+            group,
+            spec.attempt if branch else 0,
+            result or forked,
+            {None: (samples, counts, None)},
             error=info.exception_message if info else None,
-            result=result,
             redactor=Redactor((*spec.secrets, *trial_secrets(spec, {}))),
         )

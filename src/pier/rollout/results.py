@@ -14,7 +14,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ class ResultsHeader:
     rollouts_per_example: int
     sampling_args: Mapping[str, Any]
     pass_threshold: float
-    state_columns: tuple[str, ...]
+    state_columns: list[str]
     shuffle: bool = False
     shuffle_seed: int | None = None
 
@@ -182,15 +182,7 @@ class Results:
         head, rewards = self.header, [row["reward"] for row in self.outputs if row.get("reward") is not None]
         at, every = pass_at_k(self.outputs, head.rollouts_per_example, head.pass_threshold)
         return {
-            "env_id": head.env_id,
-            "env_args": dict(head.env_args),
-            "model": head.model,
-            "base_url": head.base_url,
-            "num_examples": head.num_examples,
-            "rollouts_per_example": head.rollouts_per_example,
-            "shuffle": head.shuffle,
-            "shuffle_seed": head.shuffle_seed,
-            "sampling_args": dict(head.sampling_args),
+            **asdict(head),
             "date": datetime.now().isoformat(),
             "time": time.time() - self.began,
             "avg_reward": _mean(rewards),
@@ -199,10 +191,8 @@ class Results:
             "without_reward": len(self.outputs) - len(rewards),
             "pass_at_k": at,
             "pass_all_k": every,
-            "pass_threshold": head.pass_threshold,
             "usage": _means(row.get("token_usage") or {} for row in self.outputs) or None,
             "version_info": {"pier_version": __version__},
-            "state_columns": list(head.state_columns),
             "path_to_save": self.path,
             "tools": None,
         }

@@ -15,11 +15,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pier import beneath
@@ -29,7 +27,7 @@ from pier.job.config import AgentConfig, BudgetConfig, DatasetConfig, Environmen
 from pier.job.ledger import Fault, Outcome
 from pier.job.plan import PlannedTrial
 from pier.redact import Redactor
-from pier.rollout.export import FORMATS, Report, Row, is_trainable
+from pier.rollout.export import FORMATS, Report, Row, is_trainable, is_wanted
 from pier.rollout.samples import (
     Counts,
     Sample,
@@ -39,6 +37,7 @@ from pier.rollout.samples import (
     origin_of,
     samples_of,
 )
+from pier.rollout.sandboxes import leased_directory
 from pier.trajectory.lineage import Generation
 from pier.trial.agent import RECORDING
 from pier.trial.result import TrialResult, read_result
@@ -142,7 +141,7 @@ class Rollout:
         found = [(sample, part.origin) for part in self.parts for sample in part.samples]
         if broken := next((broken for part in self.parts for broken in broken_promises(part.samples)), None):
             raise PierError(f"{self.id}: {broken}", code="internal")
-        wanted = [pair for pair in found if not trainable_only or is_trainable(*pair)]
+        wanted = [pair for pair in found if is_wanted(*pair, form) and (not trainable_only or is_trainable(*pair))]
         return [self.redactor.value(FORMATS[form](*pair)) for pair in wanted]
 
     def report_to(self, report: Report) -> None:
@@ -152,6 +151,36 @@ class Rollout:
             report.counts.add(part.counts)
             for sample in part.samples:
                 report.add(sample, part.origin)
+
+
+def make_rollout(
+    name: str,
+    group: Group,
+    attempt: int,
+    result: TrialResult | Mapping[str, Any],
+    sessions: Mapping[str | None, tuple[Sequence[Sample], Counts, Path | None]],
+    **more: Any,
+) -> Rollout:
+    """A rollout from its trial's result, or what is known without one, and by step the samples of its sessions with the
+    place of their recording."""
+    known = result.model_dump(mode="json") if isinstance(result, TrialResult) else result
+    parts = tuple(
+        RolloutPart(origin_of(known, step, name, place), tuple(samples), counts)
+        for step, (samples, counts, place) in sessions.items()
+    )
+    whole = origin_of(known, None, name)
+    return Rollout(
+        id=name,
+        group=group,
+        attempt=attempt,
+        parts=parts,
+        reward=whole.reward,
+        rewards=whole.rewards,
+        termination_reason=parts[-1].origin.termination_reason,
+        fault=whole.fault,
+        result=result if isinstance(result, TrialResult) else None,
+        **more,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +221,14 @@ class RolloutCollector:
         policy: Upstream | None = None,
         limits: RolloutLimits = RolloutLimits(),  # noqa: B008 - it is frozen
         recorded: bool = True,
-        begin: Callable[[], Any] | None = None,
-        skipped: Callable[[], None] = lambda: None,
+        window: asyncio.Semaphore | None = None,
     ) -> None:
         self._emit = emit
         self._policy = policy
         self._limits = limits
         self._recorded = recorded
-        self._begin = begin
-        self._skipped = skipped
+        self._window = window
+        """Holds a place for each rollout that runs, or that its consumer has not taken."""
         self._tries: dict[str, _Try] = {}
         self._groups: dict[tuple[int, int], Group] = {}
         self._versions: list[str] = []
@@ -212,11 +240,10 @@ class RolloutCollector:
         self._job, self._env = job, env
         plan = job.ledger.plan
         for trial in plan.trials:
-            group = self._group(trial)
-            group.size += 1
+            self._group(trial).size += 1
         for trial in plan.trials:
             if trial.id in job.ledger.outcomes:
-                self._add(self._read(trial, job.ledger.outcomes[trial.id]))
+                self._read(trial, job.ledger.outcomes[trial.id])
 
     def _group(self, trial: PlannedTrial) -> Group:
         assert self._job is not None
@@ -230,8 +257,8 @@ class RolloutCollector:
 
     async def run(self, trial: PlannedTrial, spec: TrialSpec, go: RunSpec) -> TrialResult:
         """One try, within the limits of its group."""
-        if self._begin is not None:
-            await self._begin()
+        if self._window is not None:
+            await self._window.acquire()
         one, group, loop = _Try(spec, self._env), self._group(trial), asyncio.get_running_loop()
         self._tries[trial.id] = one
         if group.ends_at is None and self._limits.deadline is not None:
@@ -272,69 +299,55 @@ class RolloutCollector:
         """A try began."""
 
     def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None:
-        self._tries.pop(trial.id, None)
-        self._skipped()
+        if self._tries.pop(trial.id, None) is not None and self._window is not None:
+            self._window.release()
 
     def ended(self, trial: PlannedTrial, outcome: Outcome) -> None:
-        one = self._tries.pop(trial.id, None)
-        if outcome.cancelled or one is None:
-            self._skipped()
+        if outcome.cancelled:
+            self.retrying(trial, outcome, 0)
             return
-        dumped = one.result.model_dump(mode="json") if one.result else _without_result(trial, outcome)
-        parts = []
-        for step, builder in (one.builders or {None: SampleBuilder()}).items():
-            samples, counts = builder.samples(self._limits.kinds)
-            parts.append(RolloutPart(origin_of(dumped, step, trial.name), tuple(samples), counts))
-        whole = origin_of(dumped, None, trial.name)
-        self._add(self._rollout(trial, outcome, one.result, whole, parts, one.redactor))
+        one = self._tries.pop(trial.id, None)  # None if it failed before it could begin
+        builders = (one.builders if one else None) or {None: SampleBuilder()}
+        sessions = {step: (*builder.samples(self._limits.kinds), None) for step, builder in builders.items()}
+        self._add(trial, outcome, one.result if one else None, sessions, one.redactor if one else Redactor())
         if not self._recorded and self._job is not None:
             with contextlib.suppress(OSError):
                 beneath.remove(str(self._job.trial_path(trial)))
 
-    def _read(self, trial: PlannedTrial, outcome: Outcome) -> Rollout:
-        """A rollout of an earlier run, from its directory."""
+    def _read(self, trial: PlannedTrial, outcome: Outcome) -> None:
+        """Add a rollout of an earlier run, from its directory."""
         assert self._job is not None
-        directory, result, parts = self._job.trial_path(trial), None, []
+        directory, result, sessions = self._job.trial_path(trial), None, {}
         with contextlib.suppress(JobError):
             result = read_result(directory)
-        dumped = result.model_dump(mode="json") if result else _without_result(trial, outcome)
         steps = [each.step_name for each in result.step_results or ()] if result else []
         for step in steps or [None]:
             place = (directory / "steps" / step if step else directory) / "agent" / RECORDING
-            samples, counts = samples_of(place, self._limits.kinds) if place.is_file() else ([], Counts())
-            parts.append(RolloutPart(origin_of(dumped, step, trial.name, place), tuple(samples), counts))
-        whole = origin_of(dumped, None, trial.name)
-        return self._rollout(trial, outcome, result, whole, parts, Redactor())
+            found = samples_of(place, self._limits.kinds) if place.is_file() else ([], Counts())
+            sessions[step] = (*found, place)
+        self._add(trial, outcome, result, sessions, Redactor())
 
-    def _rollout(
+    def _add(
         self,
         trial: PlannedTrial,
         outcome: Outcome,
         result: TrialResult | None,
-        whole: SampleOrigin,
-        parts: Sequence[RolloutPart],
+        sessions: Mapping[str | None, tuple[Sequence[Sample], Counts, Path | None]],
         redactor: Redactor,
-    ) -> Rollout:
+    ) -> None:
         assert self._job is not None
-        last, fault = parts[-1].origin, outcome.fault
-        return Rollout(
-            id=trial.name,
-            group=self._group(trial),
-            attempt=trial.attempt,
-            parts=tuple(parts),
-            reward=whole.reward,
-            rewards=whole.rewards,
-            termination_reason=last.termination_reason,
-            fault=whole.fault,
-            error=fault.message if fault else None,
+        group = self._group(trial)
+        rollout = make_rollout(
+            trial.name,
+            group,
+            trial.attempt,
+            result or _without_result(trial, outcome),
+            sessions,
+            error=outcome.fault.message if outcome.fault else None,
             seconds=outcome.seconds,
-            result=result,
             directory=self._job.trial_path(trial) if self._recorded else None,
             redactor=redactor,
         )
-
-    def _add(self, rollout: Rollout) -> None:
-        group = rollout.group
         group.finished += 1
         group.graded += rollout.reward is not None
         self._emit(rollout)
@@ -371,14 +384,7 @@ class Rollouts:
         self._window = asyncio.Semaphore(config.n_concurrent_trials + ahead)
         self._done: asyncio.Queue[Rollout | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
-        self._collector = RolloutCollector(
-            self._emit,
-            policy=policy,
-            limits=limits,
-            recorded=kept,
-            begin=self._window.acquire,
-            skipped=self._window.release,
-        )
+        self._collector = RolloutCollector(self._emit, policy=policy, limits=limits, recorded=kept, window=self._window)
 
     def _emit(self, rollout: Rollout) -> None:
         rollout.report_to(self.report)
@@ -391,8 +397,8 @@ class Rollouts:
             if self._kept:
                 await run_quietly(self.config, self._env, yes=self._yes, hook=self._collector)
                 return
-            with tempfile.TemporaryDirectory(prefix="pier-rollouts.", ignore_cleanup_errors=True) as directory:
-                config = self.config.model_copy(update={"jobs_dir": directory})
+            with leased_directory("rollouts") as directory:
+                config = self.config.model_copy(update={"jobs_dir": str(directory)})
                 await run_quietly(config, self._env, yes=self._yes, hook=self._collector)
         finally:
             self._done.put_nowait(None)
@@ -400,9 +406,7 @@ class Rollouts:
     async def __aenter__(self) -> Rollouts:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

@@ -15,6 +15,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal, TypeVar, get_origin
 
 from pier.errors import UsageError, VerifierError
@@ -49,13 +50,14 @@ def teardown(func: Any = None, *, priority: int = 0) -> Any:
 
 def marked(owner: object, mark: Mark) -> list[Callable[..., Any]]:
     """The marked methods of an object in the order in which they are called."""
-    found: list[tuple[int, str, Callable[..., Any]]] = []
-    for name in dir(type(owner)):
-        declared = inspect.getattr_static(owner, name, None)
-        priority = getattr(declared, f"_pier_{mark}", None)
-        if priority is not None:
-            found.append((-priority, name, getattr(owner, name)))
-    return [method for _, _, method in sorted(found, key=lambda each: each[:2])]
+    return [getattr(owner, name) for name in _marked_names(type(owner), mark)]
+
+
+@cache
+def _marked_names(kind: type, mark: Mark) -> list[str]:
+    declared = {name: inspect.getattr_static(kind, name, None) for name in dir(kind)}
+    found = {name: getattr(method, f"_pier_{mark}", None) for name, method in declared.items()}
+    return [name for _, name in sorted((-priority, name) for name, priority in found.items() if priority is not None)]
 
 
 async def call_named(func: Callable[..., Any], objects: Mapping[str, Any]) -> Any:

@@ -165,8 +165,7 @@ class Counts:
         return asdict(self) | {name: getattr(self, name) for name in rates}
 
     def add(self, other: Counts) -> None:
-        numbers = [name for name in self.__dataclass_fields__ if name not in ("other_kinds", "splits")]
-        for name in numbers:
+        for name in set(self.__dataclass_fields__) - {"other_kinds", "splits"}:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for mine, theirs in ((self.other_kinds, other.other_kinds), (self.splits, other.splits)):
             for key, number in theirs.items():
@@ -188,8 +187,7 @@ def from_nodes(nodes: Iterable[Node], kinds: Collection[str] = KINDS) -> tuple[l
 
 
 class SampleBuilder:
-    """Takes the generations of one session as they end, from memory, and makes its samples. `add` is what a session
-    takes as `on_generation`."""
+    """Makes samples of one session from memory. `add` is what a session takes as `on_generation`."""
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
@@ -346,7 +344,7 @@ def _with_tokens(sample: Sample, path: list[Node], exact: list[Exact]) -> Sample
     any_likely = any(tokens.logprobs is not None for tokens in exact)
     spans: list[Span] = []
     for node, tokens, owned in zip(path, exact, sample.owns, strict=True):
-        start, end = len(tokens.prompt), len(tokens.ids)
+        start, end = len(tokens.prompt), len(tokens.prompt) + len(tokens.completion)
         counts = owned and (tokens.logprobs is not None or not any_likely) and end > start
         if counts:
             mask[start:end] = [1] * (end - start)
@@ -364,14 +362,13 @@ def _with_tokens(sample: Sample, path: list[Node], exact: list[Exact]) -> Sample
 
 
 def _flags(path: list[Node]) -> tuple[str, ...]:
-    flags = []
-    if any(node.turn and node.turn.stop in ("length", "context") for node in path):
-        flags.append("truncated")
-    if any(node.turn and node.turn.stop == "refusal" for node in path):
-        flags.append("refused_by_model")
-    if len({node.request.model for node in path}) > 1:
-        flags.append("several_models")
-    return tuple(flags)
+    stops = {node.turn.stop for node in path if node.turn}
+    flags = {
+        "truncated": bool(stops & {"length", "context"}),
+        "refused_by_model": "refusal" in stops,
+        "several_models": len({node.request.model for node in path}) > 1,
+    }
+    return tuple(name for name, holds in flags.items() if holds)
 
 
 def _chat(sample: Sample) -> dict[str, Any]:

@@ -1,23 +1,74 @@
-"""The sandboxes of an environment by their ids: what `self.sandbox_client` is in the hooks of `CliAgentEnv`.
+"""Sandboxes for environments: services that rollouts share, and the `sandbox_client` of `CliAgentEnv`'s hooks.
 
-The methods and their results are those of the client that users of `verifiers` know; each acts on a pier sandbox of
-whatever backend. A job runs in the background until it ends or is killed; its end is an event, nothing is polled.
+The client's methods and results are those that users of `verifiers` know; each acts on a pier sandbox of any backend.
+A job runs in the background until it ends or is killed; its end is an event, nothing is polled.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pier.errors import InfraError, PierError
-from pier.rollout.state import SandboxCreationError
-from pier.sandbox.contract import Backend, Process, Result, Sandbox, SandboxSpec
+from pier.errors import InfraError
+from pier.lease import Lease
+from pier.sandbox.contract import Backend, Limits, Process, Result, Sandbox, SandboxSpec
 from pier.tree import drop_links
+from pier.trial.spec import TrialServices
 
 _OUTPUT = 4 * 1024 * 1024
+_GIGABYTE = 1 << 30
+
+
+class SharedServices:
+    """Services that the first user opens and the last one closes."""
+
+    def __init__(self, make: Callable[[], AbstractAsyncContextManager[TrialServices]]) -> None:
+        self._make = make
+        self._users = 0
+        self._lock = asyncio.Lock()
+        self._stack = AsyncExitStack()
+        self.opened: TrialServices | None = None
+
+    @asynccontextmanager
+    async def use(self) -> AsyncIterator[TrialServices]:
+        async with self._lock:
+            if self.opened is None:
+                self.opened = await self._stack.enter_async_context(self._make())
+            self._users += 1
+            opened = self.opened
+        try:
+            yield opened
+        finally:
+            await asyncio.shield(self._leave())
+
+    async def _leave(self) -> None:
+        async with self._lock:  # a user that arrives while it closes waits and opens it again
+            self._users -= 1
+            if not self._users:
+                self.opened = None
+                await self._stack.aclose()
+
+
+@contextmanager
+def leased_directory(label: str) -> Iterator[Path]:
+    """A directory for the length of a run; if this process is killed, the next sweep removes it."""
+    with Lease(label=label) as lease:
+        place = lease.directory / "work.tmp"
+        place.mkdir()
+        yield place
+
+
+async def limits_for(backend: Backend, cpus: float | None, memory_gb: float | None, disk_gb: float | None) -> Limits:
+    """The limits of a sandbox, as far as the backend can hold them."""
+    held = (await backend.capabilities()).limits
+    sizes = {"memory": int((memory_gb or 0) * _GIGABYTE), "disk": int((disk_gb or 0) * _GIGABYTE)}
+    asked: dict[str, Any] = {"cpus": cpus, **sizes}
+    limits = Limits(**{name: value for name, value in asked.items() if value and name in held})
+    return limits.over(await backend.share())
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +124,7 @@ class SandboxClient:
             raise InfraError(f"unknown sandbox {sandbox_id!r}: it is gone, or of another environment") from None
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
-        """Start a sandbox. `SandboxCreationError` if that fails."""
-        try:
-            sandbox = await self._get_backend().start(spec)
-        except PierError as error:
-            raise SandboxCreationError(
-                f"cannot start a sandbox: {error.message}",
-                hint=error.hint,
-                blame=error.blame,
-                retryable=error.retryable,
-            ) from error
+        sandbox = await self._get_backend().start(spec)
         self._sandboxes[sandbox.id] = sandbox
         return sandbox
 

@@ -218,28 +218,6 @@ def _tokens(turn: Turn) -> AttributeDict | None:
 _OF_RESPONSES = ("finish_reason", "is_truncated", "tokens")
 
 
-def step_of(node: Node, prompt: Messages, response: AttributeDict, trajectory_id: str) -> AttributeDict:
-    """One step of a trajectory. `extras` says which call of the recording it is and in which dialect it came."""
-    message, tokens = response["message"], response["message"].get("tokens")
-    truncated = bool(message.get("is_truncated"))
-    said = ChatMessage({name: value for name, value in message.items() if name not in _OF_RESPONSES})
-    return AttributeDict(
-        prompt=prompt,
-        completion=[said],
-        response=response,
-        tokens={**tokens, "overlong_prompt": False, "is_truncated": truncated} if tokens else None,
-        reward=None,
-        advantage=None,
-        is_truncated=truncated,
-        trajectory_id=trajectory_id,
-        extras={"call": node.number, "dialect": node.request.dialect, "weights": _weights(node)},
-    )
-
-
-def _weights(node: Node) -> str | None:
-    return node.turn.tokens.weights if node.turn and node.turn.tokens else None
-
-
 def error_data(error: BaseException) -> dict[str, Any]:
     """An error as a row of the results has it; `blame` says where the fault lies."""
     chain: list[BaseException] = []
@@ -298,7 +276,22 @@ class RolloutTurn:
         return TimeSpan(self.node.at, self.node.ended or self.node.at)
 
     def step(self, prompt: Messages, response: AttributeDict, trajectory_id: str) -> AttributeDict:
-        return step_of(self.node, prompt, response, trajectory_id)
+        """One step of a trajectory. `extras` says which call of the recording it is and in which dialect it came."""
+        node, message = self.node, response["message"]
+        tokens, truncated = message.get("tokens"), bool(message.get("is_truncated"))
+        said = ChatMessage({name: value for name, value in message.items() if name not in _OF_RESPONSES})
+        weights = node.turn.tokens.weights if node.turn and node.turn.tokens else None
+        return AttributeDict(
+            prompt=prompt,
+            completion=[said],
+            response=response,
+            tokens={**tokens, "overlong_prompt": False, "is_truncated": truncated} if tokens else None,
+            reward=None,
+            advantage=None,
+            is_truncated=truncated,
+            trajectory_id=trajectory_id,
+            extras={"call": node.number, "dialect": node.request.dialect, "weights": weights},
+        )
 
 
 @dataclass(slots=True)

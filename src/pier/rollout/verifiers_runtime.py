@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -27,13 +26,12 @@ from verifiers.v1.runtimes import DockerConfig, DockerRuntimeInfo, ProgramResult
 from verifiers.v1.runtimes import Runtime as VerifiersRuntime
 
 from pier.errors import PathError, PierError
-from pier.lease import Lease, sweep
 from pier.network.policy import PUBLIC, NetworkPolicy
-from pier.sandbox import open_backend
-from pier.sandbox.contract import Backend, Limits, Process, Sandbox, SandboxSpec
-from pier.sandbox.opening import find_image
+from pier.rollout.sandboxes import SharedServices, limits_for
+from pier.sandbox.contract import Process, Sandbox, SandboxSpec
+from pier.trial.images import ImageRequest
+from pier.trial.spec import open_services
 
-_GIGABYTE = 1 << 30
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -47,34 +45,8 @@ class PierRuntimeInfo(DockerRuntimeInfo):
     backend: str = "local"
 
 
-@dataclass
-class _OpenBackend:
-    """One backend for all runtimes that use it at the same time; the last one closes it."""
-
-    users: int = 0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
-    backend: Backend | None = None
-
-    async def enter(self, name: str) -> Backend:
-        async with self.lock:
-            self.users += 1
-            if self.backend is None:
-                lease = self.stack.enter_context(Lease(label="verifiers"))
-                self.backend = await self.stack.enter_async_context(open_backend(name, lease))
-                await sweep(dict.fromkeys(self.backend.kinds, self.backend.destroy))
-            return self.backend
-
-    async def leave(self) -> None:
-        async with self.lock:
-            self.users -= 1
-            if not self.users:
-                self.backend = None
-                await self.stack.aclose()
-
-
-_backends: dict[tuple[int, str], _OpenBackend] = {}
-"""By event loop and name."""
+_shared: dict[tuple[int, str], SharedServices] = {}
+"""By event loop and backend."""
 
 
 class PierProcess(RuntimeProcess):
@@ -135,7 +107,7 @@ class PierRuntime(VerifiersRuntime):
         self.config = config.model_copy(update={"workdir": config.workdir or "/app"})
         self.info = PierRuntimeInfo(**self.config.model_dump())
         self._sandbox: Sandbox | None = None
-        self._shared: _OpenBackend | None = None
+        self._stack = AsyncExitStack()
         self._ports: set[int] = set()
         self._served: set[int] = set()
 
@@ -146,35 +118,25 @@ class PierRuntime(VerifiersRuntime):
         return self._sandbox
 
     async def start(self) -> None:
-        key = (id(asyncio.get_running_loop()), self.config.backend)
-        shared = _backends.setdefault(key, _OpenBackend())
+        config = self.config
+        key = (id(asyncio.get_running_loop()), config.backend)
+        shared = _shared.setdefault(key, SharedServices(lambda: open_services(config.backend, label="verifiers")))
         with _attributed():
-            backend = await shared.enter(self.config.backend)
-            self._shared = shared
-            held = (await backend.capabilities()).limits
-            asked = {"cpus": self.config.cpu, "memory": self.config.memory, "disk": self.config.disk}
-            sizes = {
-                name: value if name == "cpus" else int(value * _GIGABYTE) for name, value in asked.items() if value
-            }
+            services = await self._stack.enter_async_context(shared.use())
             spec = SandboxSpec(
-                image=await find_image(self.config.image, backend),
+                image=await services.images.get(ImageRequest(config.image, host=True, chosen=True)),
                 network=PUBLIC,
-                limits=Limits(**{name: value for name, value in sizes.items() if name in held}).over(
-                    await backend.share()
-                ),
-                workdir=self.config.workdir,
+                limits=await limits_for(services.backend, config.cpu, config.memory, config.disk),
+                workdir=config.workdir,
                 name=self.name,
             )
-            self._sandbox = await backend.start(spec)
+            self._sandbox = await services.backend.start(spec)
+            self._stack.push_async_callback(self._sandbox.stop)
         self.info.id = self._sandbox.id
 
     async def teardown(self) -> None:
-        sandbox, self._sandbox = self._sandbox, None
-        if sandbox is not None:
-            await sandbox.stop()
-        shared, self._shared = self._shared, None
-        if shared is not None:
-            await shared.leave()
+        self._sandbox = None
+        await self._stack.aclose()
 
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
         with _attributed():

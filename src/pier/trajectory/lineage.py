@@ -220,13 +220,15 @@ def settle(node: Node, recent: Sequence[Node]) -> None:
 
     Histories grow by a little with each call, so a session takes memory and time for what is new, not for its square.
     """
-    messages = node.request.messages
+    messages, shared = node.request.messages, 0
+    start = blake2b(system_words(node).encode(errors="replace"), digest_size=16).digest()
     like = next((other for other in reversed(recent) if other.request.messages[:1] == messages[:1]), None)
     if like is None:
         node.keys = tuple(key_of(message) for message in messages)
     else:
         old, old_keys = like.request.messages, like.keys
         known = [index < len(old) and old[index] == message for index, message in enumerate(messages)]
+        shared = [*known, False].index(False) if like.chain[0] == start else 0
         node.keys = tuple(old_keys[i] if same else key_of(messages[i]) for i, same in enumerate(known))
         node.request = replace(
             node.request,
@@ -234,9 +236,10 @@ def settle(node: Node, recent: Sequence[Node]) -> None:
             system=like.request.system if like.request.system == node.request.system else node.request.system,
             tools=like.request.tools if like.request.tools == node.request.tools else node.request.tools,
         )
-    start = blake2b(system_words(node).encode(errors="replace"), digest_size=16).digest()
-    node.chain = _chain(start, node.keys)
-    node.id_chain = _chain(start, [id_key_of(m) or key for m, key in zip(messages, node.keys, strict=True)])
+    begun, id_begun = (like.chain, like.id_chain) if like and shared else ((start,), (start,))
+    new = list(zip(messages, node.keys, strict=True))[shared:]
+    node.chain = _chain(begun[: shared + 1], (key for _, key in new))
+    node.id_chain = _chain(id_begun[: shared + 1], (id_key_of(message) or key for message, key in new))
 
 
 def system_words(node: Node) -> str:
@@ -249,8 +252,8 @@ def texts_of(message: Message) -> list[str]:
     return [part.text for part in message.parts if isinstance(part, Text)]
 
 
-def _chain(start: bytes, keys: Iterable[bytes]) -> tuple[bytes, ...]:
-    links = [start]
+def _chain(begun: tuple[bytes, ...], keys: Iterable[bytes]) -> tuple[bytes, ...]:
+    links = list(begun)
     for key in keys:
         links.append(link(links[-1], key))
     return tuple(links)

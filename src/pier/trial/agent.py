@@ -296,7 +296,7 @@ async def find_fault(agent: Agent, failed: AgentError | None, session: Session |
     how = f"; {failed}" if failed else ""
     if fault := await provider_fault(session, how):
         return fault
-    if failed is not None and failed.code == "agent_timeout" and await _never_answered(session):
+    if failed is not None and failed.code == "agent_timeout" and await never_answered(session):
         return ProviderError(f"the model gave no answer at all{how}", code="provider_no_answer", retryable=True)
     if not session.counts.calls and agent.dialect is not None:
         return AgentError(f"the agent {agent.name!r} made no model call{how}", code="agent_no_calls")
@@ -329,7 +329,7 @@ async def provider_fault(session: Session, how: str = "") -> PierError | None:
             return None
 
 
-async def _never_answered(session: Session) -> bool:
+async def never_answered(session: Session) -> bool:
     """Whether an agent that was killed at its deadline had waited for its first answer until then."""
     from pier.trajectory.lineage import waited_in_vain
 
