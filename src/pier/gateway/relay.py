@@ -157,8 +157,9 @@ async def _pass_on(x: Exchange, block: bytes, watch: AnswerWatch, extras: Extras
     x.usage = watch.usage
     if watch.done and watch.empty and not watch.failure:
         raise MalformedAnswer("the provider's stream ended without an answer")
-    if extras:
+    if extras.touch(block):
         block = extras.strip_events(block, values)
+    if extras:
         x.record.chunk("delivered", block)
     return block
 

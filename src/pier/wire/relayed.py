@@ -130,6 +130,10 @@ class Extras:
             kept["choices"] = [take(each, *drop) if isinstance(each, dict) else each for each in kept["choices"]]
         return kept
 
+    def touch(self, block: bytes) -> bool:
+        """Whether there may be something to take out of these events; to look into each takes a sixth of a stream."""
+        return bool(self) and any(word in block for word in (b"usage", b"token_ids", b"logprobs"))
+
     def strip_events(self, block: bytes, values: list[Any]) -> bytes:
         """The same for whole events as bytes, whose decoded data are `values` (None: no JSON in it)."""
         kept = [self.strip(value) for value in values]
