@@ -50,6 +50,23 @@ _FLAG = re.compile(r"(?:^|[\s\"'])--?([A-Za-z][\w-]*)(?:=|\s+)[\"']?([^\s\"']+)"
 _PASSPHRASE = re.compile(r"[A-Za-z]+(?:[-_][A-Za-z]+){3,}")
 _CONSONANTS = re.compile(r"[^aeiouy]{6}")
 
+FORMS: dict[str, str] = {
+    "private key": r"-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----.{0,16384}?-----END [A-Z ]{0,20}PRIVATE KEY-----",
+    "Anthropic key": r"\bsk-ant-[A-Za-z0-9_-]{16,}",
+    "OpenAI key": r"\bsk-(?!ant-)(?:[a-z]{2,10}-)?[A-Za-z0-9_-]{20,}",
+    "GitHub token": r"\b(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,})",
+    "GitLab token": r"\bglpat-[A-Za-z0-9_-]{20,}",
+    "AWS key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
+    "Google key": r"\b(?:AIza[0-9A-Za-z_-]{35}|ya29\.[0-9A-Za-z._-]{20,}|GOCSPX-[0-9A-Za-z_-]{20,})",
+    "Hugging Face token": r"\bhf_[A-Za-z0-9]{30,}",
+    "Slack token": r"\bxox[abeprs]-[A-Za-z0-9-]{10,}",
+    "package registry token": r"\b(?:npm_[A-Za-z0-9]{36}|pypi-AgE[A-Za-z0-9_-]{50,})",
+    "JSON web token": r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",
+    "bearer token": r"(?i)(?<=bearer )[A-Za-z0-9._~+/-]{20,}=*",
+    "password in a URL": r"(?<=://)[^/?#@\s\"'\\]{1,200}:[^/?#@\s\"'\\]{1,200}(?=@)",
+}
+"""What has the form of a secret, by its name in reports."""
+
 
 def looks_secret(name: str) -> bool:
     """Whether a variable, header or parameter of this name most likely holds a secret."""

@@ -236,7 +236,7 @@ def test_an_export_opens_from_disk_and_has_no_secrets(jobs: Path, tmp_path: Path
     write_file(trial / "agent" / "trajectory.json", json.dumps(words))
     env = {"MY_TOKEN": "hunter-0x7f3a9c21d4"}
     report = export(jobs / "one", tmp_path / "site", env)
-    assert report["totals"] == {"API key": 2, "variable of this machine": 2, "credential in text": 1}
+    assert report["totals"] == {"Anthropic key": 2, "variable of this machine": 2, "password in a URL": 1}
     assert json.loads((tmp_path / "site" / "redactions.json").read_text())["totals"] == report["totals"]
     export(trial, tmp_path / "trial.html", env)
     export(jobs / "one", tmp_path / "job.html", env)

@@ -21,7 +21,7 @@ from urllib.parse import quote
 from pier.errors import UsageError
 from pier.files import write, write_json
 from pier.redact import REDACTED, Redactor
-from pier.secret import is_never_secret, looks_random, secret_values, secrets_in_text
+from pier.secret import FORMS, is_never_secret, looks_random, secret_values, secrets_in_text
 from pier.tree import Tree, TreeError
 from pier.view.index import Index, TrialListFilter
 from pier.view.library import Library, NotFoundError
@@ -35,18 +35,7 @@ SMALL = 40
 _CAST_LIMIT = 8 << 20
 _SCRIPTS = ("page.js", "steps.js", "notes.js", "live.js", "keys.js", "view.js")
 _VIEWS = ("grid", "trials", "charts", "reviews", "config", "log")
-_KEYS = {
-    "API key": r"\b(?:sk|pk|rk)-(?:[a-z]+-){0,3}[A-Za-z0-9_-]{20,}",
-    "GitHub token": r"\b(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{40,})",
-    "AWS key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
-    "Google key": r"\bAIza[0-9A-Za-z_-]{35}",
-    "Hugging Face token": r"\bhf_[A-Za-z0-9]{30,}",
-    "Slack token": r"\bxox[abposr]-[A-Za-z0-9-]{10,}",
-    "GitLab token": r"\bglpat-[A-Za-z0-9_-]{20,}",
-    "JSON web token": r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",
-    "private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----",
-}
-_PATTERNS = {kind: re.compile(pattern, re.DOTALL) for kind, pattern in _KEYS.items()}
+_PATTERNS = {kind: re.compile(pattern, re.DOTALL) for kind, pattern in FORMS.items()}
 _SAFE = re.compile(r"[A-Za-z0-9._+=@-]{1,120}")
 
 

@@ -25,6 +25,7 @@ from pier.errors import JobError, UsageError
 from pier.files import is_plain_name
 from pier.job.view import TrialView
 from pier.redact import REDACTED, Redactor
+from pier.secret import FORMS
 from pier.tree import Entry, Tree, TreeError
 from pier.workspace.workspace import PIER, subdirectories
 
@@ -33,25 +34,7 @@ _BLOCK = 4 * 1024 * 1024
 _LONGEST_KEY = 16 * 1024
 """Bytes of a private key."""
 
-FORMS: dict[str, re.Pattern[bytes]] = {
-    "private key": re.compile(
-        rb"-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----.{0,16384}?-----END [A-Z ]{0,20}PRIVATE KEY-----",
-        re.DOTALL,
-    ),
-    "Anthropic key": re.compile(rb"\bsk-ant-[A-Za-z0-9_-]{16,}"),
-    "OpenAI key": re.compile(rb"\bsk-(?!ant-)(?:[a-z]{2,10}-)?[A-Za-z0-9_-]{20,}"),
-    "GitHub token": re.compile(rb"\b(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,})"),
-    "GitLab token": re.compile(rb"\bglpat-[A-Za-z0-9_-]{20,}"),
-    "AWS key": re.compile(rb"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
-    "Google key": re.compile(rb"\b(?:AIza[0-9A-Za-z_-]{35}|ya29\.[0-9A-Za-z._-]{20,}|GOCSPX-[0-9A-Za-z_-]{20,})"),
-    "Hugging Face token": re.compile(rb"\bhf_[A-Za-z0-9]{30,}"),
-    "Slack token": re.compile(rb"\bxox[abeprs]-[A-Za-z0-9-]{10,}"),
-    "package registry token": re.compile(rb"\b(?:npm_[A-Za-z0-9]{36}|pypi-AgE[A-Za-z0-9_-]{50,})"),
-    "JSON web token": re.compile(rb"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}"),
-    "bearer token": re.compile(rb"(?i)(?<=bearer )[A-Za-z0-9._~+/-]{20,}=*"),
-    "password in a URL": re.compile(rb"(?<=://)[^/?#@\s\"'\\]{1,200}:[^/?#@\s\"'\\]{1,200}(?=@)"),
-}
-"""What has the form of a secret, by its name in reports."""
+_FORMS = {kind: re.compile(form.encode(), re.DOTALL) for kind, form in FORMS.items()}
 
 
 class Scrubbing:
@@ -62,7 +45,7 @@ class Scrubbing:
         self.found: Counter[str] = Counter()
 
     def __call__(self, data: bytes) -> bytes:
-        for kind, form in FORMS.items():
+        for kind, form in _FORMS.items():
             data, count = form.subn(_MARK, data)
             if count:
                 self.found[kind] += count
