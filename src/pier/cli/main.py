@@ -7,6 +7,7 @@ interrupted.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING
 import click
 
 from pier import __version__
-from pier.cli.output import guard_terminals
 from pier.errors import PierError
 
 if TYPE_CHECKING:
@@ -233,3 +233,22 @@ def main(args: Sequence[str] | None = None) -> None:
     except Exception as error:  # noqa: BLE001 - what is not known here is raised again
         code = explain_failure(error)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+class _Terminal(io.TextIOWrapper):
+    def write(self, text: str, /) -> int:
+        if not text.isprintable() and text != "\n":
+            from pier.cli.output import shown
+
+            text = shown(text)
+        return super().write(text)
+
+
+def guard_terminals() -> None:
+    """Have everything that is printed on a terminal pass `shown`. Progress displays and commands in sandboxes write to
+    `sys.__stderr__` and to the descriptors."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper and stream.isatty():
+            stream.flush()
+            setattr(sys, name, _Terminal(stream.buffer, stream.encoding, stream.errors, line_buffering=True))

@@ -3,10 +3,8 @@ of tasks and agents cannot drive: file names, error messages, logs and trajector
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,18 +27,3 @@ def echo(value: Any, as_json: bool, lines: Iterable[str]) -> None:
 def shown(text: str) -> str:
     """Text of a task or an agent without what would move the cursor; colours stay."""
     return _CONTROL.sub(lambda found: found[0] if re.fullmatch(r"\x1b\[[0-9;]*m", found[0]) else "", text)
-
-
-class _Terminal(io.TextIOWrapper):
-    def write(self, text: str, /) -> int:
-        return super().write(text if text.isprintable() else shown(text))
-
-
-def guard_terminals() -> None:
-    """Have everything that is printed on a terminal pass `shown`. Progress displays and commands in sandboxes write to
-    `sys.__stderr__` and to the descriptors."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if type(stream) is io.TextIOWrapper and stream.isatty():
-            stream.flush()
-            setattr(sys, name, _Terminal(stream.buffer, stream.encoding, stream.errors, line_buffering=True))

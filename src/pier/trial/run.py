@@ -192,9 +192,12 @@ class _Trial:
     async def _prepare_agent(self, agent: Agent) -> tuple[Mount, ...]:
         """The mounts that the agent needs; its pack is built first if it is missing."""
         seconds = self._setup_seconds
-        message = f"setting up the agent {agent.name!r} took longer than {seconds:g} s"
-        late = AgentError(message, code="agent_setup_timeout", blame="infra", retryable=True)
-        async with limit(seconds, lambda: late):
+
+        def late() -> AgentError:
+            message = f"setting up the agent {agent.name!r} took longer than {seconds:g} s"
+            return AgentError(message, code="agent_setup_timeout", blame="infra", retryable=True)
+
+        async with limit(seconds, late):
             ready = await prepare_agent(agent, self.spec.agent, lambda line: self.record.report(line, self.on_progress))
         self._set_version(agent, ready.version)
         return ready.mounts
