@@ -43,8 +43,8 @@ _WRAPPED_LEAST, _WRAPPED_MOST = 48, 128
 _WRAP = rb"(?:\r?\n|\\{1,8}(?:r\\{1,8})?n)[ \t]{0,16}"
 _WRAPS = (re.compile(_WRAP), re.compile(_WRAP + rb"\+"))
 _ENCODED = rb"[A-Za-z0-9+/_-]"
-_LINE_OF_IT = rb"(?:%b{%d,}|(?<=%b)%b*)" % (_ENCODED, _WRAPPED_LEAST, re.escape(_MARK), _ENCODED)
-_WRAPPED = re.compile(rb"(?:%b%b)+%b+" % (_LINE_OF_IT, _WRAP, _ENCODED))
+_LINE_OF_IT = rb"(?:%b{%d,}+|(?<=%b)%b*+)" % (_ENCODED, _WRAPPED_LEAST, re.escape(_MARK), _ENCODED)
+_WRAPPED = re.compile(rb"(?<!%b)(?:%b%b)+%b+" % (_ENCODED, _LINE_OF_IT, _WRAP, _ENCODED))
 _WRAPPED_END = re.compile(rb"%b(?:%b\+?|\r)?\Z" % (_LINE_OF_IT, _WRAP))
 """Base64 in lines, as `base64` and MIME write it; in a diff, each begins with one more plus."""
 _TOKEN_FIELDS = ("logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs", "logprobsResult")

@@ -82,6 +82,9 @@ class UpstreamFailed(Exception):
     asked: float | None = None
     stale: bool = False
 
+    def __str__(self) -> str:
+        return self.message
+
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:

@@ -359,10 +359,10 @@ class CallRecord:
         """The call is over; `fault` is the blame if there is no whole answer."""
         known = ((name, getattr(usage, name)) for name in _COUNTS) if usage else ()
         counts = {name: value for name, value in known if value is not None} or None
+        began = time.monotonic()
         if self.recorder.redactor and self.recorder.on:
             self._end_redaction()
         facts = {"outcome": outcome, "status": status, "error": error, "usage": counts, "fault": fault}
-        began = time.monotonic()
         self._write("end", facts)
         self.notice("end", {**facts, "recorded": time.monotonic() - began})
 

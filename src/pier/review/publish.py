@@ -163,17 +163,21 @@ def _metadata(run: ReviewRun, review: Review) -> dict[str, Any]:
 
 def _copy(source: Tree, name: str, target: Tree, path: str) -> None:
     """Copy a regular file of bounded size, if there is one."""
-    with contextlib.suppress(OSError, TreeError):
-        target.write(path, source.read(name, _COPY_LIMIT))
+    try:
+        data = source.read(name, _COPY_LIMIT)
+    except (OSError, TreeError):
+        return
+    target.write(path, data)
 
 
 def _copy_tree(source: Tree, name: str, target: Tree, path: str) -> None:
-    left = _COPY_LIMIT
+    left, entries = _COPY_LIMIT, []
     with contextlib.suppress(OSError, TreeError):
-        for entry in source.entries(name, limit=_ENTRIES):
-            if entry.kind == "file" and entry.size <= left:
-                left -= entry.size
-                _copy(source, entry.path, target, f"{path}{entry.path.removeprefix(name)}")
+        entries = list(source.entries(name, limit=_ENTRIES))
+    for entry in entries:
+        if entry.kind == "file" and entry.size <= left:
+            left -= entry.size
+            _copy(source, entry.path, target, f"{path}{entry.path.removeprefix(name)}")
 
 
 def combined(run: ReviewRun) -> dict[str, dict[str, Any]]:

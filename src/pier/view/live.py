@@ -1,7 +1,7 @@
 """Keeps the index current while pages are open, and notifies open pages of what has changed.
 
-One task refreshes the index about once a second. Each open page has a stream of server-sent events, one whenever what
-it shows has changed.
+One task refreshes the index about once a second as long as pages were asked for lately. Each open page has a stream of
+server-sent events, one whenever what it shows has changed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from pier.view.pages import Pages
 
 _PAUSE, _SHARE = 1.0, 3
 """Seconds between two refreshes: at least one, and three times what a refresh takes."""
+_IDLE = 30.0
+"""Seconds after the last request in which the index is still refreshed."""
 _FIRST = 1.0
 """Seconds that the first page waits for the index."""
 _BEAT = 15.0
@@ -31,11 +33,14 @@ class IndexWatcher:
 
     index: Index
     indexing: int = 0
+    _asked: float = 0.0
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def ready(self) -> None:
-        """Wait a little for the first reading of the index."""
+        """Note that a page was asked for, which waits a little for the first reading of the index."""
+        self._note()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FIRST):
                 await self._ready.wait()
@@ -60,12 +65,20 @@ class IndexWatcher:
             async with self._changed:
                 self._changed.notify_all()
             await asyncio.sleep(max(_PAUSE, _SHARE * taken))
+            if time.monotonic() - self._asked > _IDLE:
+                self._wake.clear()
+                await self._wake.wait()
             began = time.monotonic()
             await asyncio.to_thread(self.index.refresh)
             taken = time.monotonic() - began
 
+    def _note(self) -> None:
+        self._asked = time.monotonic()
+        self._wake.set()
+
     async def tick(self) -> None:
         """Wait for the next refresh."""
+        self._note()
         async with self._changed:
             await self._changed.wait()
 

@@ -21,9 +21,13 @@ def measure(proc: str, init: int, root: str, *volumes: str) -> int:
     that processes of the pid namespace of `init` hold. What cannot be looked at does not count."""
     named = sum(map(changes.measure, (root, *volumes)))
     held: dict[tuple[int, int], int] = {}
+    devices: set[int] = set()
+    for path in volumes:
+        with contextlib.suppress(OSError):
+            devices.add(os.stat(path).st_dev)
     with contextlib.suppress(OSError):
         inside = os.stat(f"{proc}/{init}/ns/pid").st_ino
-        elsewhere = _other_devices(f"{proc}/{init}") - {os.stat(path).st_dev for path in volumes}
+        elsewhere = _other_devices(f"{proc}/{init}") - devices
         for pid in filter(str.isdigit, os.listdir(proc)):
             with contextlib.suppress(OSError):
                 if os.stat(f"{proc}/{pid}/ns/pid").st_ino == inside:
