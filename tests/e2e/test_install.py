@@ -31,7 +31,7 @@ def test_a_checkout_installs_into_a_fresh_environment(tmp_path: Path) -> None:
     assert any(name.endswith("py.typed") for name in names) and not any("test" in name.split("/")[0] for name in names)
     run(*pip, "install", "-q", wheel, cwd=checkout)
     installed = {line.partition("==")[0].lower() for line in run(*pip, "list", "--format=freeze", cwd=checkout).split()}
-    assert "pier" in installed and not installed & DEVELOPMENT
+    assert "pier-agents" in installed and not installed & DEVELOPMENT
     pier = checkout / ".venv/bin/pier"
     assert "usable" in run(pier, "--version", "-v", cwd=tmp_path)
     run(pier, "task", "init", "hello", cwd=tmp_path)

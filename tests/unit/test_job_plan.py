@@ -37,9 +37,7 @@ def test_content_agent_settings_and_attempt_matter() -> None:
 
 
 def test_a_setting_that_asks_for_nothing_does_not_matter() -> None:
-    assert _ids([TASK]) == _ids(
-        [TASK], [{**AGENT, "later": None}], {"new": [], "table": {"key": False}} | {"table": {}}
-    )
+    assert _ids([TASK]) == _ids([TASK], [{**AGENT, "later": None}], {"new": [], "table": {}})
 
 
 def test_a_model_that_is_a_file_is_known_by_its_content(tmp_path: Path) -> None:

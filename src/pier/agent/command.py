@@ -6,8 +6,8 @@ Options:
     script    a file on this machine, put into the sandbox and run; `command` then is its arguments
     mount     a directory on this machine, mounted at /opt/pier/agent, whose `bin` goes before the PATH
 
-The program finds the instruction on its standard input and in the file `$PIER_INSTRUCTION_FILE`. With a model it is
-told `$PIER_MODEL`, and where to call and with which key in the variables that the common clients read.
+The program finds the instruction on its standard input and in the file `$PIER_INSTRUCTION_FILE`. With a model,
+`$PIER_MODEL` names it, and the variables that the common clients read hold its address and key.
 """
 
 from __future__ import annotations

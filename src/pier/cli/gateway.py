@@ -57,7 +57,7 @@ def serve(**options: Any) -> None:
 
 
 def _run(serving: Coroutine[Any, Any, None]) -> None:
-    """On uvloop's event loop where it is installed (`pip install pier[fast]`): about a tenth more calls pass."""
+    """On uvloop's event loop where it is installed (`pip install pier-agents[fast]`): about a tenth more calls pass."""
     try:
         from uvloop import run
     except ImportError:

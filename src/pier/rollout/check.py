@@ -84,7 +84,7 @@ def _read_parquet(path: Path) -> Iterator[Any]:
     try:
         from pyarrow import parquet
     except ImportError:
-        raise UsageError(f"{path}: Parquet files need pyarrow", hint="pip install 'pier[parquet]'") from None
+        raise UsageError(f"{path}: Parquet files need pyarrow", hint="pip install 'pier-agents[parquet]'") from None
     for batch in parquet.ParquetFile(path).iter_batches(batch_size=64):
         for row in batch.to_pylist():
             nested = {name: json.loads(row[name]) for name in ("spans", "calls") if isinstance(row.get(name), str)}

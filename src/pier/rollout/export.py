@@ -342,7 +342,7 @@ def _parquet(path: Path) -> Iterator[Sink]:
         from pyarrow import parquet
     except ImportError:
         raise UsageError(
-            f"{path}: Parquet files need pyarrow", hint="pip install 'pier[parquet]', or write to a .jsonl file"
+            f"{path}: Parquet files need pyarrow", hint="pip install 'pier-agents[parquet]', or write to a .jsonl file"
         ) from None
     with _replacing(path) as scratch, closing(_Table(scratch, pyarrow, parquet)) as table:
         yield table
