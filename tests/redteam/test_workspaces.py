@@ -11,6 +11,7 @@ import pty
 import shutil
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,8 @@ from pier.gateway import Gateway
 from pier.review.source import open_source
 from pier.rollout.sandboxes import SandboxClient
 from pier.sandbox import Sandbox
-from pier.wire.dialects import DIALECTS
+from pier.wire.body import parse
+from pier.wire.dialects import DIALECTS, BadRequest
 from pier.wire.turn import Request, Turn
 from pier.workspace.capture import take_logs
 from pier.workspace.traces import traces_home
@@ -243,7 +245,7 @@ async def test_a_request_has_so_many_values_at_most(dialect: str, monkeypatch: p
 async def test_small_chunks_take_up_no_more_than_their_bytes() -> None:
     async with Gateway() as gateway:
         session, url = gateway.session("m", upstream=says_hello), await gateway.serve()
-        _, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+        reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
         head = "POST /v1/messages HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
         writer.write(f"{head}Authorization: Bearer {session.key}\r\n\r\n".encode())
         tracemalloc.start()
@@ -251,12 +253,22 @@ async def test_small_chunks_take_up_no_more_than_their_bytes() -> None:
             for _ in range(50):
                 writer.write(b"2\r\n  \r\n" * 10_000)
                 await writer.drain()
-            await asyncio.sleep(0.5)
-            used, _ = tracemalloc.get_traced_memory()
+            writer.write(b"0\r\n\r\n")
+            assert b" 400 " in await reader.readline()
+            _, used = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
             writer.close()
-    assert used < 8_000_000
+    assert used < 12_000_000
+
+
+@route("host", "an agent sends an object of many keys, the last of them twice", "refused without comparing all of them")
+def test_a_duplicate_key_is_found_in_one_pass() -> None:
+    keys = b",".join(b'"k%d":1' % number for number in range(50_000))
+    began = time.process_time()
+    with pytest.raises(BadRequest, match="duplicate key 'k49999'"):
+        parse(b'{"tool":{%b,"k49999":2}}' % keys)
+    assert time.process_time() - began < 5
 
 
 async def says_hello(request: Request) -> Turn:

@@ -155,6 +155,8 @@ def answerer(
 
 log = logging.getLogger(__name__)
 _BIG = 1024 * 1024
+_MOST_CACHED = 200_000
+"""JSON values of a body that is cached: the cache is bounded by characters, and small values take up far more."""
 LARGEST_RECORDING = 4 << 30
 """Bytes. What is sent again is recorded once, so only an agent that fills the disk gets there."""
 LARGEST_HELD = 256 << 20
@@ -314,7 +316,8 @@ class Session:
                 body = await asyncio.to_thread(parse, raw, earlier) if len(raw) > _BIG else parse(raw, earlier)
             except BadRequest as error:
                 return await self._turn_down(caller, raw, 400, str(error), "invalid_request")
-            self.gateway.bodies.keep(self.id, body)
+            if values <= _MOST_CACHED:
+                self.gateway.bodies.keep(self.id, body)
             return await (self._generate(caller, body) if kind == "generate" else self._count(caller, body))
         if kind == "models":
             value = caller.dialect.models_body((self.model,))

@@ -28,7 +28,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object; `ValueError` if a key stands in it twice, since the gateway and a provider may each read another."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        twice = next(key for index, (key, _) in enumerate(pairs) if any(key == other for other, _ in pairs[:index]))
+        left = list(found)  # in the order of their first appearance
+        twice = next(key for place, (key, _) in enumerate(pairs) if place == len(left) or key != left[place])
         raise ValueError(f"duplicate key {twice!r}")
     return found
 
