@@ -442,7 +442,7 @@ async def test_a_dead_key_closes_the_connection_that_used_it() -> None:
 async def test_who_takes_too_long_is_given_up(sent: bytes, expected: bytes) -> None:
     async def handle(request: HttpRequest) -> None:
         try:
-            await request.read(100)
+            await request.read(100, lambda size: None)
         except BadMessage as error:
             request.reply(error.status, [], b"{}")
 

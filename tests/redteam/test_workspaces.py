@@ -3,12 +3,16 @@ reviews and environments."""
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import json
 import os
 import pty
 import shutil
 import subprocess
 import sys
+import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +23,12 @@ from pier.gateway import Gateway
 from pier.review.source import open_source
 from pier.rollout.sandboxes import SandboxClient
 from pier.sandbox import Sandbox
+from pier.wire.body import parse
+from pier.wire.dialects import DIALECTS, BadRequest
+from pier.wire.turn import Request, Turn
 from pier.workspace.capture import take_logs
 from pier.workspace.traces import traces_home
+from tests.gateway_fakes import HELLO, PATHS, post, request_body
 from tests.host_logs import claude_log
 from tests.job_tasks import PIER, make_task, pier
 from tests.redteam import route
@@ -178,6 +186,93 @@ async def test_a_recording_has_a_largest_size(tmp_path: Path, monkeypatch: pytes
                 said.append(answer.status)
         assert said == [400, 400, 400, 413, 413, 413] and session.ended == "its recording is full"
     assert (tmp_path / "recording.jsonl").stat().st_size < 200_000
+
+
+@route(
+    "host",
+    "an agent uses up pier's memory with large requests at once",
+    "beyond 256 MiB of them in a session they are refused as too large; other sessions go on",
+)
+@pytest.mark.parametrize("dialect", PATHS)
+async def test_requests_at_once_have_a_largest_size(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pier.gateway.session.LARGEST_HELD", 1_000_000)
+    asked, go_on = asyncio.Semaphore(0), asyncio.Event()
+
+    async def slow(request: Request) -> Turn:
+        asked.release()
+        await go_on.wait()
+        return HELLO
+
+    big = json.dumps(request_body(dialect, "x" * 300_000)).encode()
+    commas = json.dumps(request_body(dialect, "," * 20_000)).encode()
+    async with Gateway() as gateway, asyncio.TaskGroup() as group:
+        url, path = await gateway.serve(), PATHS[dialect]
+        session, other = gateway.session("m", upstream=slow), gateway.session("m", upstream=slow)
+        calls = [group.create_task(post(url, path, key, big)) for key in (*[session.key] * 3, other.key)]
+        for _ in calls:
+            await asked.acquire()
+        packed = {"Content-Encoding": "gzip"}
+        for body, headers in ((big, {}), (commas, {}), (gzip.compress(big), packed)):
+            status, _, raw = await post(url, path, session.key, body, **headers)
+            assert (status, DIALECTS[dialect].parse_error(status, json.loads(raw))[1]) == (413, "too_large")
+        reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\nTransfer-Encoding: chunked"
+        writer.write(f"{head}\r\n\r\n30d40\r\n".encode() + b" " * 200_000)  # of which the end does not come
+        assert b" 413 " in await reader.readline()
+        writer.close()
+        go_on.set()
+        assert [(await call)[0] for call in calls] == [200] * 4
+        assert (await post(url, path, session.key, big))[0] == 200
+
+
+@route("host", "an agent sends a request of millions of JSON values", "refused as too large before it is parsed")
+@pytest.mark.parametrize("dialect", PATHS)
+async def test_a_request_has_so_many_values_at_most(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pier.gateway.session.MOST_VALUES", 40_000)
+    async with Gateway() as gateway:
+        session, url = gateway.session("m", upstream=says_hello), await gateway.serve()
+        for path in (PATHS[dialect], f"{PATHS[dialect]}/count_tokens")[: 2 if dialect == "anthropic" else 1]:
+            for value in (b"[]", b'"a"', b"{}", b'{"a":1}'):
+                body = b'{"messages":[%b]}' % b",".join([value] * 40_001)
+                status, _, raw = await post(url, path, session.key, body)
+                assert (status, DIALECTS[dialect].parse_error(status, json.loads(raw))[1]) == (413, "too_large")
+        table = "1,2,3,4,5\n" * 9_000
+        assert (await post(url, PATHS[dialect], session.key, request_body(dialect, table)))[0] == 200
+        assert not session.counts.faults
+
+
+@route("host", "an agent sends a request in chunks of two bytes", "they are held as one buffer")
+async def test_small_chunks_take_up_no_more_than_their_bytes() -> None:
+    async with Gateway() as gateway:
+        session, url = gateway.session("m", upstream=says_hello), await gateway.serve()
+        reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+        head = "POST /v1/messages HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+        writer.write(f"{head}Authorization: Bearer {session.key}\r\n\r\n".encode())
+        tracemalloc.start()
+        try:
+            for _ in range(50):
+                writer.write(b"2\r\n  \r\n" * 10_000)
+                await writer.drain()
+            writer.write(b"0\r\n\r\n")
+            assert b" 400 " in await reader.readline()
+            _, used = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            writer.close()
+    assert used < 12_000_000
+
+
+@route("host", "an agent sends an object of many keys, the last of them twice", "refused without comparing all of them")
+def test_a_duplicate_key_is_found_in_one_pass() -> None:
+    keys = b",".join(b'"k%d":1' % number for number in range(50_000))
+    began = time.process_time()
+    with pytest.raises(BadRequest, match="duplicate key 'k49999'"):
+        parse(b'{"tool":{%b,"k49999":2}}' % keys)
+    assert time.process_time() - began < 5
+
+
+async def says_hello(request: Request) -> Turn:
+    return HELLO
 
 
 async def test_links_do_not_come_out_of_environments(victim: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,8 @@ class Caller:
         self.dialect: Dialect = DIALECTS[self.route.dialect]
         self.key = _key(headers, asked)
         """The credential, wherever this client puts it."""
+        self.held = 0
+        """What its body counts for in `LARGEST_HELD`."""
         self.headers = redacted(headers)
         """For the recording: without secrets, and with names in lower case."""
         self.forwarded = CIMultiDict(
@@ -99,9 +101,10 @@ class Caller:
             "headers": self.headers,
         }
 
-    async def read(self) -> bytes:
-        """The body, at most `MAX_BODY` bytes of it after decompression; `BadMessage` if there is none to be had."""
-        return await self.request.read(MAX_BODY)
+    async def read(self, hold: Callable[[int], None]) -> bytes:
+        """The body, at most `MAX_BODY` bytes of it after decompression; `BadMessage` if there is none to be had. `hold`
+        is called with its size as that changes."""
+        return await self.request.read(MAX_BODY, hold)
 
     async def reply(
         self, status: int, body: bytes, headers: Mapping[str, str] | None = None, *, close: bool = False

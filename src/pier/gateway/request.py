@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -64,7 +64,7 @@ class HttpRequest:
     """One request, and where its answer goes. Exactly one of `reply` and `start` ... `finish` answers it."""
 
     __slots__ = (
-        "_asked", "_broken", "_connection", "_continue", "_length", "_parts", "_size", "_waiter",
+        "_asked", "_body", "_broken", "_connection", "_continue", "_length", "_waiter",
         "chunked", "closing", "finished", "headers", "method", "minor", "path", "query_string", "received", "started",
         "target",
     )  # fmt: skip
@@ -89,8 +89,7 @@ class HttpRequest:
         if expected is not None and expected.lower() != "100-continue":
             raise BadMessage("unsupported Expect header: expected 100-continue", 417)
         self._continue = expected is not None and minor == 1
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._body = bytearray()
         self._asked = False
         self._broken: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -104,9 +103,8 @@ class HttpRequest:
 
     def feed(self, data: bytes) -> None:
         """Take in more of the body."""
-        self._parts.append(data)
-        self._size += len(data)
-        if not self._asked and self._size > AHEAD:
+        self._body += data  # one buffer: a chunk of two bytes would take up fifty as an object
+        if not self._asked and len(self._body) > AHEAD:
             self._connection.hold()
         else:
             self._wake()
@@ -124,32 +122,47 @@ class HttpRequest:
         if self._waiter and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def read(self, limit: int) -> bytes:
-        """The body without its coding, once; `BadMessage` if it has more than `limit` bytes or cannot be read."""
+    async def read(self, limit: int, hold: Callable[[int], None]) -> bytes:
+        """The body without its coding, once; `BadMessage` if it has more than `limit` bytes or cannot be read. `hold`
+        is called with its size as that changes, and may raise `BadMessage` too."""
+        try:
+            return await self._read(limit, hold)
+        except BadMessage:
+            if not self.received:
+                self._connection.hold()
+            raise
+        finally:
+            self._body = bytearray()
+
+    async def _read(self, limit: int, hold: Callable[[int], None]) -> bytes:
         if self._length is not None and self._length > limit:
             raise _too_large(limit)
         if not self.received:
             self._asked = True
-            if self._continue and not self._parts:
+            if self._continue and not self._body:
                 self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._connection.resume()
             while not self.received:
                 if self._broken:
                     raise self._broken
-                if self._size > limit:
+                if len(self._body) > limit:
                     raise _too_large(limit)
+                hold(len(self._body))
                 self._waiter = self._connection.loop.create_future()
                 await self._waiter
-        if self._size > limit:
+        if len(self._body) > limit:
             raise _too_large(limit)
-        data = b"".join(self._parts)
-        self._parts.clear()
+        hold(len(self._body))
+        data = bytes(self._body)
         coding = self.headers.get("Content-Encoding")
         if coding is None or coding.lower() == "identity":
             return data
         if len(data) < AHEAD:
-            return inflate(data, coding, limit)
-        return await asyncio.to_thread(inflate, data, coding, limit)
+            plain = inflate(data, coding, limit)
+        else:
+            plain = await asyncio.to_thread(inflate, data, coding, limit)
+        hold(len(plain))
+        return plain
 
     def reply(self, status: int, fields: Fields, body: bytes, *, close: bool = False) -> None:
         """A whole answer, sent at once."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,7 +35,7 @@ from pier.record.redact import Scrubber
 from pier.record.writer import CallRecord, Durable, Outcome, Recorder
 from pier.redact import Redactor
 from pier.trajectory.lineage import RECENT, Generation, Node, OnGeneration, settle, with_version
-from pier.wire.body import Body, parse
+from pier.wire.body import MOST_VALUES, Body, count_values, parse
 from pier.wire.checks import close_book, is_closed, offline, prescribe
 from pier.wire.dialects import BadRequest
 from pier.wire.faults import Fault
@@ -154,8 +155,14 @@ def answerer(
 
 log = logging.getLogger(__name__)
 _BIG = 1024 * 1024
+_MOST_CACHED = 200_000
+"""JSON values of a body that is cached: the cache is bounded by characters, and small values take up far more."""
 LARGEST_RECORDING = 4 << 30
 """Bytes. What is sent again is recorded once, so only an agent that fills the disk gets there."""
+LARGEST_HELD = 256 << 20
+"""Bytes of the requests of one session under way, so that an agent cannot use up the memory of all others."""
+_PER_VALUE = 16
+"""What a JSON value counts for in that: as an object it takes up some ten times its text, as the text itself may do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +213,7 @@ class Session:
         self.memory = Memory()
         self._others: dict[tuple[str, bool], Answerer] = {}
         self._calls: set[asyncio.Task[Any]] = set()
+        self._held = 0
         info = {"id": self.id, "model": terms.model, "labels": dict(terms.labels), "closed_book": terms.closed_book}
         if terms.sampling:
             info["sampling"] = terms.sampling.given()
@@ -277,24 +285,39 @@ class Session:
                 return await self._serve(caller)
         finally:
             self._calls.discard(task)
+            self._held -= caller.held
+
+    def _hold(self, caller: Caller, size: int) -> None:
+        """Count what a request takes up in memory until it is answered; `BadMessage` if that is too much."""
+        self._held += size - caller.held
+        caller.held = size
+        if self._held > LARGEST_HELD:
+            words = f"the requests under way of this session are larger than {LARGEST_HELD >> 20} MiB together"
+            raise BadMessage(words, 413)
 
     async def _serve(self, caller: Caller) -> None:
         if self.recorder.written >= LARGEST_RECORDING:
             self.stop("its recording is full")
             return await caller.reply(413, caller.error_bytes(413, self._refusal() or "", "too_large"), close=True)
+        kind, values = caller.route.kind, 0
         try:
-            raw = await caller.read()
+            raw = await caller.read(partial(self._hold, caller))
+            if kind in ("generate", "count_tokens"):
+                values = await asyncio.to_thread(count_values, raw) if len(raw) > _BIG else count_values(raw)
+                if values > MOST_VALUES:
+                    raise BadMessage(f"the request has more than {MOST_VALUES:,} JSON values", 413)
+                self._hold(caller, len(raw) + _PER_VALUE * values)
         except BadMessage as error:
             reason: ErrorKind = "too_large" if error.status == 413 else "invalid_request"
             return await self._turn_down(caller, b"", error.status, str(error), reason)
-        kind = caller.route.kind
         if kind in ("generate", "count_tokens"):
             try:
                 earlier = self.gateway.bodies.of(self.id)
                 body = await asyncio.to_thread(parse, raw, earlier) if len(raw) > _BIG else parse(raw, earlier)
             except BadRequest as error:
                 return await self._turn_down(caller, raw, 400, str(error), "invalid_request")
-            self.gateway.bodies.keep(self.id, body)
+            if values <= _MOST_CACHED:
+                self.gateway.bodies.keep(self.id, body)
             return await (self._generate(caller, body) if kind == "generate" else self._count(caller, body))
         if kind == "models":
             value = caller.dialect.models_body((self.model,))

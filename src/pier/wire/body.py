@@ -18,6 +18,9 @@ from pier.wire.contract import BadRequest
 ARRAYS = frozenset({"messages", "input", "contents", "tools", "system"})
 """The top-level arrays whose elements come again in the next call."""
 
+MOST_VALUES = 4_000_000
+"""JSON values of a body, as `count_values` counts them: a context window of text in CSV has fewer."""
+
 Span = tuple[int, int]
 
 
@@ -25,7 +28,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object; `ValueError` if a key stands in it twice, since the gateway and a provider may each read another."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        twice = next(key for index, (key, _) in enumerate(pairs) if any(key == other for other, _ in pairs[:index]))
+        left = list(found)  # in the order of their first appearance
+        twice = next(key for place, (key, _) in enumerate(pairs) if place == len(left) or key != left[place])
         raise ValueError(f"duplicate key {twice!r}")
     return found
 
@@ -90,6 +94,12 @@ def dump(value: Any) -> bytes:
         return json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return json.dumps(value).encode()
+
+
+def count_values(raw: bytes) -> int:
+    """About how many JSON values a body has, without parsing it: its commas and opening brackets, of which those in
+    strings count too."""
+    return len(raw) - len(raw.translate(None, b"[{,"))
 
 
 def parse(raw: bytes, earlier: Earlier | None = None) -> Body:
