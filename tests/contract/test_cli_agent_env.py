@@ -89,6 +89,7 @@ async def test_an_agent_is_rolled_out_and_scored(tmp_path: Path) -> None:
         "agent_timeout": 0.0,
         "agent_error": 0.0,
         "sandbox_oom": 0.0,
+        "sandbox_timeout": 0.0,
     }
     assert row["token_usage"]["output_tokens"] == 1
     assert results["metadata"]["avg_reward"] == 2.0 and results["metadata"]["model"] == "tiny"
@@ -140,15 +141,59 @@ async def test_an_agent_that_takes_too_long_is_killed_and_scored(tmp_path: Path)
     assert row["reward"] == 1.0 and row["error"] is None and row["agent_timeout"] == 1.0
 
 
-async def test_a_model_that_never_answers_is_no_zero(tmp_path: Path) -> None:
+@pytest.mark.parametrize("answers", [0, 1])
+async def test_a_model_that_hangs_is_no_zero(answers: int, tmp_path: Path) -> None:
     async def hanging(request: Request) -> Turn:
-        await asyncio.sleep(600)
-        raise AssertionError
+        if len(request.messages) > 2 * answers:
+            await asyncio.sleep(600)
+        return await policy(request)
 
-    env = environment(ASK_ONCE, home=tmp_path / "agent.py", timeout_seconds=5)
+    env = environment(LOOP, home=tmp_path / "agent.py", timeout_seconds=5)
     (row,) = (await env.evaluate(hanging, "tiny"))["outputs"]
     assert (row["reward"], row["error"]["code"], row["error"]["blame"]) == (None, "provider_no_answer", "provider"), row
     assert row["termination_reason"] == "provider_no_answer" and row["stop_condition"] == "has_error"
+
+
+async def test_the_sandboxs_lifetime_ends_the_agent_and_it_is_scored(tmp_path: Path) -> None:
+    class Brief(vf.CliAgentEnv):
+        def get_sandbox_resources(self, state: vf.State) -> dict[str, Any]:
+            return {**super().get_sandbox_resources(state), "timeout_minutes": 0.1}
+
+    env = environment(ASK_ONCE + "\nimport time; time.sleep(600)", home=tmp_path / "agent.py", kind=Brief)
+    (row,) = (await env.evaluate(policy, "tiny", state_columns=["sandbox_timeout", "timed_out"]))["outputs"]
+    assert row["sandbox_timeout"] == 1.0 and row["timed_out"] and row["stop_condition"] == "timeout_reached"
+    assert (row["reward"], row["error"], row["termination_reason"]) == (1.0, None, "sandbox_timeout"), row
+
+
+@pytest.mark.parametrize(
+    ("given", "minutes"),
+    [({}, 60), ({"timeout_minutes": 5}, 5), ({"timeout_seconds": 7300}, 122), ({"timeout_seconds": None}, 1440)],
+)
+def test_the_default_lifetime_outlasts_the_rollout(given: dict[str, Any], minutes: int, tmp_path: Path) -> None:
+    env = environment(ASK_ONCE, home=tmp_path / "agent.py", **given)
+    assert env.get_sandbox_resources(vf.State())["timeout_minutes"] == minutes
+
+
+async def test_the_environments_own_helpers(tmp_path: Path) -> None:
+    class Helped(vf.CliAgentEnv):
+        async def post_sandbox_setup(self, state: vf.State) -> None:
+            box = state["sandbox_id"]
+            await self.upload_content(box, "text", "/app/one")
+            await self.upload_file(box, "/app/two", str(tmp_path / "agent.py"))
+            await self.upload_bundle(box, {"three": "3", "sub/four": "4"}, "/app/bundle")
+            state["read"] = [await self.read_file(box, f"/app/{name}") for name in ("one", "bundle/sub/four", "none")]
+            job = await self.run_background_job(state, "pwd; exit 3", timeout=60, working_dir="/app")
+            state["job"] = [job.exit_code, job.stdout]
+            with pytest.raises(TimeoutError):
+                await self.run_background_job(state, "sleep 60", timeout=1)
+
+    env = environment(LOOP, home=tmp_path / "agent.py", kind=Helped)
+    env.set_kwargs(max_total_completion_tokens=2)
+    (row,) = (await env.evaluate(policy, "tiny", state_columns=["read", "job"]))["outputs"]
+    assert (row["read"], row["job"]) == (["text", "4", None], [3, "/app\n"]), row
+    assert row["stop_condition"] == "max_total_completion_tokens_reached" and row["num_turns"] == 2
+    env.set_max_total_completion_tokens(-1)
+    assert env.max_total_completion_tokens == -1
 
 
 async def test_a_condition_of_the_users_stops_the_agent(tmp_path: Path) -> None:

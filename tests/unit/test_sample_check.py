@@ -93,6 +93,20 @@ def test_every_tampering_is_found() -> None:
     assert "outside of the vocabulary" in " ".join(broken([row], vocab_size=100))
 
 
+def test_samples_without_log_probs_are_sound_and_counted() -> None:
+    """They are fit for supervised training; a trainer that uses the sampler's log-probs must leave them out."""
+    model, plain = Model(), Model()
+    loop(model, [said("go")], 2)
+    loop(plain, [said("go")], 2, likely=False)
+    (whole,), (bare,) = rows_of(model), rows_of(plain)
+    bare |= {"id": "other", "rollout_id": "other"}
+    with tempfile.TemporaryDirectory() as place:
+        found = check_file(written([whole, bare], Path(place) / "rows.jsonl"))
+    assert (found.broken, found.trainable, found.without_logprobs) == ([], 2, 1)
+    assert "2 trainable (1 without log-probs)" in found.summary and found.as_dict()["without_logprobs"] == 1
+    assert "logprobs_missing" in " ".join(broken([{**bare, "flags": []}]))
+
+
 def test_the_command_says_what_is_broken(tmp_path: Path) -> None:
     model = Model()
     loop(model, [said("go")], 2)

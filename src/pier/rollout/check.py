@@ -18,6 +18,7 @@ from pier.rollout.export import FORMAT, Row
 
 _MOST = 100
 """How many findings of one file are listed."""
+_COUNTS = ("rows", "exact", "trainable", "without_logprobs", "ids", "trained")
 _NO_REWARD = ("infra", "provider", "task", "user")
 
 
@@ -29,6 +30,8 @@ class SampleCheck:
     rows: int = 0
     exact: int = 0
     trainable: int = 0
+    without_logprobs: int = 0
+    """Of the trainable ones, those with ids and no log-probs: not for trainers that use the sampler's."""
     ids: int = 0
     trained: int = 0
     broken: list[str] = field(default_factory=list)
@@ -37,10 +40,11 @@ class SampleCheck:
     def summary(self) -> str:
         share = f", {self.trained / self.ids:.1%} of {self.ids} ids trained" if self.ids else ""
         state = "no promise is broken" if not self.broken else f"{len(self.broken)} promises are broken"
-        return f"{state}: {self.rows} samples, {self.exact} exact, {self.trainable} trainable{share}"
+        bare = f" ({self.without_logprobs} without log-probs)" if self.without_logprobs else ""
+        return f"{state}: {self.rows} samples, {self.exact} exact, {self.trainable} trainable{bare}{share}"
 
     def as_dict(self) -> dict[str, Any]:
-        counts = {name: getattr(self, name) for name in ("rows", "exact", "trainable", "ids", "trained")}
+        counts = {name: getattr(self, name) for name in _COUNTS}
         return {"file": str(self.path), "ok": not self.broken, **counts, "broken": self.broken}
 
 
@@ -63,6 +67,7 @@ def check_file(path: Path, vocab_size: int | None = None) -> SampleCheck:
             found.broken.append(f"line {number}: {row.get('id')}: {problem}")
         found.exact += bool(row.get("exact"))
         found.trainable += bool(row.get("trainable"))
+        found.without_logprobs += bool(row.get("trainable") and row.get("exact") and row.get("logprobs") is None)
         found.ids += len(row.get("input_ids") or ())
         found.trained += sum(row.get("loss_mask") or ())
     return found
@@ -132,6 +137,8 @@ def _token_problems(row: Row, seen: _Seen, vocab_size: int | None) -> Iterator[s
     sampled = {place for span in spans if span["trained"] for place in range(span["start"], span["end"])}
     if {place for place, bit in enumerate(mask) if bit} != sampled:
         yield "the mask is not 1 on exactly the tokens of the calls that it trains"
+    if likely is None and "logprobs_missing" not in row["flags"]:
+        yield "it has no log-probs and lacks the flag logprobs_missing"
     yield from _logprob_problems(mask, likely)
     if spans and spans[-1]["end"] != len(ids):
         yield "it goes on after the completion of its last call"

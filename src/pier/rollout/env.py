@@ -8,6 +8,7 @@ scored. A fault of sandbox, gateway or model is the state's `error`, and such a 
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 
 from pier.agent.contract import PACK_PATH, pack_spec
 from pier.agent.pack.store import ensure_pack
-from pier.errors import AgentError, ArgumentError, PierError, ProviderError, SandboxError, UsageError
+from pier.errors import AgentError, ArgumentError, PierError, SandboxError, UsageError
 from pier.gateway.budget import Budget
 from pier.gateway.server import Gateway
 from pier.gateway.session import Session
@@ -25,11 +26,12 @@ from pier.network.policy import NetworkPolicy
 from pier.rollout.client import ModelSource
 from pier.rollout.environment import MultiTurnEnv
 from pier.rollout.rubric import Rubric, cleanup, stop
-from pier.rollout.sandboxes import BackgroundJob, SandboxClient, SharedServices, limits_for
+from pier.rollout.sandboxes import BackgroundJob, SandboxClient, SandboxMixin, SharedServices, limits_for
 from pier.rollout.state import (
     AttributeDict,
     Messages,
     SandboxCreationError,
+    SandboxNotReadyError,
     SandboxSetupError,
     State,
     TunnelError,
@@ -37,12 +39,14 @@ from pier.rollout.state import (
     sampling_of,
 )
 from pier.sandbox.contract import Listener, Mount, Sandbox, SandboxSpec
-from pier.trial.agent import never_answered, provider_fault
+from pier.trial.agent import provider_fault, unanswered_fault
 from pier.trial.images import ImageRequest
 from pier.trial.spec import TrialServices, open_services
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _IDLE = "tail -f /dev/null"
+_LIFETIME, _LONGEST = 60, 24 * 60
+"""Minutes that a sandbox lives by default, and at most if nothing limits the rollout."""
 INSTRUCTION = "/task/instruction.md"
 """Where the agent finds what the row asks; `HARBOR_INSTRUCTION_PATH` says so."""
 _REASONS = {
@@ -57,6 +61,8 @@ class _Live:
 
     session: Session
     log: TurnLog
+    ends_at: float | None = None
+    """When the sandbox's lifetime is over, by the event loop's clock."""
     listener: Listener | None = None
     job: BackgroundJob | None = None
 
@@ -73,7 +79,11 @@ async def sandbox_oom(state: State) -> float:
     return float(bool(state.get("sandbox_oom")))
 
 
-class CliAgentEnv(MultiTurnEnv):
+async def sandbox_timeout(state: State) -> float:
+    return float(bool(state.get("sandbox_timeout")))
+
+
+class CliAgentEnv(SandboxMixin, MultiTurnEnv):
     """Runs `run_command` in a sandbox for each row of the dataset. `backend` is `local`, `docker` or `module:Class`.
 
     While `post_sandbox_setup` runs, the sandbox may reach the internet (`setup_network`); the agent may not, unless
@@ -105,7 +115,7 @@ class CliAgentEnv(MultiTurnEnv):
         memory_gb: int = 2,
         disk_size_gb: int = 5,
         gpu_count: int = 0,
-        timeout_minutes: int = 60,
+        timeout_minutes: int = _LIFETIME,
         environment_vars: dict[str, str] | None = None,
         keep_sandbox_for_scoring: bool = False,
         backend: str = "local",
@@ -139,7 +149,7 @@ class CliAgentEnv(MultiTurnEnv):
         self.sandbox_client = SandboxClient(lambda: self._services.backend)
         self._shared = SharedServices(self._open_services)
         self._live: dict[str, _Live] = {}
-        self.add_rubric(Rubric(funcs=[agent_timeout, agent_error, sandbox_oom], weights=[0.0, 0.0, 0.0]))
+        self.add_rubric(Rubric(funcs=[agent_timeout, agent_error, sandbox_oom, sandbox_timeout], weights=[0.0] * 4))
 
     @property
     def _services(self) -> TrialServices:
@@ -184,8 +194,9 @@ class CliAgentEnv(MultiTurnEnv):
         env = await self.build_env_vars(state)
         sandbox = await self._start_sandbox(state, {name: str(value) for name, value in env.items()})
         state["sandbox_id"] = sandbox.id
-        await self._set_up(state, sandbox, live)
-        await self.start_agent(state)
+        async with self._lifetime(state, live):
+            await self._set_up(state, sandbox, live)
+            await self.start_agent(state)
         live.job = state.get("background_job")
         self.logger.info("started %s, example %s", rollout_id, state["example_id"])
         return state
@@ -226,11 +237,30 @@ class CliAgentEnv(MultiTurnEnv):
                 gpus=resources["gpu_count"],
                 name=state["rollout_id"],
             )
-            return await self.sandbox_client.create(spec)
+            sandbox = await self.sandbox_client.create(spec)
         except PierError as error:
             said = f"cannot start a sandbox: {error.message}"
             blame, retryable = error.blame, error.retryable
             raise SandboxCreationError(said, hint=error.hint, blame=blame, retryable=retryable) from error
+        if minutes := resources.get("timeout_minutes"):
+            self._live[state["rollout_id"]].ends_at = asyncio.get_running_loop().time() + minutes * 60
+        return sandbox
+
+    @asynccontextmanager
+    async def _lifetime(self, state: State, live: _Live) -> AsyncIterator[None]:
+        """Ends what is within when the sandbox's lifetime is over. What the agent did by then is scored."""
+        clock = asyncio.timeout_at(live.ends_at)
+        try:
+            async with clock:
+                yield
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            state["sandbox_timeout"] = True
+            if not state["timing"].setup.end:
+                said = "the sandbox was not set up within its lifetime (timeout_minutes)"
+                raise SandboxNotReadyError(said, blame="user", retryable=False) from None
+            self.mark_timed_out(state)
 
     async def _mounts(self) -> tuple[Mount, ...]:
         """The pack of the agent, built now if it is not there yet."""
@@ -281,8 +311,14 @@ class CliAgentEnv(MultiTurnEnv):
             "memory_gb": self.memory_gb,
             "disk_size_gb": self.disk_size_gb,
             "gpu_count": self.gpu_count,
-            "timeout_minutes": self.timeout_minutes,
+            "timeout_minutes": self.compute_sandbox_timeout_minutes(),
         }
+
+    def compute_sandbox_timeout_minutes(self) -> int:
+        """How long the sandbox lives. The default is never less than `timeout_seconds`."""
+        if self.timeout_minutes != _LIFETIME:
+            return self.timeout_minutes
+        return _LONGEST if self.timeout_seconds is None else max(_LIFETIME, math.ceil(self.timeout_seconds / 60))
 
     async def build_env_vars(self, state: State) -> dict[str, str]:
         """The variables of the sandbox; override to add some."""
@@ -337,6 +373,10 @@ class CliAgentEnv(MultiTurnEnv):
     async def play(self, state: State) -> None:
         """Until the agent has ended: keep its turns, and give no further one once a stop condition holds."""
         live = self._live[state["rollout_id"]]
+        async with self._lifetime(state, live):
+            await self._follow(state, live)
+
+    async def _follow(self, state: State, live: _Live) -> None:
         job = live.job
         ended = job.waiting if job else asyncio.get_running_loop().create_future()
         deadline: float | None = None
@@ -397,10 +437,8 @@ class CliAgentEnv(MultiTurnEnv):
     async def _judge(self, state: State, live: _Live) -> None:
         """Which stop it was, and whether a fault of the model or of the agent's program ended the rollout."""
         session = live.session
-        if not state.get("timed_out"):
-            state["error"] = state.get("error") or await provider_fault(session)
-        elif state.get("error") is None and await never_answered(session):
-            state["error"] = ProviderError("the model gave no answer at all", code="provider_no_answer", retryable=True)
+        find_fault = unanswered_fault if state.get("timed_out") else provider_fault
+        state["error"] = state.get("error") or await find_fault(session)
         if session.stop_reason in _REASONS and not state.get("timed_out"):
             state["stop_condition"], state["is_completed"] = _REASONS[session.stop_reason], True
         code = state.get("agent_exit_code")
@@ -455,7 +493,7 @@ def _termination(state: State) -> str:
     if isinstance(error := state.get("error"), PierError):
         return error.code
     if state.get("timed_out"):
-        return "timeout"
+        return "sandbox_timeout" if state.get("sandbox_timeout") else "timeout"
     words = {"agent_completed": "completed", **{stop: reason for reason, stop in _REASONS.items()}}
     stopped = state.get("stop_condition") or "unknown"
     return words.get(stopped, stopped)

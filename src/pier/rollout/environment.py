@@ -114,8 +114,13 @@ class RolloutEnvironment(ABC):
             self.rubric = RubricGroup([self.rubric, rubric])
 
     def set_kwargs(self, **attributes: Any) -> None:
+        """Set attributes, each by its `set_NAME` method if there is one."""
         for name, value in attributes.items():
-            setattr(self, name, value)
+            setter = getattr(self, f"set_{name}", None)
+            if setter is not None:
+                setter(value)
+            else:
+                setattr(self, name, value)
 
     async def init_state(
         self, input: Row, client: Any, model: str, sampling_args: Mapping[str, Any] | None = None
@@ -398,6 +403,10 @@ class MultiTurnEnv(RolloutEnvironment):
         self.timeout_seconds = timeout_seconds
         self.max_total_completion_tokens = getattr(self, "max_total_completion_tokens", -1)
         self.add_rubric(Rubric(funcs=[num_turns], weights=[0.0]))
+
+    def set_max_total_completion_tokens(self, max_total_completion_tokens: int) -> None:
+        """Stop rollouts that sampled this many tokens; -1 for no limit."""
+        self.max_total_completion_tokens = max_total_completion_tokens
 
     @stop(priority=100)
     async def has_error(self, state: State) -> bool:

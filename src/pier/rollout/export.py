@@ -169,6 +169,8 @@ class Report:
     exact: int = 0
     trainable: int = 0
     without_reward: int = 0
+    without_logprobs: int = 0
+    """Trainable samples with ids and no log-probs."""
     kinds: dict[str, int] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     rows: list[Row] = field(default_factory=list)
@@ -181,6 +183,7 @@ class Report:
         self.exact += sample.exact
         self.trainable += good
         self.without_reward += origin.reward is None
+        self.without_logprobs += good and sample.exact and sample.logprobs is None
         self.kinds[sample.kind] = self.kinds.get(sample.kind, 0) + 1
         return good
 
@@ -193,6 +196,7 @@ class Report:
             "exact": self.exact,
             "trainable": self.trainable,
             "without_reward": self.without_reward,
+            "without_logprobs": self.without_logprobs,
             "kinds": self.kinds,
             "generations_without_tokens": counts.pop("without_tokens"),
             **counts,

@@ -7,13 +7,14 @@ A job runs in the background until it ends or is killed; its end is an event, no
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pier.errors import InfraError
+from pier.errors import InfraError, SandboxError
 from pier.lease import Lease
 from pier.sandbox.contract import Backend, Limits, Process, Result, Sandbox, SandboxSpec
 from pier.tree import drop_links
@@ -106,6 +107,7 @@ class BackgroundJobStatus:
     exit_code: int | None = None
     stdout: str | None = None
     stderr: str | None = None
+    out_of_memory: bool = False
 
 
 class SandboxClient:
@@ -210,7 +212,8 @@ class SandboxClient:
             if job.waiting.done():
                 await job.waiting  # it raises what went wrong
             return BackgroundJobStatus(job.job_id, completed=False)
-        return BackgroundJobStatus(job.job_id, True, result.exit_code, result.text, result.error_text)
+        texts = (result.text, result.error_text)
+        return BackgroundJobStatus(job.job_id, True, result.exit_code, *texts, result.out_of_memory)
 
     async def run_background_job(
         self,
@@ -237,3 +240,46 @@ class SandboxClient:
     async def close(self) -> None:
         for sandbox_id in list(self._sandboxes):
             await self.delete(sandbox_id)
+
+
+class SandboxMixin:
+    """Methods of an environment with a `sandbox_client`, for hooks and reward functions."""
+
+    sandbox_client: SandboxClient
+    logger: logging.Logger
+
+    async def upload_file(self, sandbox_id: str, remote_path: str, local_path: str) -> None:
+        await self.sandbox_client.upload_file(sandbox_id, remote_path, local_path)
+
+    async def upload_content(self, sandbox_id: str, content: str, remote_path: str) -> None:
+        """Write a text to a file in the sandbox."""
+        await self.sandbox_client.upload_bytes(sandbox_id, remote_path, content.encode())
+
+    async def upload_bundle(self, sandbox_id: str, file_map: Mapping[str, str], dest_dir: str) -> None:
+        """Write texts to files below a directory in the sandbox."""
+        for path, content in file_map.items():
+            await self.upload_content(sandbox_id, content, f"{dest_dir}/{path}")
+
+    async def read_file(self, sandbox_id: str, remote_path: str, timeout: float | None = 10) -> str | None:
+        """The text of a file in the sandbox; None if it cannot be read."""
+        try:
+            return (await self.sandbox_client.read_file(sandbox_id, remote_path, timeout=timeout)).content
+        except (InfraError, OSError) as error:
+            self.logger.warning("cannot read %s in %s: %s", remote_path, sandbox_id, error)
+            return None
+
+    async def run_background_job(
+        self,
+        state: dict[str, Any],
+        command: str,
+        timeout: float,
+        working_dir: str | None = None,
+        poll_interval: float = 3,
+    ) -> BackgroundJobStatus:
+        """Run a command to its end; `TimeoutError` if it takes too long, `SandboxError` if memory runs out."""
+        box = state["sandbox_id"]
+        status = await self.sandbox_client.run_background_job(box, command, timeout, working_dir)
+        if status.out_of_memory:
+            state["sandbox_oom"] = True
+            raise SandboxError(f"a command ran out of memory in the sandbox: {command[:200]}")
+        return status

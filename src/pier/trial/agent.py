@@ -296,8 +296,8 @@ async def find_fault(agent: Agent, failed: AgentError | None, session: Session |
     how = f"; {failed}" if failed else ""
     if fault := await provider_fault(session, how):
         return fault
-    if failed is not None and failed.code == "agent_timeout" and await never_answered(session):
-        return ProviderError(f"the model gave no answer at all{how}", code="provider_no_answer", retryable=True)
+    if failed is not None and failed.code == "agent_timeout" and (fault := await unanswered_fault(session, how)):
+        return fault
     if not session.counts.calls and agent.dialect is not None:
         return AgentError(f"the agent {agent.name!r} made no model call{how}", code="agent_no_calls")
     return failed
@@ -329,11 +329,13 @@ async def provider_fault(session: Session, how: str = "") -> PierError | None:
             return None
 
 
-async def never_answered(session: Session) -> bool:
-    """Whether an agent that was killed at its deadline had waited for its first answer until then."""
+async def unanswered_fault(session: Session, how: str = "") -> PierError | None:
+    """The provider's fault if an agent that was killed at its deadline had waited for a model that hangs."""
     from pier.trajectory.lineage import waited_in_vain
 
-    return await asyncio.to_thread(lambda: waited_in_vain(_generations(session), time.time()))
+    if not await asyncio.to_thread(lambda: waited_in_vain(_generations(session), time.time())):
+        return None
+    return ProviderError(f"the model gave no answer until the deadline{how}", code="provider_no_answer", retryable=True)
 
 
 def _generations(session: Session) -> list[Generation]:
