@@ -79,10 +79,14 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
-    def wait_for(self, wanted: str) -> None:
-        """Wait until something is on the screen, and forget all up to it."""
+    def wait_for(self, wanted: str, *, press: str = "") -> None:
+        """Wait until something is on the screen, and forget all up to it; `press` is typed every two seconds."""
         deadline = time.monotonic() + PATIENCE
+        pressed = time.monotonic()
         while wanted not in self.text:
+            if press and time.monotonic() - pressed > 2:
+                self.type(press)
+                pressed = time.monotonic()
             assert time.monotonic() < deadline, f"{wanted!r} did not come: {self.text[-2000:]}"
             assert self._read(), f"ended before {wanted!r} came: {self.text[-2000:]}"
         self.text = self.text[self.text.index(wanted) + len(wanted) :]

@@ -162,9 +162,7 @@ def test_a_base_image_and_a_remote_task(backend: str, task: Path, tmp_path: Path
     terminal = Terminal("exec", "codex", "--dangerously-bypass-approvals-and-sandbox", cwd=workspace)
     terminal.wait_for("Ask Codex to do anything")
     terminal.type("Do the task")
-    terminal.wait_for("Do the task")
-    terminal.type("\r")
-    terminal.wait_for("finished-by-script")
+    terminal.wait_for("finished-by-script", press="\r")  # an Enter right after the text would be part of it
     terminal.wait_for("Worked for")
     terminal.type("\x03")
     assert terminal.code() == 0

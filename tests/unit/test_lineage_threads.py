@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pier.trajectory.lineage import Generation, Lineage, Node, waited_in_vain
+from pier.trajectory.lineage import Lineage, Node
 from pier.wire.turn import Message, Request, Sampling, Text, Tool, ToolCall, ToolResult, Turn
 
 TOOLS = (Tool("bash", schema={"type": "object"}),)
@@ -228,32 +228,3 @@ def test_every_call_is_in_one_thread_and_no_two_answers_to_one_question_count(da
         if node.kind != "retry" and id(node) not in continued:
             counted[node.chain[-1]] = counted.get(node.chain[-1], 0) + 1
     assert all(count == 1 for count in counted.values())
-
-
-@pytest.mark.parametrize(
-    ("calls", "until", "hung"),
-    [
-        ([], 100, False),
-        ([(0, 5, False)], 5, True),
-        ([(0, 1, True), (1, 10, False)], 10, True),
-        ([(0, 1, True), (1, 8, False), (8, 10, True)], 10, False),
-        ([(0, 1, True), (1, 5, False)], 100, False),
-        # Late in a long run: a minute of silence, and ten times as long as the slowest answer.
-        ([(0, 6, True), (6, 900, True), (900, 990, False)], 990, False),
-        ([*((n, n + 5, True) for n in range(0, 900, 5)), (900, 990, False)], 990, True),
-        ([*((n, n + 5, True) for n in range(0, 900, 5)), (900, 940, False)], 940, False),
-        # A client that gives up and asks again waits on.
-        ([*((n, n + 5, True) for n in range(0, 900, 5)), (900, 940, False), (942, 990, False)], 990, True),
-        # An agent that is busy while the model works, and is cut off in its next call.
-        ([*((n, n + 9, True) for n in range(0, 90, 10)), (90, 99, False)], 99, False),
-    ],
-)
-def test_a_model_that_hangs_is_told_from_an_agent_that_is_slow(
-    calls: list[tuple[float, float, bool]], until: float, hung: bool
-) -> None:
-    request = Request("m", (user("go"),))
-    made = [
-        Generation(Node(n, request, Turn(()) if ok else None, at, end), "ok" if ok else "cancelled", answered=ok)
-        for n, (at, end, ok) in enumerate(calls)
-    ]
-    assert waited_in_vain(made, until) is hung

@@ -155,7 +155,6 @@ def test_a_long_run_next_to_a_secret_is_searched_once() -> None:
         assert Redactor([value]).text(text) == text.replace(value, REDACTED)
 
 
-
 def test_deep_and_broken_json_is_passed_on() -> None:
     for data in (
         b'{"a":' * 5000 + b"1" + b"}" * 5000,

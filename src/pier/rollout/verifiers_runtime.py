@@ -1,4 +1,4 @@
-"""A runtime for verifiers 0.4: its harnesses and tasksets run in pier's sandboxes (`pip install 'pier-agents[verifiers]'`).
+"""A runtime for verifiers 0.4: its harnesses and tasksets run in pier's sandboxes (extra `verifiers`).
 
     from pier.rollout.verifiers_runtime import PierConfig, install
     install()

@@ -514,8 +514,6 @@ _PATIENT = 20.0
 """Seconds after which a client may give up a model that says nothing."""
 _AT_LAST = 5.0
 """A call that ended this many seconds before the agent, or fewer, may have ended with it."""
-_HUNG, _SLOWER = 60.0, 5
-"""Seconds of silence, and how much longer than its slowest answer, after which a model hangs that has answered."""
 _SUGGESTS = re.compile(r"\bsuggest", re.IGNORECASE)
 
 
@@ -557,26 +555,17 @@ def _last(nodes: list[Node], calls: Mapping[int, Generation]) -> Node | None:
 
 
 def waited_in_vain(calls: Sequence[Generation], until: float) -> bool:
-    """Whether the agent's time, up to `until`, ran out while it waited for an answer that never began. Calls at the
-    same time are one wait, and those that it cut off itself before a model could answer are none.
-
-    Before any answer, it must have waited for half of its time. A model that has answered must have been silent to the
-    end: for half of the time or `_HUNG` seconds, and `_SLOWER` times as long as its slowest answer took.
-    """
-    silent = [call.node for call in calls if call.outcome in ("cancelled", "interrupted") and not call.answered]
-    heard = [call.node for call in calls if call.outcome not in ("cancelled", "interrupted") or call.answered]
-    if not silent:
+    """Whether the agent spent its time, up to `until`, waiting for a first answer that never began. Calls at the same
+    time are one wait, and those that it cut off itself before a model could answer are none."""
+    if not calls or any(call.outcome not in ("cancelled", "interrupted") or call.answered for call in calls):
         return False
-    waited, seen = 0.0, max((node.ended or until for node in heard), default=0.0)
-    for begin, end in sorted((node.at, min(node.ended or until, until)) for node in silent):
+    waits = [(call.node.at, min(call.node.ended or until, until)) for call in calls]
+    waited, seen = 0.0, 0.0
+    for begin, end in sorted(waits):
         if end - begin >= _PATIENT or until - end < _AT_LAST:
             waited += max(0.0, end - max(begin, seen))
             seen = max(seen, end)
-    half = (until - min(call.node.at for call in calls)) / 2
-    if not heard:
-        return waited >= half
-    slowest = max((node.ended or until) - node.at for node in heard)
-    return until - seen < _AT_LAST and waited >= max(_SLOWER * slowest, min(half, _HUNG))
+    return waited >= (until - waits[0][0]) / 2
 
 
 def _main_work(main: Thread) -> list[Node]:
