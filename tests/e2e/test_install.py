@@ -8,6 +8,10 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
+from pier import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 DEVELOPMENT = {"pytest", "ruff", "pyright", "hypothesis", "import-linter", "playwright", "mkdocs"}
 
@@ -18,8 +22,9 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-def test_a_checkout_installs_into_a_fresh_environment(tmp_path: Path) -> None:
-    """A wheel under 2 MB with the packaged files, no development tools, and a first graded trial."""
+def test_a_checkout_installs_into_a_fresh_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel under 2 MB with the packaged files, no development tools, and a first graded trial; its extras resolve,
+    and pipx runs it."""
     checkout = tmp_path / "checkout"
     shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "jobs", "__pycache__"), symlinks=True)
     run(sys.executable, "-m", "venv", ".venv", cwd=checkout)
@@ -36,3 +41,7 @@ def test_a_checkout_installs_into_a_fresh_environment(tmp_path: Path) -> None:
     assert "usable" in run(pier, "--version", "-v", cwd=tmp_path)
     run(pier, "task", "init", "hello", cwd=tmp_path)
     assert "1.000" in run(pier, "run", "hello", "--image", "host", cwd=tmp_path)
+    run(*pip, "install", "-q", "--dry-run", f"{wheel}[fast,parquet,verifiers]", cwd=tmp_path)
+    run(*pip, "install", "-q", "pipx", cwd=tmp_path)
+    monkeypatch.setenv("PIPX_HOME", str(tmp_path / "pipx"))
+    assert __version__ in run(checkout / ".venv/bin/pipx", "run", "--spec", wheel, "pier", "--version", cwd=tmp_path)
