@@ -19,7 +19,7 @@ from pier.lease import Lease
 from pier.sandbox import open_backend
 from pier.sandbox.conformance import CHECKS, Check, verify
 from pier.sandbox.contract import Backend, Mount, SandboxSpec
-from pier.sandbox.docker.ours import collect_our_volumes
+from pier.sandbox.docker.images import collect_our_volumes
 from tests.busybox import busybox_image
 from tests.engine import engine, missing
 from tests.ways import by_tcp, free_port, make_certificates, ssh_missing, sshd, tls_options

@@ -22,7 +22,7 @@ from pier.network.policy import NONE, NetworkPolicy
 from pier.sandbox import SandboxSpec, open_backend
 from pier.sandbox.contract import BuildOrder
 from pier.sandbox.docker.building import built_name
-from pier.sandbox.docker.ours import collect_ours
+from pier.sandbox.docker.images import collect_ours
 from tests.compose_tasks import IMAGE, bash_image, import_bash_image
 from tests.engine import Engine, engine, missing
 from tests.engine_proxy import without_buildkit

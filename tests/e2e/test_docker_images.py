@@ -19,8 +19,7 @@ from pier.errors import ImageError, SandboxError
 from pier.lease import Lease
 from pier.sandbox import SandboxSpec, open_backend
 from pier.sandbox.docker.client import Client
-from pier.sandbox.docker.images import EngineImages, our_name
-from pier.sandbox.docker.ours import collect_ours, list_ours, pull_there
+from pier.sandbox.docker.images import EngineImages, collect_ours, list_ours, our_name, pull_there
 from tests.busybox import busybox_image
 from tests.compose_tasks import TOML, docker_bench
 from tests.engine import Engine, engine, missing

@@ -16,7 +16,7 @@ from pier.lease import Lease
 from pier.sandbox import SandboxSpec, open_backend
 from pier.sandbox.contract import Mount
 from pier.sandbox.docker.client import Client
-from pier.sandbox.docker.ours import collect_our_volumes
+from pier.sandbox.docker.images import collect_our_volumes
 from pier.sandbox.docker.volumes import PackVolumes
 from tests.busybox import busybox_image
 from tests.compose_tasks import IMAGE, TOML, import_bash_image

@@ -17,8 +17,7 @@ from pier.sandbox import open_backend
 from pier.sandbox.contract import SandboxSpec
 from pier.sandbox.docker.client import connect
 from pier.sandbox.docker.helper import open_helper
-from pier.sandbox.docker.helper_box import HELPER, HelperBox
-from pier.sandbox.docker.runtime import Runtime, find_runtime
+from pier.sandbox.docker.runtime import HELPER, HelperBox, Runtime, find_runtime
 from tests.busybox import busybox_image
 from tests.engine import Engine, engine, missing
 from tests.job_tasks import PATIENCE, pier, wait_for

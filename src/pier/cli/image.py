@@ -82,7 +82,7 @@ async def _import(source: Path, name: str | None) -> Image:
 def pull(name: str, quiet: bool, env: str, as_json: bool) -> None:
     """Pull an image from its registry; with `--env docker` have the Docker engine pull it."""
     from pier.image.fetch import pull_image
-    from pier.sandbox.docker.ours import pull_there
+    from pier.sandbox.docker.images import pull_there
 
     tell = None if quiet else _say
     work = pull_there(name, tell) if env == "docker" else pull_image(_store(), name, on_progress=tell)
@@ -167,7 +167,7 @@ def _list_cached(as_json: bool) -> None:
 def _list_engine(as_json: bool) -> None:
     from dataclasses import asdict
 
-    from pier.sandbox.docker.ours import list_ours
+    from pier.sandbox.docker.images import list_ours
 
     found = asyncio.run(list_ours())
     cells = [(one.reference, one.id[7:19], size_text(one.size), "in use" if one.in_use else "") for one in found]
@@ -235,7 +235,7 @@ def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:
 
 
 def _collect_engine(limit: int | None, dry_run: bool, as_json: bool) -> None:
-    from pier.sandbox.docker.ours import collect_our_volumes, collect_ours
+    from pier.sandbox.docker.images import collect_our_volumes, collect_ours
 
     removed = asyncio.run(collect_ours(max_size=limit, dry_run=dry_run))
     volumes = asyncio.run(collect_our_volumes(dry_run=dry_run)) if limit is None else []

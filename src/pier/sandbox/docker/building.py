@@ -1,12 +1,8 @@
-"""Has an engine build a Dockerfile itself: with BuildKit, or with the older builder of an engine that has none.
+"""Has an engine build a Dockerfile itself: with BuildKit, or with the older builder of an engine without it.
 
-What BuildKit tells of a build: messages of its protocol, of which only steps, their output and errors are read.
-
-What a Dockerfile would have an engine's builder fetch.
-
-A builder of an engine follows registries and URLs to any host, and says nothing of it. So the images that a file is
-made from are at the engine before it builds, taken there by pier, which checks each host; everything else that the
-builder would fetch by itself is refused.
+An engine's builder follows registries and URLs to any host without reporting it. So pier brings the base images to the
+engine before the build, checking each host, and refuses everything else that the builder would fetch by itself. Of
+BuildKit's protocol only the messages about steps, their output and errors are read.
 """
 
 from __future__ import annotations
@@ -36,8 +32,7 @@ from pier.image.registry import find_credentials
 from pier.image.stage import arg_pairs
 from pier.image.store import ImageStore
 from pier.sandbox.contract import BuildOrder
-from pier.sandbox.docker.client import DISK_FULL, SPACE_HINT, is_disk_full
-from pier.sandbox.docker.holding import making
+from pier.sandbox.docker.client import DISK_FULL, SPACE_HINT, is_disk_full, making
 from pier.sandbox.docker.images import REPOSITORY, EngineImages
 
 OWN_BUILDER = "build it with pier's own: --ek builder=pier"

@@ -1,6 +1,8 @@
-"""Images at an engine: what is there is used as it is; what is in pier's store is brought there once.
+"""Images at an engine: an image that is there is used as it is; one in pier's store is brought there once.
 
-Has an engine pull an image from its registry, and tells how far it is.
+Engines know nothing of pier's layers, so an image is sent as one tar stream. `list_ours` and `collect_ours` cover the
+images that pier brought, recognized by their names. Snapshots are not among them: they belong to a run, and end with it
+or by `pier gc`.
 """
 
 from __future__ import annotations
@@ -8,24 +10,161 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import hashlib
 import json
 import os
 import re
+import stat
+import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import aiodocker
 from aiodocker.exceptions import DockerError
 
 from pier.errors import ImageError
+from pier.image.fetch import engine_address
 from pier.image.importing import config_of
-from pier.image.model import Image, OnProgress, Reference, parse
+from pier.image.model import Image, ImageConfig, OnProgress, Reference, architecture, parse
 from pier.image.registry import find_credentials
-from pier.sandbox.docker.client import DISK_FULL, SPACE_HINT, is_disk_full
-from pier.sandbox.docker.flatten import write_archive, write_flat
-from pier.sandbox.docker.holding import holding, making, sending
+from pier.sandbox.docker.client import (
+    DISK_FULL,
+    SPACE_HINT,
+    Client,
+    connect,
+    engine_error,
+    holding,
+    is_disk_full,
+    letting_go,
+    making,
+    sending,
+)
+from pier.sandbox.docker.volumes import collect_volumes
+
+_OPAQUE = ("user.overlay.opaque", "trusted.overlay.opaque")
+
+
+def write_flat(layers: tuple[Path, ...], sink: IO[bytes]) -> None:
+    """Write what the layers (lowest first) show together, with owners, modes and links."""
+    links: dict[tuple[int, int], str] = {}
+    with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        for name, path in _merged(list(reversed(layers)), ""):
+            found = path.lstat()
+            info = archive.gettarinfo(str(path), arcname=name)
+            if info is None:
+                continue
+            info.uname = info.gname = ""
+            key = (found.st_dev, found.st_ino)
+            if stat.S_ISREG(found.st_mode) and found.st_nlink > 1 and key in links:
+                info.type, info.linkname, info.size = tarfile.LNKTYPE, links[key], 0
+                archive.addfile(info)
+            elif stat.S_ISREG(found.st_mode):
+                info.type, info.linkname, info.size = tarfile.REGTYPE, "", found.st_size
+                links[key] = name
+                with path.open("rb") as stream:
+                    archive.addfile(info, stream)
+            else:
+                archive.addfile(info)
+
+
+def write_archive(image: Image, name: str, sink: IO[bytes]) -> None:
+    """Write an image as `docker load` takes it: its files as one layer, its settings, and a name with a tag."""
+    sink.seek(tarfile.BLOCKSIZE)
+    layer = _Hashed(sink)
+    write_flat(image.layers, layer)  # type: ignore[arg-type] - a tar stream is only written to
+    sink.write(bytes(-layer.size % tarfile.BLOCKSIZE))
+    config = {
+        "architecture": architecture(),
+        "os": "linux",
+        "config": _settings(image.config),
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{layer.hash.hexdigest()}"]},
+    }
+    manifest = [{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
+    for member, value in (("config.json", config), ("manifest.json", manifest)):
+        data = json.dumps(value).encode()
+        sink.write(_header(member, len(data)) + data + bytes(-len(data) % tarfile.BLOCKSIZE))
+    sink.write(bytes(2 * tarfile.BLOCKSIZE))
+    sink.seek(0)
+    sink.write(_header("layer.tar", layer.size))
+
+
+class _Hashed:
+    """Counts and digests what is written."""
+
+    def __init__(self, sink: IO[bytes]) -> None:
+        self.hash, self.size, self._sink = hashlib.sha256(), 0, sink
+
+    def write(self, data: bytes) -> int:
+        self.hash.update(data)
+        self.size += len(data)
+        return self._sink.write(data)
+
+
+def _header(name: str, size: int) -> bytes:
+    """A header of one block, whatever the size."""
+    info = tarfile.TarInfo(name)
+    info.size = size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def _settings(config: ImageConfig) -> dict[str, Any]:
+    """The settings as an image's configuration has them."""
+    return {
+        "Env": [f"{key}={value}" for key, value in config.env.items()],
+        "WorkingDir": config.workdir,
+        "User": config.user,
+        "Entrypoint": list(config.entrypoint) or None,
+        "Cmd": list(config.cmd) or None,
+        "Shell": list(config.shell),
+        "Labels": config.labels,
+        "ExposedPorts": {port: {} for port in config.exposed_ports},
+        "Volumes": {path: {} for path in config.volumes},
+        "StopSignal": config.stop_signal,
+        "Healthcheck": config.healthcheck,
+    }
+
+
+def _merged(roots: list[Path], name: str) -> Iterator[tuple[str, Path]]:
+    """Everything below a directory that several layers have, topmost first, parents before children."""
+    names: dict[str, list[Path]] = {}
+    hidden: set[str] = set()
+    for root in roots:
+        directory = root / name
+        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+            if entry.name in hidden:
+                continue
+            found = entry.stat(follow_symlinks=False)
+            if stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:
+                hidden.add(entry.name)
+                continue
+            above = names.setdefault(entry.name, [])
+            if above and not stat.S_ISDIR(found.st_mode):
+                hidden.add(entry.name)
+                continue
+            above.append(root)
+            if not stat.S_ISDIR(found.st_mode) or _is_opaque(Path(entry.path)):
+                hidden.add(entry.name)
+    for part in sorted(names):
+        below = f"{name}/{part}" if name else part
+        top = names[part][0] / below
+        yield below, top
+        if top.is_dir() and not top.is_symlink():
+            yield from _merged(names[part], below)
+
+
+def _is_opaque(path: Path) -> bool:
+    for attribute in _OPAQUE:
+        try:
+            if os.getxattr(path, attribute, follow_symlinks=False) == b"y":
+                return True
+        except OSError:
+            continue
+    return False
+
 
 _DONE = ("Pull complete", "Already exists")
 
@@ -268,3 +407,84 @@ def _raise_if_failed(text: str, image: Image) -> None:
                 text = f"the Docker engine's disk is full, so it did not take {image.reference}: {told}"
                 raise ImageError(text, code=DISK_FULL, hint=SPACE_HINT, retryable=True)
             raise ImageError(f"the engine did not take {image.reference}: {told}", code="image_import")
+
+
+@dataclass(frozen=True, slots=True)
+class OurImage:
+    """An image at an engine. `in_use`: some container is made from it."""
+
+    reference: str
+    id: str
+    size: int
+    created: int
+    in_use: bool
+
+
+async def list_ours() -> list[OurImage]:
+    """The images that pier brought to the engine, oldest first."""
+    async with _engine() as docker:
+        return await _list(docker)
+
+
+async def collect_ours(*, max_size: int | None = None, dry_run: bool = False) -> list[OurImage]:
+    """Remove images that no container uses or is about to use, oldest first; with `max_size` only until the rest has no
+    more bytes."""
+    async with _engine() as docker:
+        found = await _list(docker)
+        size = sum(image.size for image in found)
+        removed: list[OurImage] = []
+        for image in found:
+            if image.in_use or (max_size is not None and size <= max_size):
+                continue
+            with letting_go(image.reference) as is_free:
+                if is_free and (dry_run or await _remove(docker, image)):
+                    removed.append(image)
+                    size -= image.size
+        return removed
+
+
+async def collect_our_volumes(*, dry_run: bool = False) -> list[str]:
+    """Remove the volumes with copies of directories that no container uses; their names."""
+    async with _engine() as docker:
+        return await collect_volumes(docker, dry_run=dry_run)
+
+
+async def pull_there(reference: str, on_progress: OnProgress | None = None) -> Image:
+    """Have the engine pull an image, which it then has as its own."""
+    async with _engine() as docker:
+        return await EngineImages(docker).pull(reference, on_progress)
+
+
+async def _list(docker: aiodocker.Docker) -> list[OurImage]:
+    rows: list[dict[str, Any]] = await docker._query_json("images/json")
+    containers: list[dict[str, Any]] = await docker._query_json("containers/json", params={"all": "1"})
+    used = {container["ImageID"] for container in containers}
+    found = [
+        OurImage(name, row["Id"], row["Size"], row["Created"], row["Id"] in used)
+        for row in rows
+        for tag in row.get("RepoTags") or []
+        if (name := collected_name(tag)) is not None
+    ]
+    return sorted(found, key=lambda image: (image.created, image.reference))
+
+
+async def _remove(docker: aiodocker.Docker, image: OurImage) -> bool:
+    """Whether it is gone; an engine keeps what a container that was started meanwhile uses."""
+    try:
+        await docker.images.delete(image.reference)
+    except DockerError as error:
+        if error.status in (404, 409):
+            return error.status == 404
+        raise
+    return True
+
+
+@asynccontextmanager
+async def _engine() -> AsyncIterator[Client]:
+    docker, _ = await connect(engine_address())
+    try:
+        yield docker
+    except DockerError as error:
+        raise engine_error(error) from error
+    finally:
+        await docker.close()

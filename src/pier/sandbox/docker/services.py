@@ -1,12 +1,9 @@
-"""Starts the services of a task: containers on private networks of the trial's own, each under the trial's policy.
+"""Runs the services of a task: containers on private networks of the trial, each under the trial's policy.
 
-The sandbox that an agent works in, when services run beside it: policy and end are those of all of them.
-
-The program of one service: started when what it depends on is there, watched, and started again if it asks for it.
-
-pier runs it in the service's container after the network is in place: as process 1 of a process namespace of its own,
-or below an init if it asks for one. So there is no moment in which a service runs without its policy, or asks for a
-neighbour that has no address yet; and what it wrote is still there when it has ended.
+pier starts a service's program in its container after the network is in place: as process 1 of a process namespace, or
+below an init if the service asks for one. So no service runs without its policy or before its neighbours have
+addresses, and what it wrote is still there when it has ended. A program is started when its dependencies are ready,
+watched, and restarted as its compose file says. The agent's sandbox ends together with its services.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""One container in the helper's care: pier's requests go to its attendant, with streams in place of open files."""
+"""A container as its engine's host sees it: control group, layers, private networks, and its attendant.
+
+pier uses the first three where it is root on that host. In the helper `AttendedContainer` passes pier's requests to the
+container's attendant, with streams in place of open files. Standard library only: the helper runs this too.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,157 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pier.errors import SandboxError
+from pier.network.dns import Answer, Names
 from pier.network.policy import Decision, NetworkPolicy
-from pier.sandbox.docker.group import CONTAINER_ENDED, ContainerGroup, until_frozen
-from pier.sandbox.docker.hub import Member, Places
-from pier.sandbox.docker.layers import find_layers
 from pier.sandbox.docker.mux import Mux, Watched
 from pier.sandbox.linux.channel import WATCH, Channel, close_all
 from pier.sandbox.linux.disk import free_bytes
 from pier.sandbox.linux.network import Network
+
+CONTAINER_ENDED = "container_ended"
+"""The code of the error that a container's first process is not to be found."""
+_ROOT = Path("/sys/fs/cgroup")
+_ALL = ["0", "0", "4294967295"]
+_WATCH_SECONDS = 1.0
+_FROZEN_LOOKS = 5
+"""A container that was seen frozen that many times in a row is given up. Engines freeze one for a moment for their own
+purposes, such as a commit."""
+
+
+class ContainerGroup:
+    """The control group of the container whose first process is `pid`, in either version of the kernel's interface."""
+
+    def __init__(self, pid: int) -> None:
+        self._memory = self._freezer = Path("/nonexistent")
+        self._told = Path(f"/proc/{pid}/cgroup").read_text()
+        for line in self._told.splitlines():
+            _, controllers, path = line.split(":", 2)
+            below = _ROOT / controllers / path.lstrip("/")
+            if "memory" in controllers.split(","):
+                self._memory = below / "memory.oom_control"
+            elif "freezer" in controllers.split(","):
+                self._freezer = below / "freezer.state"
+            elif not controllers and (below / "cgroup.freeze").exists():
+                self._memory, self._freezer = below / "memory.events", below / "cgroup.freeze"
+
+        self._users = (_ids(pid), _ids("self"))
+
+    @property
+    def has_users_of_its_own(self) -> bool:
+        """Whether its root is another user than root here, though that one is the machine's."""
+        theirs, ours = self._users
+        return theirs != ours and ours == _ALL
+
+    def is_of(self, id: str) -> bool:
+        """Whether it is that of the container `id`: engines name groups after it."""
+        return id in self._told
+
+    def oom_kills(self) -> int:
+        """How many processes the limit on memory has killed."""
+        try:
+            rows = dict(line.split() for line in self._memory.read_text().splitlines())
+        except (OSError, ValueError):
+            return 0
+        return int(rows.get("oom_kill", 0))
+
+    def kill(self, *pidfds: int) -> None:
+        """Kill everything in the container, whether it is frozen or not; a number below 0 stands for no process."""
+        for fd in pidfds:
+            if fd >= 0:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+        self.thaw()
+
+    def is_frozen(self) -> bool:
+        try:
+            return self._freezer.read_text().strip() in ("FROZEN", "FREEZING", "1")
+        except OSError:
+            return False
+
+    def thaw(self) -> None:
+        """Let the processes run on; the older interface does not deliver even SIGKILL before that."""
+        with contextlib.suppress(OSError):
+            self._freezer.write_text("THAWED" if self._freezer.name == "freezer.state" else "0")
+
+
+def _ids(pid: int | str) -> list[str]:
+    return Path(f"/proc/{pid}/uid_map").read_text().split()
+
+
+async def until_frozen(group: ContainerGroup, channel: Channel) -> bool:
+    """Watch a container: True once somebody has frozen it, False when its channel is closed. What is frozen answers
+    nothing, so that everybody who asks would wait for as long as somebody else likes."""
+    looks = 0
+    while not channel.closed and looks < _FROZEN_LOOKS:
+        await asyncio.sleep(_WATCH_SECONDS)
+        looks = looks + 1 if group.is_frozen() else 0
+    return looks == _FROZEN_LOOKS
+
+
+def find_layers(pid: int) -> tuple[str, list[str]] | None:
+    """The directory that the container of the process `pid` writes to, and those below it, lowest first."""
+    for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[4] == "/":
+            kind, _, options = after.split(" ", 2)
+            return _layers(kind, options)
+    return None
+
+
+def _layers(kind: str, options: str) -> tuple[str, list[str]] | None:
+    said = {name: value for name, _, value in (option.partition("=") for option in options.split(","))}
+    upper, lowers = said.get("upperdir", ""), said.get("lowerdir", "").split(":")
+    # Engines mount by relative names what has many layers; names with odd letters are escaped in more than one way.
+    if kind != "overlay" or "\\" in options or not all(path.startswith("/") for path in (upper, *lowers)):
+        return None
+    return upper, lowers[::-1]
+
+
+Places = list[tuple[int, int]]
+"""Where a container is: pairs of a network's number and its own number there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A container that joins: the way to its attendant, who answers it for names outside, and its places."""
+
+    channel: Channel
+    answer: Answer
+    places: Places
+
+
+class Hub:
+    """Private networks and the containers in them. `open` it once, `close` it at any moment."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self._names: Names | None = None
+
+    async def open(self, members: list[Member], names: Mapping[int, Mapping[str, int]]) -> None:
+        """Make the networks in `names`, which has for each its names, and link every member to its own."""
+        _, (self._fd, resolver) = await members[0].channel.ask({"op": "hub", "networks": len(names)})
+        askers = {place: member.answer for member in members for place in member.places}
+        self._names = Names(names, askers)
+        self._names.serve(resolver)
+        await asyncio.gather(
+            *(member.channel.ask({"op": "join", "places": member.places}, [self._fd]) for member in members)
+        )
+
+    def close(self) -> None:
+        """Stop serving; the networks are gone. Idempotent."""
+        if self._names is not None:
+            self._names.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
 
 EVENT = -2
 """The number of messages that answer nothing: a decision of the network policy, the end of the container."""
@@ -33,7 +173,7 @@ _MOST_CONNECTIONS = 640
 """Connections from one container: some more than the gateway takes from one, so that it is the one to refuse."""
 
 
-class Attended:
+class AttendedContainer:
     """A container that was entered. `enter` it once, `leave` it at any moment."""
 
     def __init__(self, mux: Mux, key: str, id: str, pid: int) -> None:
@@ -62,7 +202,7 @@ class Attended:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
-    async def enter(self, doorkeeper: Channel, plan: dict[str, Any]) -> dict[str, str]:
+    async def enter(self, fork_server: Channel, plan: dict[str, Any]) -> dict[str, str]:
         """Have an attendant enter the container; how it was refused a network."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel = Channel(ours, "the container is gone", self._gone)
@@ -70,7 +210,7 @@ class Attended:
         try:
             ready = asyncio.ensure_future(self._channel.wait(0))
             request = {"op": "enter", "pid": self._pid, "plan": plan | {"container": self._id}}
-            _, fds = await doorkeeper.ask(request, [theirs.fileno()])
+            _, fds = await fork_server.ask(request, [theirs.fileno()])
             self._pidfd = fds[0]
         finally:
             theirs.close()
@@ -231,25 +371,25 @@ class Attended:
         await self._network.enforce(self._channel, policy)
         return {}
 
-    async def changes(self, doorkeeper: Channel, root: str) -> dict[str, Any]:
+    async def changes(self, fork_server: Channel, root: str) -> dict[str, Any]:
         """What differs from the image, if the container's layers can be found below `root`."""
         if self._layers is None:
             return {"changes": None}
         upper, lowers = self._layers
         request = {"op": "changes", "path": root + upper, "layers": [root + path for path in lowers]}
-        return {"changes": (await doorkeeper.ask(request))[0]["changes"]}
+        return {"changes": (await fork_server.ask(request))[0]["changes"]}
 
     def free_disk(self, root: str) -> dict[str, Any]:
         """How much space is free where the container writes, if that can be found below `root`."""
         return {"bytes": free_bytes(Path(root + self._layers[0])) if self._layers else None}
 
-    async def used_disk(self, doorkeeper: Channel, root: str, volumes: list[str]) -> dict[str, Any]:
+    async def used_disk(self, fork_server: Channel, root: str, volumes: list[str]) -> dict[str, Any]:
         """How much the container has written, and its volumes hold."""
         if self._layers is None:
             return {"bytes": None}
         paths = [root + path for path in (self._layers[0], *volumes)]
         request = {"op": "measure", "paths": paths, "pid": self._pid}
-        return {"bytes": (await doorkeeper.ask(request))[0]["bytes"]}
+        return {"bytes": (await fork_server.ask(request))[0]["bytes"]}
 
     async def settle(self) -> dict[str, Any]:
         """Tell of what was tried without a network."""

@@ -1,21 +1,21 @@
-"""A session in the helper: serves containers on an engine's host for a pier that is somewhere else, or not root there.
+"""A session in the helper: serves containers on an engine's host for a pier that is elsewhere, or not root there.
 
-It has containers entered as pier does where it is root, and passes pier's requests on. Networks are
-served here, so what a sandbox reaches is what the engine's host reaches. It ends when pier's end of its standard input
-does, or when pier has been silent for long; sessions of others in the same helper are processes of their own. Standard
-library only.
+It enters containers as pier does where it is root, and passes pier's requests on. Networks are served here, so a
+sandbox reaches what the engine's host reaches. It ends when its standard input does, or when pier has been silent for
+long; other sessions in the same helper are separate processes. Attendants are forked from a warm process with one
+thread, as local sandboxes are from a zygote. Standard library only.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures.thread  # noqa: F401 - what others import late must be among this program's parts
 import contextlib
 import ctypes
-import encodings.idna  # noqa: F401 - as above
+import gc
 import json
 import os
 import resource
+import signal
 import socket
 import sys
 from collections.abc import Coroutine
@@ -24,12 +24,11 @@ from typing import Any
 
 from pier.errors import PierError
 from pier.network.policy import NetworkPolicy
-from pier.sandbox import seccomp
-from pier.sandbox.docker import keeper
-from pier.sandbox.docker.attended import Attended
-from pier.sandbox.docker.doorkeeper import fork_doorkeeper
-from pier.sandbox.docker.hub import Hub
+from pier.sandbox import seccomp, tree
+from pier.sandbox.docker import helper_boot
+from pier.sandbox.docker.container import AttendedContainer, Hub
 from pier.sandbox.docker.mux import Broken, Mux
+from pier.sandbox.linux import attendant, changes, kernel, unlinked, wire
 from pier.sandbox.linux.channel import Channel
 from pier.sandbox.linux.disk import free_bytes
 from pier.sandbox.linux.network import offered_modes
@@ -44,11 +43,11 @@ _NOT_ATTENDED = {"error": "the container is not attended", "code": "sandbox_gone
 
 def main() -> None:
     """Serve until pier is gone, unless the helper is just ending."""
-    doorkeeper = fork_doorkeeper()
+    fork_server = start_fork_server()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MANY)), hard))
-    if keeper.join():
-        asyncio.run(Far(doorkeeper).serve())
+    if helper_boot.join():
+        asyncio.run(HelperSession(fork_server).serve())
 
 
 def list_parts() -> None:
@@ -75,23 +74,23 @@ def _libraries() -> list[str]:
     return sorted(name for name in found if name.startswith("/"))
 
 
-class Far:
+class HelperSession:
     """The far end of the connection, and the containers that are attended from here."""
 
-    def __init__(self, doorkeeper: socket.socket) -> None:
-        self._sock = doorkeeper
-        self._attended: dict[str, Attended] = {}
+    def __init__(self, fork_server: socket.socket) -> None:
+        self._sock = fork_server
+        self._attended: dict[str, AttendedContainer] = {}
         self._entering: dict[str, asyncio.Task[None] | None] = {}
         self._hubs: dict[str, Hub] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._heard = 0.0
         self._mux: Mux
-        self._doorkeeper: Channel
+        self._fork_server: Channel
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
         self._mux = Mux(0, self._on_message)
-        self._doorkeeper = Channel(self._sock, "the helper's doorkeeper has died", lambda: os._exit(1))
+        self._fork_server = Channel(self._sock, "the helper's fork server has died", lambda: os._exit(1))
         reader = asyncio.StreamReader(limit=_CHUNK)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         out, protocol = await loop.connect_write_pipe(
@@ -127,7 +126,7 @@ class Far:
 
     def _hello(self) -> dict[str, Any]:
         mark = ""
-        with contextlib.suppress(OSError), open(f"{self._root}{os.environ.get(keeper.MARK, '')}") as stream:
+        with contextlib.suppress(OSError), open(f"{self._root}{os.environ.get(helper_boot.MARK, '')}") as stream:
             mark = stream.read(64)
         return {"networks": sorted(offered_modes()), "six": Path("/proc/sys/net/ipv6").exists(), "mark": mark}
 
@@ -154,7 +153,7 @@ class Far:
         else:
             self._pass_on(attended, message)
 
-    def _pass_on(self, attended: Attended, message: dict[str, Any]) -> None:
+    def _pass_on(self, attended: AttendedContainer, message: dict[str, Any]) -> None:
         try:
             attended.take(message)
         except Exception as error:  # noqa: BLE001 - the boundary to pier, see `_on_message`
@@ -170,10 +169,10 @@ class Far:
             if message["op"] == "enter":
                 answer = await self._enter(message)
             elif message["op"] == "changes":
-                answer = await self._attended[message["container"]].changes(self._doorkeeper, self._root)
+                answer = await self._attended[message["container"]].changes(self._fork_server, self._root)
             elif message["op"] == "measure":
                 attended, volumes = self._attended[message["container"]], message["volumes"]
-                answer = await attended.used_disk(self._doorkeeper, self._root, volumes)
+                answer = await attended.used_disk(self._fork_server, self._root, volumes)
             elif message["op"] == "free" and "path" in message:
                 answer = {"bytes": free_bytes(Path(self._root + message["path"]))}
             elif message["op"] == "free":
@@ -203,11 +202,11 @@ class Far:
 
     async def _enter(self, message: dict[str, Any]) -> dict[str, Any]:
         key, plan = message["container"], message["plan"]
-        attended = Attended(self._mux, key, message["of"], message["pid"])
+        attended = AttendedContainer(self._mux, key, message["of"], message["pid"])
         plan["filter"] = seccomp.program().hex() if seccomp.supported() else ""
         self._entering[key] = asyncio.current_task()
         try:
-            proof = await attended.enter(self._doorkeeper, plan)
+            proof = await attended.enter(self._fork_server, plan)
         except BaseException:
             await attended.leave()
             raise
@@ -224,7 +223,7 @@ class Far:
         if attended := self._attended.pop(key, None):
             await attended.leave()
 
-    async def _arrange(self, attended: Attended, message: dict[str, Any]) -> None:
+    async def _arrange(self, attended: AttendedContainer, message: dict[str, Any]) -> None:
         try:
             if message["op"] == "listen":
                 answer = await attended.listen(message)
@@ -243,3 +242,91 @@ def _failure(error: Exception) -> dict[str, Any]:
     if isinstance(error, (PierError, OSError)):
         return {"error": str(error), "code": getattr(error, "code", "sandbox")}
     return {"error": f"invalid request: {type(error).__name__}: {error}", "code": "bad_argument"}
+
+
+_MOST_CHANGES = 20_000
+_LONGEST_CHANGES = 1 << 20
+"""Letters of their paths. More than that the engine is asked for, which does not hold up what else pier is told."""
+
+
+def start_fork_server() -> socket.socket:
+    """Start it; the socket to it. Call this before there is a second thread or a loop."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        try:
+            ours.close()
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for number in (0, 1):
+                os.dup2(nothing, number)
+            os.close(nothing)
+            _serve(theirs)
+        finally:
+            os._exit(0)
+    theirs.close()
+    return ours
+
+
+def _serve(sock: socket.socket) -> None:
+    kernel.set_name("pier-fork-server")
+    tree.warm()
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, _reap)
+    with contextlib.suppress(ConnectionError):
+        while True:
+            try:
+                received = wire.receive(sock)
+            except ValueError:
+                continue
+            if received is None:
+                return
+            message, fds = received
+            try:
+                _enter(sock, message, fds) if message["op"] == "enter" else _look(sock, message)
+            except Exception as error:  # noqa: BLE001 - the boundary to pier: no request ends this process
+                wire.send(sock, wire.failure(message, error))
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+
+def _enter(sock: socket.socket, message: dict[str, Any], fds: list[int]) -> None:
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        sock.close()
+        attendant.main(socket.socket(fileno=fds[0]), message["pid"], message["plan"])
+    pidfd = os.pidfd_open(pid)
+    try:
+        wire.send(sock, {"id": message["id"], "pid": pid}, [pidfd])
+    finally:
+        os.close(pidfd)
+
+
+def _look(sock: socket.socket, message: dict[str, Any]) -> None:
+    """Have a child look at the files of a container."""
+    if os.fork() == 0:
+        try:
+            found = _measure(message) if message["op"] == "measure" else _compare(message)
+            wire.send(sock, {"id": message["id"]} | found)
+        finally:
+            os._exit(0)
+
+
+def _measure(message: dict[str, Any]) -> dict[str, Any]:
+    return {"bytes": unlinked.measure("/proc", message["pid"], *message["paths"])}
+
+
+def _compare(message: dict[str, Any]) -> dict[str, Any]:
+    """What differs between layers; None if they cannot be read from here or it is too much to tell."""
+    try:
+        found = changes.compare(message["path"], message["layers"], _MOST_CHANGES)
+    except (OSError, changes.TooMany):
+        return {"changes": None}
+    return {"changes": found if sum(len(row[0]) for row in found) <= _LONGEST_CHANGES else None}
+
+
+def _reap(*_: object) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
