@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pier.beneath import remove
-from pier.sandbox.linux.changes import TooMany, compare, measure, merge
+from pier.sandbox.linux.changes import TooMany, compare, merge
+from pier.sandbox.linux.changes import measure_tree as measure
 from tests.deep import LEVELS, make_deep
 
 

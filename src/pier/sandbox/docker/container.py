@@ -22,7 +22,7 @@ from pier.network.dns import Answer, Names
 from pier.network.policy import Decision, NetworkPolicy
 from pier.sandbox.docker.mux import Mux, Watched
 from pier.sandbox.linux.channel import WATCH, Channel, close_all
-from pier.sandbox.linux.disk import free_bytes
+from pier.sandbox.linux.limits import free_bytes
 from pier.sandbox.linux.network import Network
 
 CONTAINER_ENDED = "container_ended"

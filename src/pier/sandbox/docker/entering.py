@@ -27,7 +27,7 @@ from pier.sandbox.docker.container import (
     until_frozen,
 )
 from pier.sandbox.linux.channel import Channel, close_all
-from pier.sandbox.linux.disk import free_bytes
+from pier.sandbox.linux.limits import free_bytes
 from pier.sandbox.linux.network import Network
 from pier.sandbox.linux.zygotes import Zygotes, kill_and_wait
 

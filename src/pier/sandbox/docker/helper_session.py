@@ -28,9 +28,9 @@ from pier.sandbox import seccomp, tree
 from pier.sandbox.docker import helper_boot
 from pier.sandbox.docker.container import AttendedContainer, Hub
 from pier.sandbox.docker.mux import Broken, Mux
-from pier.sandbox.linux import attendant, changes, kernel, unlinked, wire
+from pier.sandbox.linux import attendant, changes, kernel, wire
 from pier.sandbox.linux.channel import Channel
-from pier.sandbox.linux.disk import free_bytes
+from pier.sandbox.linux.limits import free_bytes
 from pier.sandbox.linux.network import offered_modes
 
 SILENCE = 120.0
@@ -314,7 +314,7 @@ def _look(sock: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _measure(message: dict[str, Any]) -> dict[str, Any]:
-    return {"bytes": unlinked.measure("/proc", message["pid"], *message["paths"])}
+    return {"bytes": changes.measure("/proc", message["pid"], *message["paths"])}
 
 
 def _compare(message: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from pier.sandbox.docker.entering import Entered, Entrance
 from pier.sandbox.docker.helper import HelperChannel
 from pier.sandbox.docker.runtime import PLACE
 from pier.sandbox.linux.channel import Channel, close_all, failure_of
-from pier.sandbox.linux.disk import DiskWatch
+from pier.sandbox.linux.limits import DiskWatch
 from pier.sandbox.linux.process import LinuxProcess
 from pier.sandbox.linux.sandbox import Home, LinuxListener, LinuxSandbox
 

@@ -24,12 +24,11 @@ from pier.idmap import IdMap
 from pier.image.model import Image
 from pier.lease import Held, Lease, close_all, close_in_turn
 from pier.network.policy import NetworkMode, Rules
-from pier.sandbox import arguments, cgroup
-from pier.sandbox.cgroup import ControlGroup
+from pier.sandbox import arguments
 from pier.sandbox.contract import Backend, Capabilities, Change, Finding, Limits, SandboxSpec
 from pier.sandbox.host import HostRoot, host_image, prepare
 from pier.sandbox.linux.changes import merge
-from pier.sandbox.linux.disk import free_bytes
+from pier.sandbox.linux.limits import ControlGroup, find_cgroups, free_bytes
 from pier.sandbox.linux.network import offered_modes
 from pier.sandbox.linux.root import APT_OF_ONE_ID, NO_OVERLAY
 from pier.sandbox.linux.sandbox import LinuxSandbox
@@ -103,7 +102,7 @@ class LocalBackend(Backend):
         self._lease = lease
         self._ids = IdMap.detect()
         self._base = pier_home() / "sandboxes"
-        self._groups = cgroup.find()
+        self._groups = find_cgroups()
         self._capabilities = Capabilities(
             networks=offered_modes(),
             switch_network=True,

@@ -21,11 +21,10 @@ from pier.beneath import remove_some
 from pier.errors import SandboxError
 from pier.lease import Lease
 from pier.network.plumbing import RESOLV_CONF
-from pier.sandbox.cgroup import ControlGroup, Hierarchies
 from pier.sandbox.contract import Limits, Mount, SandboxSpec
 from pier.sandbox.host import HostRoot, masks
 from pier.sandbox.linux.channel import Answer, Channel, close_all
-from pier.sandbox.linux.disk import DiskWatch, free_bytes
+from pier.sandbox.linux.limits import ControlGroup, DiskWatch, Hierarchies, free_bytes
 from pier.sandbox.linux.wire import OUT_OF_MEMORY
 from pier.sandbox.linux.zygotes import STOP_SECONDS, Zygotes, kill_and_wait
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from pier.home import pier_home
 from pier.idmap import IdMap
-from pier.sandbox import cgroup, seccomp
+from pier.sandbox import seccomp
 from pier.sandbox.contract import Finding
+from pier.sandbox.linux.limits import Hierarchies
 from pier.sandbox.linux.network import offered_modes
 
 HOMES = "set PIER_HOME to a directory on ext4, xfs, btrfs or tmpfs"
@@ -18,7 +19,7 @@ _KERNEL = (5, 12)
 _OTHERS = "open files by rlimit; disk is watched, and what writes too much is killed"
 
 
-def examine(ids: IdMap, groups: cgroup.Hierarchies | None, problem: str, mend: str, *, shifted: bool) -> list[Finding]:
+def examine(ids: IdMap, groups: Hierarchies | None, problem: str, mend: str, *, shifted: bool) -> list[Finding]:
     """All findings. `problem` is why a sandbox could not be started a moment ago, empty if one could, and `mend` what
     helps, if that is known; `shifted` whether its files could be mounted with other ids."""
     return [
@@ -85,7 +86,7 @@ def _host_image(ids: IdMap) -> Finding:
     return Finding("host image", True, "this machine's software, read-only, since you are not root")
 
 
-def _limits(groups: cgroup.Hierarchies | None) -> Finding:
+def _limits(groups: Hierarchies | None) -> Finding:
     if groups is None:
         weaker = "memory is watched, cpus are bound to cores, processes by namespace or rlimit"
         detail = f"no writable control groups: {weaker}; {_OTHERS}"

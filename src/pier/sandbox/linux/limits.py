@@ -1,22 +1,29 @@
-"""Control groups for sandboxes: limits on memory, processes and cpu that hold for all of a sandbox together.
+"""Limits that hold for all of a sandbox together: memory, processes and cpu by control groups, disk by measuring.
 
-`find` says where groups can be made: a delegated or root-owned cgroup v2 tree that has the controllers, else writable
-v1 hierarchies, else nowhere (None). A `Group` is a few directories called `pier/<id>`; everything is done by plain
-file operations, so a process that can import nothing more can still join one.
+`find_cgroups` says where groups can be made: a delegated or root-owned cgroup v2 tree that has the controllers, else
+writable v1 hierarchies, else nowhere (None). A `ControlGroup` is a few directories called `pier/<id>`; everything is
+done by plain file operations, so a process that can import nothing more can still join one. `DiskWatch` keeps a sandbox
+below its limit where the file system has no quota for it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pier.sandbox.contract import Limits
+from pier.errors import SandboxError
+from pier.sandbox.linux.channel import Channel
+
+if TYPE_CHECKING:
+    from pier.sandbox.contract import Limits
 
 _CONTROLLERS = ("memory", "pids", "cpu")
 _LIMITED = {"memory": "memory", "pids": "processes", "cpu": "cpus"}
@@ -112,7 +119,7 @@ class ControlGroup:
         return not left
 
 
-def find(mountinfo: str | None = None) -> Hierarchies | None:
+def find_cgroups(mountinfo: str | None = None) -> Hierarchies | None:
     """Where this process can make groups with limits, or None."""
     mounts = list(_mounts(mountinfo if mountinfo is not None else Path("/proc/self/mountinfo").read_text()))
     unified = [where for kind, where, _ in mounts if kind == "cgroup2"]
@@ -219,3 +226,62 @@ def _rmdir(path: str) -> bool:
             return False
         raise
     return True
+
+
+_WATCH_SECONDS = 0.5
+_MEASURE_SECONDS = 10.0
+_LARGE = 1 << 30
+"""A limit from which on measuring waits for a sign that it may be passed."""
+
+
+class DiskWatch:
+    """Kills everything inside whenever what it wrote takes more than `limit` bytes. `free` says how much space the disk
+    has left (None if that is unknown), `measure` how much the sandbox takes."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        limit: int,
+        free: Callable[[], Awaitable[int | None]],
+        measure: Callable[[], Awaitable[int]],
+    ) -> None:
+        self.kills = 0
+        self._channel = channel
+        self._limit = limit
+        self._free = free
+        self._measure = measure
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """To measure costs much. Under a large limit it is done when the disk lost so much that the limit may be
+        passed, and now and then, since others may have freed as much meanwhile."""
+        loop = asyncio.get_running_loop()
+        pause, used, most, due = _WATCH_SECONDS, 0, 0, loop.time() + _MEASURE_SECONDS
+        while not self._channel.closed:
+            await asyncio.sleep(pause)
+            began = loop.time()
+            try:
+                free = await self._free() or 0
+                most = max(most, free)
+                if self._limit >= _LARGE and used + most - free <= self._limit and began < due:
+                    continue
+                used = await self._measure()
+                most, due = free, began + _MEASURE_SECONDS
+                if used > self._limit:
+                    self.kills += 1
+                    await self._channel.ask({"op": "kill_all"})
+            except (SandboxError, OSError):
+                continue
+            pause = max(_WATCH_SECONDS, 10 * (loop.time() - began))
+
+    async def stop(self) -> None:
+        self._watching.cancel()
+        await asyncio.wait([self._watching])
+
+
+def free_bytes(directory: Path) -> int:
+    """How much a user may still write where a directory is, or will be."""
+    while not directory.exists():
+        directory = directory.parent
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize

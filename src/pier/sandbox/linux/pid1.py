@@ -1,11 +1,13 @@
-"""Process 1 of a sandbox: builds its root, then serves pier as `Init` does.
+"""Process 1 of a sandbox: builds its root, then serves pier as `Init` does; and those that a zygote makes ahead.
 
 It never executes a program, so its memory belongs to the namespace outside and nothing inside can trace or read it. Its
-first thread keeps its rights over the sandbox's own namespaces and sleeps until they are needed; the second one, which
+first thread keeps its rights over the sandbox's namespaces and sleeps until they are needed; the second one, which
 serves pier and starts commands, has given them up, and so has all that it starts. When pier's end of the control
 socket closes, it ends, and the kernel ends everything inside with it.
 
-It begins without a plan, readies what all sandboxes have alike, and waits: for long, as a spare, or not.
+It begins without a plan, prepares what all sandboxes have alike, and waits for one. Making namespaces is the most
+expensive part of a start and does not depend on what is started, so a zygote that starts one sandbox after another
+makes a spare while it has nothing else to do. A spare holds no resources of a trial and ends when its zygote does.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import os
+import select
 import signal
 import socket
 from collections.abc import Callable, Iterable, Sequence
@@ -20,8 +23,9 @@ from typing import Any
 
 from pier.network import last_resort
 from pier.sandbox.linux import kernel, root, wire, worker
-from pier.sandbox.linux.census import Census
 from pier.sandbox.linux.init import Init, send_each, set_limits
+from pier.sandbox.linux.proc import OOM_SCORE_SERVING, ProcessTable, set_oom_score
+from pier.sandbox.linux.root import HOST
 
 GO = b"1"
 """Says that the ids are mapped."""
@@ -50,7 +54,7 @@ def _begin(control: socket.socket, config: dict[str, Any]) -> None:
     pid_max = root.open_pid_max()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     proc = os.open("/b/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    init = First(control, _BLANK | config, Census(proc, first=1))
+    init = First(control, _BLANK | config, ProcessTable(proc, first=1))
     texts = root.prepare(config["masks"], many_ids=many_ids)
     proof, sockets = last_resort.begin()
     _thread.start_new_thread(init.run, ())
@@ -92,8 +96,8 @@ def _become_root(*, many_ids: bool) -> None:
 class First(Init):
     """Process 1: a thread with the rights over its namespaces, which waits, and one without, which serves."""
 
-    def __init__(self, control: socket.socket, plan: dict[str, Any], census: Census) -> None:
-        super().__init__(control, plan, census)
+    def __init__(self, control: socket.socket, plan: dict[str, Any], processes: ProcessTable) -> None:
+        super().__init__(control, plan, processes)
         self.own = worker.Worker(control, self._on_free, many_ids=plan["many_ids"])
         self._plan: dict[str, Any] = {}
         self._wanted: Callable[[], Any] | None = None
@@ -201,3 +205,122 @@ def _is_childless() -> bool:
     except ChildProcessError:
         return True
     return False
+
+
+_NAMESPACES = (
+    kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+    | kernel.CLONE_NEWCGROUP | kernel.CLONE_NEWNET
+)  # fmt: skip
+_MOST = 1
+_FROM = 2
+"""The start that spares are made from on: whoever starts a second sandbox will start more."""
+
+
+class Spare:
+    """An init that waits for its plan. `layers` says how many the zygote had mounted when it was cloned."""
+
+    def __init__(self, pid: int, pidfd: int, control: socket.socket, layers: int) -> None:
+        self.pid = pid
+        self.pidfd = pidfd
+        self.control = control
+        self.layers = layers
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+        self.control.close()
+
+
+class Spares:
+    """The spares of one zygote, whose socket to pier they must not hold."""
+
+    def __init__(self, sock: socket.socket, config: dict[str, Any]) -> None:
+        self._sock = sock
+        self._config = config
+        self._waiting: dict[int, Spare] = {}
+        self._taken = 0
+        self.layers = 0
+        """Counts the layers that the zygote mounted. A clone finds those that were mounted before it."""
+
+    @property
+    def wanted(self) -> bool:
+        return self._taken >= _FROM and len(self._waiting) < _MOST
+
+    def take(self) -> Spare:
+        """An init for a sandbox: one that waits, else a new one."""
+        self._taken += 1
+        while self._waiting:
+            spare = self._waiting.pop(next(iter(self._waiting)))
+            if _is_alive(spare):
+                return spare
+            spare.close()
+        return self.clone(self._config["maps"])
+
+    def add(self) -> None:
+        """Make one ahead. If that is not possible now, the start that needs it will tell."""
+        try:
+            spare = self.clone(self._config["maps"])
+        except OSError:
+            self._taken = 0
+        else:
+            self._waiting[spare.pid] = spare
+
+    def forget(self, pid: int) -> None:
+        """Note that a child of the zygote has ended."""
+        if pid in self._waiting:
+            self._waiting.pop(pid).close()
+
+    def close(self) -> None:
+        """Let go of everything: at the zygote's end, and in children that are not spares. Inits that wait then end."""
+        self._sock.close()
+        for spare in self._waiting.values():
+            spare.close()
+
+    def end(self) -> None:
+        """End all that wait, and see them gone."""
+        for pid in self._waiting:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._waiting:
+            os.waitpid(pid, 0)
+
+    def clone(self, maps: dict[str, str]) -> Spare:
+        """A new one, whose user namespace has the ids that `maps` say."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid, pidfd = kernel.clone(_NAMESPACES)
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            self.close()
+            ours.close()
+            main(theirs, self._config)
+        theirs.close()
+        spare = Spare(pid, pidfd, ours, self.layers)
+        try:
+            write_maps(pid, maps)
+            _put_in_line(pid)
+            ours.send(GO)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            spare.close()
+            raise
+        return spare
+
+
+def write_maps(pid: int, maps: dict[str, str]) -> None:
+    """Say which ids the user namespace of a process has. Each map is one write."""
+    for name, rows in maps.items():
+        fd = os.open(f"{HOST}/proc/{pid}/{name}", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(fd, rows.encode())
+        finally:
+            os.close(fd)
+
+
+def _put_in_line(pid: int) -> None:
+    proc = os.open(f"{HOST}/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        set_oom_score(proc, pid, OOM_SCORE_SERVING)
+    finally:
+        os.close(proc)
+
+
+def _is_alive(spare: Spare) -> bool:
+    return not select.select([spare.pidfd], [], [], 0)[0]
