@@ -16,8 +16,8 @@ from pier.agent.contract import AGENT_LOGS
 from pier.errors import PolicyError, SandboxError, TaskError
 from pier.image.model import HOST, Image
 from pier.network.policy import NetworkPolicy
+from pier.sandbox.compose import LOGS as SERVICE_LOGS
 from pier.sandbox.compose import MAIN, Compose, Service
-from pier.sandbox.compose.storage import LOGS as SERVICE_LOGS
 from pier.sandbox.contract import Backend, Capabilities, Limits
 from pier.task import Task, TaskStep, resolve_env
 from pier.task.model import Environment, normalise_host

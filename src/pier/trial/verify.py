@@ -30,7 +30,7 @@ from pier.errors import PathError, PierError, SandboxError, VerifierError
 from pier.network.policy import NONE, Decision, OnDecision
 from pier.redact import Redactor
 from pier.sandbox.contract import LOST, Change, Sandbox
-from pier.sandbox.tree.pack import SKIPPED
+from pier.sandbox.tar import SKIPPED
 from pier.task import TaskStep, resolve_env
 from pier.tree import Tree
 from pier.trial.agent import phase_seconds

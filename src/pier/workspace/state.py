@@ -26,8 +26,7 @@ from pier.errors import SandboxError, StorageError
 from pier.files import write_json
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.contract import Sandbox
-from pier.sandbox.tree.pack import pack_entry
-from pier.sandbox.tree.unpack import unpack
+from pier.sandbox.tar import pack_entry, unpack
 from pier.tree import Tree
 from pier.trial.collect import has_state, keep_state, restore_state
 from pier.trial.environment import SandboxStarter

@@ -21,7 +21,7 @@ from pier.image.model import Image
 from pier.lease import close_all, close_in_turn
 from pier.network import plumbing
 from pier.network.policy import NONE, Decision, NetworkPolicy, OnDecision
-from pier.sandbox.compose.model import MAIN, Compose, Composition, Health, Service
+from pier.sandbox.compose import MAIN, Compose, Composition, Health, Service
 from pier.sandbox.contract import Change, Limits, Result, Sandbox, SandboxSpec, Stream
 from pier.sandbox.docker.sandbox import DockerSandbox
 from pier.sandbox.docker.volumes import TrialVolumes

@@ -24,7 +24,7 @@ from pier.network import plumbing
 from pier.sandbox import seccomp, tree
 from pier.sandbox.linux import kernel, launch, wire
 from pier.sandbox.linux.proc import set_oom_score
-from pier.sandbox.tree.small import serve_small
+from pier.sandbox.tree import serve_small
 
 ALL_CHILDREN = 0x40000000
 """__WALL: children count, whatever signal they send at their end."""

@@ -1,10 +1,11 @@
-"""Trees of files through tar streams, safe against whatever lies on either side.
+"""Requests for files inside a sandbox, safe against whatever lies there.
 
-`serve` runs in a forked child inside a sandbox's root and does one request (pack, unpack, read, write, ...);
-`receive.receive` runs on the host, for a stream that came out of a sandbox. Neither ever reads or writes outside of the
-directory it was given, whatever the stream or the tree holds: symlinked parents, `..`, absolute names, hard links,
-devices, fifos, or a tree that changes under its hands. Each path is resolved by the kernel in one step (`openat2`) with
-the limits of the request, and last parts are never followed.
+`serve` runs in a forked child inside a sandbox's root and does one request (pack, unpack, read, write, ...). It never
+reads or writes outside of the directory it was given, whatever the stream or the tree holds: symlinked parents, `..`,
+absolute names, hard links, devices, fifos, or a tree that changes under its hands. Each path is resolved by the kernel
+in one step (`openat2`) with the limits of the request, and last parts are never followed. `serve_small` does requests
+that take only a moment in the sandbox's init, without a fork: what goes in is little and already in a file, and what
+comes out fits into an empty pipe. Everything else is left to `serve` in a process that can be killed.
 
 Only the standard library is used, since a process inside a sandbox's root can import nothing any more; call `warm`
 beforehand. Extended attributes are not carried.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fnmatch
+import itertools
 import json
 import os
 import stat
@@ -35,8 +37,7 @@ from pier.beneath import (
     write_all,
     write_sparse,
 )
-from pier.sandbox.tree.pack import CHUNK, pack, pack_entry
-from pier.sandbox.tree.unpack import unpack
+from pier.sandbox.tar import CHUNK, pack, pack_entry, unpack
 
 __all__ = ["TreeError", "pack", "pack_entry", "pack_options", "serve", "unpack", "warm"]
 
@@ -271,3 +272,86 @@ _OPERATIONS = {
     "list": _serve_list,
     "stat": _serve_stat,
 }
+
+
+_IN = 1 << 17
+_OUT = 48 << 10
+_FEW = 64
+_ENTRIES = 256
+
+
+class _TooMuch(Exception):
+    """There is more than was looked for."""
+
+
+class _Kept:
+    """A file in memory that takes no more than fits into a pipe."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def write(self, data: bytes) -> int:
+        self.data += data
+        if len(self.data) > _OUT:
+            raise _TooMuch
+        return len(data)
+
+
+def serve_small(request: dict[str, Any], fd: int) -> dict[str, Any] | None:
+    """As `serve`; or None if the request may take longer. Then nothing was done, and `fd` is still open."""
+    root = os.open("/", DIRECTORY)
+    try:
+        if request["op"] == "pack":
+            return _pack(root, request, fd)
+        return serve(request, fd) if _LOOKS[request["op"]](root, request, fd) else None
+    except Exception:  # noqa: BLE001 - `serve` answers for whatever is wrong with the request
+        return None
+    finally:
+        os.close(root)
+
+
+def _pack(root: int, request: dict[str, Any], fd: int) -> dict[str, Any]:
+    kept: Any = _Kept()
+    skipped = pack(root, request["source"], kept, most=_ENTRIES, **pack_options(request))
+    write_all(fd, kept.data)
+    os.close(fd)
+    return {"ok": True, "skipped": skipped}
+
+
+def _is_here(root: int, request: dict[str, Any], fd: int) -> bool:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _IN:
+        return False
+    return all(_is_flat(root, path) for path in request.get("clear", ()))
+
+
+def _is_short(root: int, request: dict[str, Any], fd: int) -> bool:
+    """Whether a file is known to be short. One that says it has no length may be of the kernel's making, and wait."""
+    source = open_in(root, request["source"], os.O_PATH, IN_ROOT | NO_SYMLINKS | NO_MAGICLINKS)
+    try:
+        found = os.fstat(source)
+    finally:
+        os.close(source)
+    return stat.S_ISREG(found.st_mode) and 0 < found.st_size <= _OUT
+
+
+def _is_removed_soon(root: int, request: dict[str, Any], fd: int) -> bool:
+    return _is_flat(root, request["target"])
+
+
+def _is_flat(root: int, path: str) -> bool:
+    """Whether there is nothing to remove, or a file, or a directory of a few of them."""
+    flags = os.O_RDONLY | os.O_DIRECTORY
+    try:
+        target = open_in(root, path.rstrip("/"), flags, IN_ROOT | NO_SYMLINKS | NO_MAGICLINKS)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    try:
+        with os.scandir(target) as entries:
+            seen = list(itertools.islice(entries, _FEW))
+            return len(seen) < _FEW and not any(entry.is_dir(follow_symlinks=False) for entry in seen)
+    finally:
+        os.close(target)
+
+
+_LOOKS = {"write": _is_here, "unpack": _is_here, "read": _is_short, "remove": _is_removed_soon}

@@ -1,8 +1,7 @@
 """The small grammars inside compose files: sizes, times, lists that may be mappings, commands that may be texts.
 
-Variables in compose files: only those that the task names are seen, never those of whoever runs pier.
-
-What a service may use, by the keys that compose has had for it over the years.
+Variables are those that the task names, never those of the user who runs pier. Limits are read from every key that
+compose has had for them.
 """
 
 from __future__ import annotations
