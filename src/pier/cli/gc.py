@@ -14,7 +14,7 @@ from pier.cli.output import JSON
 from pier.sizes import parse_size, size_text
 
 if TYPE_CHECKING:
-    from pier.image.collect import CollectedImages
+    from pier.image.store import CollectedImages
     from pier.lease import Destroy, Swept
 
 
@@ -54,8 +54,7 @@ def gc(max_size: str | None, dry_run: bool, as_json: bool) -> None:
 
 
 async def _collect(max_size: str | None, dry_run: bool) -> tuple[Swept, CollectedImages]:
-    from pier.image.collect import collect, default_budget
-    from pier.image.store import ImageStore
+    from pier.image.store import ImageStore, collect, default_budget
 
     limit = None if max_size is None else parse_size(max_size, "--max-size")
     swept = await _sweep(dry_run)

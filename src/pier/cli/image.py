@@ -49,7 +49,7 @@ def import_(source: Path | None, name: str | None, from_docker: str | None, as_j
     """
     if from_docker is not None:
         from pier.errors import ImageError
-        from pier.image.fetch import take_from_engine
+        from pier.image.importing import take_from_engine
 
         made = asyncio.run(take_from_engine(_store(), from_docker, str(source) if source else None))
         if made is None:
@@ -81,7 +81,7 @@ async def _import(source: Path, name: str | None) -> Image:
 @JSON
 def pull(name: str, quiet: bool, env: str, as_json: bool) -> None:
     """Pull an image from its registry; with `--env docker` have the Docker engine pull it."""
-    from pier.image.fetch import pull_image
+    from pier.image.importing import pull_image
     from pier.sandbox.docker.images import pull_there
 
     tell = None if quiet else _say
@@ -155,7 +155,7 @@ def list_(cached: bool, env: str, as_json: bool) -> None:
 
 
 def _list_cached(as_json: bool) -> None:
-    from pier.image.collect import list_cached
+    from pier.image.store import list_cached
 
     rows = asyncio.run(list_cached(_store()))
     cells = [(row["kind"], size_text(row["size"]), row["used"], row["name"]) for row in rows]
@@ -221,7 +221,7 @@ def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from pier.image.collect import collect
+    from pier.image.store import collect
 
     limit = None if max_size is None else parse_size(max_size, "--max-size")
     if env == "docker":

@@ -20,8 +20,8 @@ from pier.image import owner
 from pier.image.build import PREDEFINED, Build, find_stage
 from pier.image.copying import Ignore, content_digest
 from pier.image.dockerfile import Heredoc, Instruction, expand, split
+from pier.image.layer_directories import View
 from pier.image.stage import BuildStage, BuildStep, StepMount, key_of
-from pier.image.view import View
 from pier.network.policy import NONE
 
 if TYPE_CHECKING:

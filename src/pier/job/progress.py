@@ -279,8 +279,7 @@ def _print_store() -> None:
     """Print the size of the image store if it is over its budget."""
     if not (pier_home() / "images").is_dir():
         return
-    from pier.image.collect import default_budget, layers_size
-    from pier.image.store import ImageStore
+    from pier.image.store import ImageStore, default_budget, layers_size
 
     store = ImageStore()
     size, budget = layers_size(store), default_budget(store)

@@ -13,7 +13,7 @@ from pier import files
 from pier.errors import ImageError, TaskError
 from pier.image.copying import matches, read_ignore
 from pier.image.dockerfile import Dockerfile, Instruction, read, split
-from pier.image.view import View
+from pier.image.layer_directories import View
 from pier.task.load import Task, TaskStep, load_task, read_config
 from pier.task.model import TaskConfig, wanted_variables
 

@@ -18,9 +18,9 @@ import aiodocker
 from aiodocker.exceptions import DockerError
 
 from pier.errors import PierError, PolicyError, SandboxError, UsageError
-from pier.image.fetch import engine_address
+from pier.image.engine_address import shown
+from pier.image.importing import engine_address
 from pier.image.model import Image, ImageConfig, OnProgress
-from pier.image.reach import shown
 from pier.lease import Held, Lease, close_all, close_in_turn
 from pier.network.policy import Rules
 from pier.sandbox import arguments
@@ -91,7 +91,7 @@ _BUILDERS: dict[str, Literal["pier", "own", "either"]] = {"": "either", "pier": 
 
 
 class DockerBackend(Backend):
-    """Sandboxes that are containers of the engine that `pier.image.reach` finds."""
+    """Sandboxes that are containers of the engine that `pier.image.engine_address` finds."""
 
     name = "docker"
     options = ("host", "context", "builder")

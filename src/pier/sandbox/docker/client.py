@@ -26,9 +26,9 @@ from aiodocker.exceptions import DockerError
 from pier.errors import ImageError, SandboxError
 from pier.files import locked
 from pier.home import pier_home
-from pier.image.disk import only_one
+from pier.image.engine_address import SshConnector, is_encrypted, is_socket, open_connector, shown
 from pier.image.model import OnProgress
-from pier.image.reach import SshConnector, is_encrypted, is_socket, open_connector, shown
+from pier.image.store import only_one
 
 OLDEST = (1, 41)
 """The oldest version of the API that pier speaks: that of Docker 20.10 and podman 4."""
@@ -40,7 +40,7 @@ _CONNECT_SECONDS = 60
 
 
 class Client(aiodocker.Docker):
-    """The API of the engine at an address of `pier.image.reach`. `close` ends every connection and its process."""
+    """The API of the engine at an address (`pier.image.engine_address`). `close` ends all connections and processes."""
 
     def __init__(self, address: str) -> None:
         self.address = address

@@ -21,8 +21,8 @@ from aiodocker.exceptions import DockerError
 from pier.errors import SandboxError
 from pier.home import pier_home
 from pier.idmap import IdMap
+from pier.image.engine_address import is_socket, shown
 from pier.image.model import OnProgress
-from pier.image.reach import is_socket, shown
 from pier.lease import Lease, close_in_turn
 from pier.network.plumbing import GATEWAY
 from pier.network.policy import NetworkMode

@@ -27,7 +27,7 @@ from aiodocker.stream import Stream
 from pier.errors import PolicyError, SandboxError
 from pier.files import write
 from pier.home import pier_home
-from pier.image.reach import is_socket, shown
+from pier.image.engine_address import is_socket, shown
 from pier.lease import Lease
 from pier.network.policy import Decision, NetworkMode, NetworkPolicy, OnDecision
 from pier.sandbox.contract import Change

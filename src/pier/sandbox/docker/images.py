@@ -27,8 +27,7 @@ import aiodocker
 from aiodocker.exceptions import DockerError
 
 from pier.errors import ImageError
-from pier.image.fetch import engine_address
-from pier.image.importing import config_of
+from pier.image.importing import config_of, engine_address
 from pier.image.model import Image, ImageConfig, OnProgress, Reference, architecture, parse
 from pier.image.registry import find_credentials
 from pier.sandbox.docker.client import (

@@ -38,7 +38,7 @@ from aiodocker.stream import Stream
 from pier.errors import SandboxError
 from pier.files import write
 from pier.home import pier_home
-from pier.image.disk import only_one
+from pier.image.store import only_one
 from pier.lease import Lease
 from pier.sandbox.docker.client import Client, bring_image, engine_error, holding
 from pier.sandbox.docker.helper_boot import MARK

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from pier.network import last_resort, plumbing
+from pier.network import plumbing
 from pier.sandbox.linux import kernel, namespaces, wire, worker
 from pier.sandbox.linux.init import SPARE, Init, set_limits
 from pier.sandbox.linux.namespaces import Inner
@@ -57,7 +57,7 @@ def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
         processes = ProcessTable(proc, first=pid, namespace=inside)
         attendant = Attendant(control, plan, processes, container, (proc, inside), forker)
         attendant.confine["give_labels"] = [partial(label.give, proc) for label in labels]
-        proof, sockets = last_resort.begin()
+        proof, sockets = plumbing.begin_without_network()
         wire.send(control, {"id": 0, "ready": True, "proof": proof}, [sock.fileno() for sock in sockets])
         for sock in sockets:
             sock.close()

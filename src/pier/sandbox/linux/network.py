@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from pier.errors import PolicyError, SandboxError
-from pier.network import last_resort, udp
+from pier.network import plumbing, udp
 from pier.network.gatekeeper import Gatekeeper
 from pier.network.netlink import NETFILTER
 from pier.network.plumbing import GATEWAY
@@ -86,7 +86,7 @@ class Refusals:
             await asyncio.wait(self._lookups)
 
     def _take(self) -> bool:
-        data = last_resort.receive(self._telling)
+        data = plumbing.receive_refused(self._telling)
         if data is None:
             return False
         self._overrun = self._overrun or not data

@@ -21,7 +21,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pier.network import last_resort
+from pier.network import plumbing
 from pier.sandbox.linux import kernel, root, wire, worker
 from pier.sandbox.linux.init import Init, send_each, set_limits
 from pier.sandbox.linux.proc import OOM_SCORE_SERVING, ProcessTable, set_oom_score
@@ -56,7 +56,7 @@ def _begin(control: socket.socket, config: dict[str, Any]) -> None:
     proc = os.open("/b/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     init = First(control, _BLANK | config, ProcessTable(proc, first=1))
     texts = root.prepare(config["masks"], many_ids=many_ids)
-    proof, sockets = last_resort.begin()
+    proof, sockets = plumbing.begin_without_network()
     _thread.start_new_thread(init.run, ())
     if not config["shifted"]:
         root.guard_init("/b/proc")
