@@ -23,7 +23,7 @@ from pier.image.store import collect
 from pier.lease import Lease
 from pier.network.policy import NONE
 from pier.sandbox import SandboxSpec, open_backend
-from pier.sandbox.building import SandboxRunner
+from pier.sandbox.opening import SandboxRunner
 from tests.busybox import busybox_image
 
 pytestmark = pytest.mark.plain

@@ -111,7 +111,7 @@ def build(
     """Build an image from a Dockerfile, without a daemon."""
     from pier.image.build import build_image
     from pier.network.policy import NetworkPolicy
-    from pier.sandbox.building import open_runner
+    from pier.sandbox.opening import open_runner
 
     values = {}
     for row in build_args:

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from pier.errors import ImageError
 from pier.image import owner
-from pier.image.build import PREDEFINED, Build, find_stage
+from pier.image.build import PREDEFINED, Build, BuildStage, BuildStep, StepMount, find_stage, key_of
 from pier.image.copying import Ignore, content_digest
 from pier.image.dockerfile import Heredoc, Instruction, expand, split
 from pier.image.layer_directories import View
-from pier.image.stage import BuildStage, BuildStep, StepMount, key_of
 from pier.network.policy import NONE
 
 if TYPE_CHECKING:

@@ -153,7 +153,7 @@ def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
 
     async def build(request: ImageRequest, key: str, tell: OnProgress) -> Image:
         from pier.image.build import build_image
-        from pier.sandbox.building import SandboxRunner, can_run
+        from pier.sandbox.opening import SandboxRunner, can_run
 
         assert request.context is not None
         if backend.builder == "own" or (backend.builder == "either" and not await can_run(builder)):

@@ -25,11 +25,11 @@ import aiohttp
 from aiodocker.exceptions import DockerError
 
 from pier.errors import ImageError, PolicyError
+from pier.image.build import arg_pairs
 from pier.image.copying import Ignore, read_ignore
 from pier.image.dockerfile import Dockerfile, Instruction, expand, read, split
 from pier.image.model import HOST, SCRATCH, Image, OnProgress, host_refusal, parse
 from pier.image.registry import find_credentials
-from pier.image.stage import arg_pairs
 from pier.image.store import ImageStore
 from pier.sandbox.contract import BuildOrder
 from pier.sandbox.docker.client import DISK_FULL, SPACE_HINT, is_disk_full, making

@@ -36,9 +36,9 @@ from pier.sandbox.docker.runtime import HELPER_REPOSITORY, IDLE
 from pier.sandbox.docker.sandbox import temporary_container
 from pier.sandbox.docker.volumes import PREFIX, PackVolumes
 from pier.sandbox.host import masks
+from pier.sandbox.linux.kernel import OOM_SCORE
 from pier.sandbox.linux.limits import free_bytes
 from pier.sandbox.linux.network import offered_modes
-from pier.sandbox.linux.proc import OOM_SCORE
 from pier.sandbox.linux.zygotes import Zygotes
 
 _OWN_PROCESSES = 4

@@ -23,8 +23,8 @@ from typing import Any
 from pier.network import plumbing
 from pier.sandbox.linux import kernel, namespaces, wire, worker
 from pier.sandbox.linux.init import SPARE, Init, set_limits
+from pier.sandbox.linux.kernel import OOM_SCORE_SERVING, ProcessTable, find_labels, set_oom_score
 from pier.sandbox.linux.namespaces import Inner
-from pier.sandbox.linux.proc import OOM_SCORE_SERVING, ProcessTable, find_labels, set_oom_score
 from pier.sandbox.linux.root import HOST
 
 _NAMESPACES = ("ipc", "uts", "net", "cgroup", "pid", "mnt")

@@ -14,8 +14,8 @@ from typing import Any
 
 from pier.network import plumbing
 from pier.sandbox.linux import namespaces, wire, worker
+from pier.sandbox.linux.kernel import OOM_SCORE, ProcessTable, oom_score, set_oom_score
 from pier.sandbox.linux.namespaces import Enclosure
-from pier.sandbox.linux.proc import OOM_SCORE, ProcessTable, oom_score, set_oom_score
 from pier.sandbox.linux.wire import OUT_OF_MEMORY
 
 SPARE = 2

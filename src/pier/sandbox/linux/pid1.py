@@ -24,7 +24,7 @@ from typing import Any
 from pier.network import plumbing
 from pier.sandbox.linux import kernel, root, wire, worker
 from pier.sandbox.linux.init import Init, send_each, set_limits
-from pier.sandbox.linux.proc import OOM_SCORE_SERVING, ProcessTable, set_oom_score
+from pier.sandbox.linux.kernel import OOM_SCORE_SERVING, ProcessTable, set_oom_score
 from pier.sandbox.linux.root import HOST
 
 GO = b"1"

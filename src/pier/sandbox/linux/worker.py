@@ -23,7 +23,7 @@ from typing import Any
 from pier.network import plumbing
 from pier.sandbox import seccomp, tree
 from pier.sandbox.linux import kernel, launch, wire
-from pier.sandbox.linux.proc import set_oom_score
+from pier.sandbox.linux.kernel import set_oom_score
 from pier.sandbox.tree import serve_small
 
 ALL_CHILDREN = 0x40000000
