@@ -135,9 +135,7 @@ def _tool_call(tools: tuple[Tool, ...], action: Action) -> tuple[str, dict[str, 
         what = "shell" if isinstance(action, str) else type(action).__name__.lower()
         offered = ", ".join(tool.name for tool in tools) or "none"
         raise ModelFailed(
-            f"the agent has no tool for the script's {what!r}; it offers: {offered}",
-            status=400,
-            kind="invalid_request",
+            f"the agent has no tool for the script's {what!r}; it offers: {offered}", status=400, kind="invalid_request"
         )
     return found
 

@@ -26,18 +26,7 @@ from pier.trajectory.model import whole_characters
 from pier.trajectory.rules import IMAGES
 from pier.tree import Tree
 from pier.wire.contract import parse_arguments
-from pier.wire.turn import (
-    Media,
-    Message,
-    Part,
-    Reasoning,
-    Refusal,
-    Text,
-    Tool,
-    ToolCall,
-    ToolResult,
-    Turn,
-)
+from pier.wire.turn import Media, Message, Part, Reasoning, Refusal, Text, Tool, ToolCall, ToolResult, Turn
 
 _SIDE_TEXT = 400
 

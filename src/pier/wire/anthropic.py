@@ -103,11 +103,7 @@ _FIELDS = (
 )
 _STRING = {"type": "string"}
 _CLIENT_SIDE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    "bash": (
-        "Run a command in a persistent bash session.",
-        {"command": _STRING, "restart": {"type": "boolean"}},
-        [],
-    ),
+    "bash": ("Run a command in a persistent bash session.", {"command": _STRING, "restart": {"type": "boolean"}}, []),
     "text_editor": (
         "View, create and edit files. Commands: view, create, str_replace, insert.",
         {

@@ -557,10 +557,7 @@ class Responses(OpenAI):
     parser, renderer = ResponsesParser, ResponsesRenderer
     path = "/v1/responses"
     counting_path = "/v1/responses/input_tokens"
-    routes = (
-        ("POST", "(?:/v1)?/responses", "generate"),
-        ("POST", "(?:/v1)?/responses/input_tokens", "count_tokens"),
-    )
+    routes = (("POST", "(?:/v1)?/responses", "generate"), ("POST", "(?:/v1)?/responses/input_tokens", "count_tokens"))
     likely_path = re.compile(".*/responses$")
     keep_alive = b'event: keepalive\ndata: {"type":"keepalive","sequence_number":0}\n\n'
     answer_field = "output"
