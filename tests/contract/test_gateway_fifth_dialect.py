@@ -24,8 +24,6 @@ from tests.gateway_fakes import HELLO, PATHS, fake_provider, post, request_body
 
 
 class PlainParser(EventParser):
-    dialect = "plain"
-
     def on_event(self, event: str | None, data: Mapping[str, Any]) -> Iterator[Delta]:
         if "begin" in data:
             yield TurnStart(data["begin"])
@@ -35,15 +33,12 @@ class PlainParser(EventParser):
         else:
             yield from self._shut()
             self.done = True
-            yield TurnEnd("end", Plain().read_usage(data.get("usage")))
+            yield TurnEnd("end", self.dialect.read_usage(data.get("usage")))
 
 
 class PlainRenderer(EventRenderer):
     def keep_alive(self) -> bytes:
         return b": alive\n\n"
-
-    def error(self, status: int, message: str, kind: str) -> bytes:
-        return sse({"error": message})
 
     def _begin(self, start: TurnStart) -> bytes:
         return sse({"begin": start.id})
@@ -62,6 +57,7 @@ class Plain(Dialect):
     """Texts, and nothing but texts."""
 
     name = "plain"
+    parser, renderer = PlainParser, PlainRenderer
     routes = (("POST", "/plain", "generate"),)
     answer_field = "texts"
     local_fields = "model texts stream"
@@ -85,12 +81,6 @@ class Plain(Dialect):
 
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
         return {"texts": [turn.text], "usage": [turn.usage.input_tokens, turn.usage.output_tokens]}
-
-    def stream_parser(self) -> PlainParser:
-        return PlainParser()
-
-    def stream_renderer(self, request: Request, route: Route | None = None) -> PlainRenderer:
-        return PlainRenderer()
 
     def error_body(self, status: int, message: str, kind: str) -> dict[str, Any]:
         return {"error": message}

@@ -16,7 +16,6 @@ from pier.wire.contract import (
     REMOVED,
     AnswerProgress,
     BadRequest,
-    BadResponse,
     Dialect,
     Route,
     compact,
@@ -101,6 +100,12 @@ _FIELDS = (
     *("model", "messages", "system", "tools", "tool_choice", "stream", "thinking", "output_config"),
     *_SAMPLING.values(),
 )
+_DELTAS: dict[Any, tuple[str, str]] = {
+    **dict.fromkeys((Text, Refusal), ("text_delta", "text")),
+    Reasoning: ("thinking_delta", "thinking"),
+    ToolCall: ("input_json_delta", "partial_json"),
+}
+"""The type of the delta of a part, and the field with the text."""
 _STRING = {"type": "string"}
 _CLIENT_SIDE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "bash": ("Run a command in a persistent bash session.", {"command": _STRING, "restart": {"type": "boolean"}}, []),
@@ -265,16 +270,6 @@ def render_choice(choice: ToolChoice | None, parallel: bool | None, has_tools: b
     return rendered
 
 
-def read_usage(raw: Any) -> Usage:
-    """Anthropic counts cache reads and writes separately from the input; here the input includes them."""
-    if not isinstance(raw, dict):
-        return Usage()
-    names = ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
-    fresh, said, cached, written = (whole(raw.get(name)) for name in names)
-    total = None if fresh is None else fresh + (cached or 0) + (written or 0)
-    return Usage(total, said, cached_tokens=cached, cache_write_tokens=written)
-
-
 def render_usage(usage: Usage) -> dict[str, Any]:
     cached, written = usage.cached_tokens or 0, usage.cache_write_tokens or 0
     return {
@@ -288,10 +283,8 @@ def render_usage(usage: Usage) -> dict[str, Any]:
 class AnthropicParser(EventParser):
     """`message_start`, one block after the other, `message_delta`, `message_stop`."""
 
-    dialect = "anthropic"
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, dialect: Dialect) -> None:
+        super().__init__(dialect)
         self._block: dict[str, Any] | None = None
         self._pieces: list[str] = []
         self._signatures: list[str] = []
@@ -303,7 +296,7 @@ class AnthropicParser(EventParser):
             case "message_start":
                 message = data["message"]
                 self._usage.update(message.get("usage") or {})
-                yield from self._begin(message.get("id"), message.get("model"), read_usage(self._usage))
+                yield from self._begin(message.get("id"), message.get("model"), self.dialect.read_usage(self._usage))
             case "content_block_start":
                 yield from self._start_block(dict(data["content_block"]))
             case "content_block_delta":
@@ -317,7 +310,8 @@ class AnthropicParser(EventParser):
             case "message_stop":
                 self.done = True
                 native, sequence = self._stop
-                yield TurnEnd(read_stop(native, self._has_calls), read_usage(self._usage), native, sequence)
+                stop, usage = read_stop(native, self._has_calls), self.dialect.read_usage(self._usage)
+                yield TurnEnd(stop, usage, native, sequence)
             case "ping":
                 yield Ping()
             case "error":
@@ -341,7 +335,7 @@ class AnthropicParser(EventParser):
         if self._block is None:
             raise ValueError("a delta outside of any block")
         kind = delta.get("type")
-        text = delta.get({"text_delta": "text", "input_json_delta": "partial_json"}.get(str(kind), "thinking")) or ""
+        text = delta.get(dict(_DELTAS.values()).get(str(kind), "thinking")) or ""
         if kind == "signature_delta":
             self._signatures.append(delta.get("signature") or "")
         elif self._open is None:
@@ -364,15 +358,15 @@ class AnthropicParser(EventParser):
 
 
 class AnthropicRenderer(EventRenderer):
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
+    def __init__(self, dialect: Dialect, request: Request) -> None:
+        super().__init__(dialect, request)
         self._index = -1
 
     def keep_alive(self) -> bytes:
         return _event({"type": "ping"})
 
     def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
-        return _event(error_body(status, message, kind))
+        return _event(self.dialect.error_body(status, message, kind))
 
     def _begin(self, start: TurnStart) -> bytes:
         message = _message(start.id, self._request, [], None, None, start.usage or Usage())
@@ -395,15 +389,8 @@ class AnthropicRenderer(EventRenderer):
         return _event({"type": "content_block_start", "index": self._index, "content_block": block}) + self._more(text)
 
     def _grow(self, text: str) -> bytes:
-        match self._part:
-            case Text() | Refusal():
-                return self._delta({"type": "text_delta", "text": text})
-            case Reasoning():
-                return self._delta({"type": "thinking_delta", "thinking": text})
-            case ToolCall():
-                return self._delta({"type": "input_json_delta", "partial_json": text})
-            case _:
-                return b""
+        kind, field = _DELTAS[type(self._part)]
+        return self._delta({"type": kind, field: text})
 
     def _shut(self) -> bytes:
         data = b""
@@ -431,10 +418,6 @@ def _message(
     head = {"id": id_ or fresh_id("msg_"), "type": "message", "role": "assistant", "model": request.model}
     end = {"stop_reason": stop, "stop_sequence": sequence, "usage": render_usage(usage)}
     return {**head, "content": content, **end}
-
-
-def error_body(status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": _ERRORS[kind][0], "message": message}, "request_id": None}
 
 
 class Anthropic(Dialect):
@@ -467,10 +450,16 @@ class Anthropic(Dialect):
     local_tools = re.compile(r"custom|(bash|text_editor|computer|memory)_\d+|tool_search_tool_\w+")
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
-        return error_body(status, message, kind)
+        return {"type": "error", "error": {"type": _ERRORS[kind][0], "message": message}, "request_id": None}
 
     def read_usage(self, raw: Any) -> Usage:
-        return read_usage(raw)
+        """Anthropic counts cache reads and writes separately from the input; here the input includes them."""
+        if not isinstance(raw, dict):
+            return Usage()
+        names = ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        fresh, output, cached, written = (whole(raw.get(name)) for name in names)
+        total = None if fresh is None else fresh + (cached or 0) + (written or 0)
+        return Usage(total, output, cached_tokens=cached, cache_write_tokens=written)
 
     def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
         choice, parallel = parse_choice(body.get("tool_choice"))
@@ -514,15 +503,10 @@ class Anthropic(Dialect):
         return {**extra, **compact(body)}
 
     def _parse_response(self, body: Mapping[str, Any]) -> Turn:
-        content = body.get("content")
-        if not isinstance(content, list):
-            raise BadResponse(f"the provider's answer has no content: {error_text(dict(body))[:200]}")
-        parts = tuple(parse_parts(content, parse_block))
-        native = body.get("stop_reason")
-        stop, usage = read_stop(native, any(isinstance(part, ToolCall) for part in parts)), body.get("usage")
-        return Turn(
-            parts, stop, read_usage(usage), body.get("id"), body.get("model"), native, body.get("stop_sequence")
-        )
+        parts, native = tuple(parse_parts(body["content"], parse_block)), body.get("stop_reason")
+        stop = read_stop(native, any(isinstance(part, ToolCall) for part in parts))
+        usage, sequence = self.read_usage(body.get("usage")), body.get("stop_sequence")
+        return Turn(parts, stop, usage, body.get("id"), body.get("model"), native, sequence)
 
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
         content = [block for part in turn.parts if (block := render_part(part, answer=True))]

@@ -132,6 +132,8 @@ class Dialect:
 
     def parse_response(self, body: Mapping[str, Any]) -> Turn:
         try:
+            if missing := self.missing_in(body):
+                raise BadResponse(f"the provider's answer has no {missing}: {error_text(dict(body))[:200]}")
             turn = self._parse_response(body)
         except BadResponse:
             raise
@@ -157,10 +159,10 @@ class Dialect:
     renderer: type[EventRenderer]
 
     def stream_parser(self) -> EventParser:
-        return self.parser()
+        return self.parser(self)
 
     def stream_renderer(self, request: Request, route: Route | None = None) -> EventRenderer:
-        return self.renderer(request)
+        return self.renderer(self, request)
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
         raise NotImplementedError
@@ -200,9 +202,6 @@ class Dialect:
     def generate_path(self, model: str, stream: bool) -> str:
         """Where this call goes, query included."""
         return self.path
-
-    def request_path(self, request: Request) -> str:
-        return self.generate_path(request.model, request.stream)
 
     def count_path(self, model: str) -> str | None:
         return self.counting_path

@@ -309,18 +309,6 @@ def parse_system(raw: Any) -> tuple[str, ...]:
     return tuple(part["text"] for part in listed if part.get("text"))
 
 
-def read_usage(raw: Any) -> Usage:
-    """Gemini counts thoughts and tool prompts apart from candidates and prompt; here they are included."""
-    if not isinstance(raw, dict):
-        return Usage()
-    prompt, tools = whole(raw.get("promptTokenCount")), whole(raw.get("toolUsePromptTokenCount"))
-    candidates, thoughts = whole(raw.get("candidatesTokenCount")), whole(raw.get("thoughtsTokenCount"))
-    known_output = candidates is not None or thoughts is not None
-    asked = None if prompt is None else prompt + (tools or 0)
-    said = (candidates or 0) + (thoughts or 0) if known_output else None
-    return Usage(asked, said, whole(raw.get("cachedContentTokenCount")), reasoning_tokens=thoughts)
-
-
 def render_usage(usage: Usage) -> dict[str, Any] | None:
     if usage.total_tokens is None:
         return None
@@ -339,10 +327,8 @@ def render_usage(usage: Usage) -> dict[str, Any] | None:
 class GeminiParser(EventParser):
     """Chunks to deltas, from events or from one JSON array. The end is held back until the close: usage may follow."""
 
-    dialect = "gemini"
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, dialect: Dialect) -> None:
+        super().__init__(dialect)
         self._array: ArrayReader | None = None
         self._sniffed = False
         self._finish: str | None = None
@@ -379,7 +365,7 @@ class GeminiParser(EventParser):
         if self._finish is not None:
             native, self._finish = self._finish, None
             stop = "refusal" if self._blocked else read_stop(native, self._has_calls)
-            yield TurnEnd(stop, read_usage(self._usage), native)
+            yield TurnEnd(stop, self.dialect.read_usage(self._usage), native)
 
     def _on_part(self, raw: Mapping[str, Any]) -> Iterator[Delta]:
         if raw.get("text") == "" and raw.get("thought") and not raw.get("thoughtSignature"):
@@ -387,17 +373,13 @@ class GeminiParser(EventParser):
         for part in read_part(raw):
             # A thought's signature comes after its text, in a part without text.
             if isinstance(part, Text | Reasoning) and (part.text or (self._is_open(part) and part != Text(""))):
-                yield from self._add(part)
+                signature = part.signature if isinstance(part, Reasoning) else None
+                blank = Text("") if isinstance(part, Text) else Reasoning("", origin="gemini")
+                yield from self._add(blank, part.text, signature)
+                if signature:
+                    yield from self._shut()
             else:
                 yield from self._whole(part)
-
-    def _add(self, part: Text | Reasoning) -> Iterator[Delta]:
-        if not self._is_open(part):
-            yield from self._start(Text("") if isinstance(part, Text) else Reasoning("", origin="gemini"))
-        signature = part.signature if isinstance(part, Reasoning) else None
-        yield from self._grow(part.text, signature)
-        if signature:
-            yield from self._shut()
 
 
 class ArrayReader:
@@ -422,8 +404,8 @@ class ArrayReader:
 
 
 class GeminiRenderer(EventRenderer):
-    def __init__(self, request: Request, *, sse_form: bool) -> None:
-        super().__init__(request)
+    def __init__(self, dialect: Dialect, request: Request, *, sse_form: bool) -> None:
+        super().__init__(dialect, request)
         self.content_type = self.content_type if sse_form else "application/json"
         self._sse = sse_form
         self._first = True
@@ -434,7 +416,7 @@ class GeminiRenderer(EventRenderer):
         return b"\n"
 
     def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
-        return self._frame(error_body(status, message, kind)) + self._tail()
+        return self._frame(self.dialect.error_body(status, message, kind)) + self._tail()
 
     def _begin(self, start: TurnStart) -> bytes:
         self._id = start.id or self._id
@@ -448,13 +430,9 @@ class GeminiRenderer(EventRenderer):
                 return b""
 
     def _grow(self, text: str) -> bytes:
-        match self._part:
-            case Text() | Refusal():
-                return self._chunk([{"text": text}])
-            case Reasoning():
-                return self._chunk([{"text": text, "thought": True}])
-            case _:
-                return b""
+        if isinstance(self._part, ToolCall):
+            return b""  # a call comes in one piece
+        return self._chunk([{"text": text, **({"thought": True} if isinstance(self._part, Reasoning) else {})}])
 
     def _shut(self) -> bytes:
         match self._part:
@@ -496,10 +474,6 @@ def _answer(
     return compact(
         {"candidates": [candidate], "usageMetadata": counts, "modelVersion": request.model, "responseId": id_}
     )
-
-
-def error_body(status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
-    return {"error": {"code": status, "message": message, "status": _STATUSES[kind]}}
 
 
 class Gemini(Dialect):
@@ -599,7 +573,7 @@ class Gemini(Dialect):
         raw = [camel(part, "a part") for part in (candidate.get("content") or {}).get("parts") or ()]
         parts = tuple(part for item in raw for part in read_part(item))
         stop = "refusal" if blocked else read_stop(native, any(isinstance(part, ToolCall) for part in parts))
-        usage = read_usage(body.get("usageMetadata"))
+        usage = self.read_usage(body.get("usageMetadata"))
         return Turn(parts, stop, usage, body.get("responseId"), body.get("modelVersion"), native)
 
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
@@ -607,10 +581,10 @@ class Gemini(Dialect):
         return _answer(request, turn.id or fresh_id(""), parts or [{"text": ""}], turn.stop, turn.usage)
 
     def stream_renderer(self, request: Request, route: Route | None = None) -> GeminiRenderer:
-        return GeminiRenderer(request, sse_form=route is None or route.sse)
+        return GeminiRenderer(self, request, sse_form=route is None or route.sse)
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
-        return error_body(status, message, kind)
+        return {"error": {"code": status, "message": message, "status": _STATUSES[kind]}}
 
     def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
         message = error_text(body)
@@ -632,7 +606,14 @@ class Gemini(Dialect):
         return {"totalTokens": tokens}
 
     def read_usage(self, raw: Any) -> Usage:
-        return read_usage(raw)
+        """Gemini counts thoughts and tool prompts apart from candidates and prompt; here they are included."""
+        if not isinstance(raw, dict):
+            return Usage()
+        prompt, tools = whole(raw.get("promptTokenCount")), whole(raw.get("toolUsePromptTokenCount"))
+        candidates, thoughts = whole(raw.get("candidatesTokenCount")), whole(raw.get("thoughtsTokenCount"))
+        input_ = None if prompt is None else prompt + (tools or 0)
+        output = None if candidates is None and thoughts is None else (candidates or 0) + (thoughts or 0)
+        return Usage(input_, output, whole(raw.get("cachedContentTokenCount")), reasoning_tokens=thoughts)
 
     def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         blocked = (event.get("promptFeedback") or {}).get("blockReason")

@@ -19,7 +19,6 @@ from pier.wire.chat import (
     is_web,
     parse_choice,
     parse_format,
-    read_usage,
     render_choice,
     render_format,
 )
@@ -28,6 +27,7 @@ from pier.wire.contract import (
     AnswerProgress,
     BadRequest,
     BadResponse,
+    Dialect,
     ParsedMessage,
     Route,
     compact,
@@ -316,10 +316,8 @@ def render_usage(usage: Usage) -> dict[str, Any] | None:
 class ResponsesParser(EventParser):
     """Events to deltas. Items come from their deltas, or whole from `output_item.done` where a server sent none."""
 
-    dialect = "responses"
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, dialect: Dialect) -> None:
+        super().__init__(dialect)
         self._text_key: tuple[Any, Any] | None = None
         self._grown = False
         self._texts = 0
@@ -401,7 +399,7 @@ class ResponsesParser(EventParser):
         yield from self._shut()
         self.done = True
         stop, native = read_stop(response, self._has_calls)
-        yield TurnEnd(stop, read_usage(response.get("usage")), native)
+        yield TurnEnd(stop, self.dialect.read_usage(response.get("usage")), native)
 
 
 def _failure(data: Mapping[str, Any]) -> StreamError:
@@ -413,8 +411,8 @@ def _failure(data: Mapping[str, Any]) -> StreamError:
 
 
 class ResponsesRenderer(EventRenderer):
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
+    def __init__(self, dialect: Dialect, request: Request) -> None:
+        super().__init__(dialect, request)
         self._id = fresh_id("resp_")
         self._begun = False
         self._number = 0
@@ -482,12 +480,10 @@ class ResponsesRenderer(EventRenderer):
                 return self._on_text("response.refusal.delta", delta=text)
             case Reasoning():
                 return self._on_item("response.reasoning_summary_text.delta", delta=text, **_SUMMARY)
-            case ToolCall(custom=True):
-                return self._on_item("response.custom_tool_call_input.delta", delta=text)
-            case ToolCall():
-                return self._on_item("response.function_call_arguments.delta", delta=text)
-            case _:
-                return b""
+            case part:
+                custom = isinstance(part, ToolCall) and part.custom
+                kind = "custom_tool_call_input" if custom else "function_call_arguments"
+                return self._on_item(f"response.{kind}.delta", delta=text)
 
     def _shut(self) -> bytes:
         part, text = self._part, "".join(self._text)
@@ -613,12 +609,11 @@ class Responses(OpenAI):
         return {**extra, **compact(body)}
 
     def _parse_response(self, body: Mapping[str, Any]) -> Turn:
-        output = body.get("output")
-        if not isinstance(output, list) or body.get("status") == "failed":
+        if body.get("status") == "failed":
             raise BadResponse(f"the provider's answer failed: {error_text(dict(body))[:200]}")
-        parts = tuple(part for item in output for part in _parse_item(need_dict(item, "an output item")))
+        parts = tuple(part for item in body["output"] for part in _parse_item(need_dict(item, "an output item")))
         stop, native = read_stop(body, any(isinstance(part, ToolCall) for part in parts))
-        return Turn(parts, stop, read_usage(body.get("usage")), body.get("id"), body.get("model"), native)
+        return Turn(parts, stop, self.read_usage(body.get("usage")), body.get("id"), body.get("model"), native)
 
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
         output = list(render_output(turn.parts, answer=True))
