@@ -41,7 +41,7 @@ class Flusher:
     def __init__(self) -> None:
         self._written: set[Recorder] = set()
         self._task: asyncio.Task[None] | None = None
-        self._hurry = asyncio.Event()
+        self._flush_now = asyncio.Event()
 
     def sync_soon(self, recorder: Recorder) -> None:
         self._written.add(recorder)
@@ -50,16 +50,16 @@ class Flusher:
 
     async def close(self) -> None:
         """All is on disk."""
-        self._hurry.set()
+        self._flush_now.set()
         while self._task:
             await asyncio.wait({self._task})
-        self._hurry.clear()
+        self._flush_now.clear()
 
     async def _sync(self) -> None:
         try:
             while self._written:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._hurry.wait(), SYNC)
+                    await asyncio.wait_for(self._flush_now.wait(), SYNC)
                 written, self._written = self._written, set()
                 await asyncio.to_thread(_sync_all, written)
                 for each in written - self._written:

@@ -21,7 +21,7 @@ from typing import Any
 
 from pier.record.reader import Reader, find
 from pier.trajectory import model as atif
-from pier.trajectory.lineage import Lineage, Node, Thread, read_call, settle
+from pier.trajectory.lineage import Lineage, Node, Thread, compute_keys, read_call
 from pier.trajectory.model import whole_characters
 from pier.trajectory.rules import IMAGES
 from pier.tree import Tree
@@ -51,7 +51,7 @@ class StepBuilder:
         if node.turn is not None:
             self._take_turn(node, node.turn)
 
-    def overhear(self, node: Node) -> None:
+    def take_results(self, node: Node) -> None:
         """Take only the tool results from a side call: a summary may be asked for right after a tool ran."""
         renamed = self._renamed_calls(node)
         for message in node.new_messages:
@@ -71,7 +71,7 @@ class StepBuilder:
 
     def _take_message(self, message: Message, node: Node, renamed: dict[str, str]) -> None:
         if message.role == "assistant":
-            self._copied(message, node)
+            self._take_copied_answer(message, node)
             return
         others: list[Part] = []
         for part in message.parts:
@@ -84,7 +84,7 @@ class StepBuilder:
             if node.kind == "compaction":
                 step.extra = {"compaction": True}
 
-    def _copied(self, message: Message, node: Node) -> None:
+    def _take_copied_answer(self, message: Message, node: Node) -> None:
         """An answer in a history that no call of this recording gave."""
         texts = [part for part in message.parts if isinstance(part, Text | Refusal)]
         step = self._add("agent", whole_characters("".join(part.text for part in texts)), node.at)
@@ -307,7 +307,7 @@ class Derivation:
         `durable`, wait until it is on disk."""
         for call in self._reader.poll():
             if call.kind == "generate" and (node := read_call(call)):
-                settle(node, self._recent)
+                compute_keys(node, self._recent)
                 self._recent = [*self._recent[-7:], node]
                 self._read[call.number] = node
         lineage = Lineage()
@@ -316,7 +316,7 @@ class Derivation:
         threads = lineage.threads()
         if not threads:
             return TrajectorySummary(None)
-        self.trajectory, media = _Builder(threads, self._about).build()
+        self.trajectory, media = _TrajectoryBuilder(threads, self._about).build()
         if not self.trajectory.steps:
             return TrajectorySummary(None, calls=_kinds(lineage))
         self._target.parent.mkdir(parents=True, exist_ok=True)
@@ -343,7 +343,7 @@ def write_trajectory(
     return Derivation(recording, target, about).update(durable=durable)
 
 
-class _Builder:
+class _TrajectoryBuilder:
     """Makes one trajectory of sorted threads: the main one, with sub-agents embedded where they were begun."""
 
     def __init__(self, threads: list[Thread], about: About) -> None:
@@ -389,7 +389,7 @@ class _Builder:
         steps = StepBuilder()
         for node in thread.nodes:
             if node.kind == "side":
-                steps.overhear(node)
+                steps.take_results(node)
             elif node.kind != "retry":
                 steps.take(node)
         self._media.update(steps.media)

@@ -18,6 +18,7 @@ from pier.wire.contract import (
     BadRequest,
     Dialect,
     Route,
+    as_count,
     compact,
     error_text,
     fresh_id,
@@ -32,9 +33,8 @@ from pier.wire.contract import (
     result_parts,
     sign,
     split_results,
-    take,
     unsign,
-    whole,
+    without,
     write_sampling,
 )
 from pier.wire.sse import EventParser, EventRenderer, sse
@@ -354,7 +354,7 @@ class AnthropicParser(EventParser):
             yield from self._whole(Opaque("anthropic", block))
             return
         yield from self._grow("", "".join(self._signatures) or None)
-        yield from self._shut()
+        yield from self._end_part()
 
 
 class AnthropicRenderer(EventRenderer):
@@ -392,7 +392,7 @@ class AnthropicRenderer(EventRenderer):
         kind, field = _DELTAS[type(self._part)]
         return self._delta({"type": kind, field: text})
 
-    def _shut(self) -> bytes:
+    def _end_part(self) -> bytes:
         data = b""
         if isinstance(self._part, Reasoning) and not self._part.redacted:
             signed = Reasoning("", self._signature, self._part.origin)
@@ -457,7 +457,7 @@ class Anthropic(Dialect):
         if not isinstance(raw, dict):
             return Usage()
         names = ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
-        fresh, output, cached, written = (whole(raw.get(name)) for name in names)
+        fresh, output, cached, written = (as_count(raw.get(name)) for name in names)
         total = None if fresh is None else fresh + (cached or 0) + (written or 0)
         return Usage(total, output, cached_tokens=cached, cache_write_tokens=written)
 
@@ -465,7 +465,7 @@ class Anthropic(Dialect):
         choice, parallel = parse_choice(body.get("tool_choice"))
         output = body.get("output_config")
         output = output if isinstance(output, dict) else {}
-        rest, wanted = take(output, "effort", "format"), output.get("format")
+        rest, wanted = without(output, "effort", "format"), output.get("format")
         schema = wanted if isinstance(wanted, dict) and wanted.get("type") == "json_schema" else None
         system = parse_parts(body.get("system"), parse_block)
         return Request(
@@ -479,7 +479,7 @@ class Anthropic(Dialect):
             response_format=ResponseFormat(schema.get("schema")) if schema else None,
             stream=bool(body.get("stream")),
             dialect=self.name,
-            extra={**take(body, *_FIELDS), **({"output_config": rest} if rest else {})},
+            extra={**without(body, *_FIELDS), **({"output_config": rest} if rest else {})},
         )
 
     def _render_request(self, request: Request) -> dict[str, Any]:
@@ -528,7 +528,7 @@ class Anthropic(Dialect):
     def model_body(self, model: str) -> dict[str, Any]:
         return {"type": "model", "id": model, "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
 
-    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
+    def progress_of(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         match event.get("type"):
             case "message_start":
                 return AnswerProgress(usage=(event.get("message") or {}).get("usage"))

@@ -21,6 +21,7 @@ from pier.wire.contract import (
     Dialect,
     ParsedMessage,
     Route,
+    as_count,
     compact,
     data_url,
     error_text,
@@ -33,8 +34,7 @@ from pier.wire.contract import (
     parse_parts,
     read_sampling,
     result_parts,
-    take,
-    whole,
+    without,
     write_sampling,
 )
 from pier.wire.faults import error_in
@@ -127,13 +127,13 @@ class OpenAI(Dialect):
             return Usage()
         prompt = _table(raw, "prompt_tokens_details", "input_tokens_details")
         completion = _table(raw, "completion_tokens_details", "output_tokens_details")
-        cached, cost = whole(prompt.get("cached_tokens")), raw.get("cost")
+        cached, cost = as_count(prompt.get("cached_tokens")), raw.get("cost")
         return Usage(
-            input_tokens=whole(raw.get("prompt_tokens", raw.get("input_tokens"))),
-            output_tokens=whole(raw.get("completion_tokens", raw.get("output_tokens"))),
-            cached_tokens=cached if cached is not None else whole(raw.get("prompt_cache_hit_tokens")),
-            cache_write_tokens=whole(prompt.get("cache_write_tokens")),
-            reasoning_tokens=whole(completion.get("reasoning_tokens")),
+            input_tokens=as_count(raw.get("prompt_tokens", raw.get("input_tokens"))),
+            output_tokens=as_count(raw.get("completion_tokens", raw.get("output_tokens"))),
+            cached_tokens=cached if cached is not None else as_count(raw.get("prompt_cache_hit_tokens")),
+            cache_write_tokens=as_count(prompt.get("cache_write_tokens")),
+            reasoning_tokens=as_count(completion.get("reasoning_tokens")),
             cost_usd=float(cost) if isinstance(cost, int | float) and 0 <= cost < math.inf else None,
         )
 
@@ -410,7 +410,7 @@ class ChatParser(EventParser):
         yield from self._on_delta(choice.get("delta") or {})
         if choice.get("finish_reason"):
             self._finish = (choice["finish_reason"], choice.get("stop_reason"))
-            yield from self._shut()
+            yield from self._end_part()
             self.done = True
 
     def on_close(self) -> Iterator[Delta]:
@@ -451,11 +451,11 @@ class ChatParser(EventParser):
         if text:
             yield from self._grow(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False))
 
-    def _shut(self) -> Iterator[Delta]:
+    def _end_part(self) -> Iterator[Delta]:
         if self._details and self._open and isinstance(self._open[1], Reasoning):
             yield from self._grow("", json.dumps(self._details, ensure_ascii=False))
             self._details = []
-        yield from super()._shut()
+        yield from super()._end_part()
 
 
 def _merge_detail(details: list[dict[str, Any]], new: Any) -> None:
@@ -572,7 +572,7 @@ class Chat(OpenAI):
             stream=bool(body.get("stream")),
             stream_usage=bool(isinstance(options, dict) and options.get("include_usage")),
             dialect=self.name,
-            extra=take(body, *_FIELDS),
+            extra=without(body, *_FIELDS),
         )
 
     def _render_request(self, request: Request) -> dict[str, Any]:
@@ -621,7 +621,7 @@ class Chat(OpenAI):
             }
         )
 
-    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
+    def progress_of(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         choices, usage = event.get("choices") or (), event.get("usage")
         error = event if "error" in event and "choices" not in event else None
         finished = any(isinstance(choice, dict) and choice.get("finish_reason") for choice in choices)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pier.wire.contract import REMOVED, WRONG, BadRequest, Dialect
+from pier.wire.contract import PARSE_ERRORS, REMOVED, BadRequest, Dialect
 from pier.wire.dialects import DIALECTS
 from pier.wire.turn import DialectName, Edit, Sampling
 
@@ -27,7 +27,7 @@ def close_book(dialect: DialectName, body: Mapping[str, Any]) -> tuple[dict[str,
     `BadRequest` if its tools have an unknown shape."""
     try:
         return _close_book(DIALECTS[dialect], body)
-    except WRONG as error:
+    except PARSE_ERRORS as error:
         raise BadRequest(f"the body is not of the {dialect} dialect: {error}") from error
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 RouteKind = Literal["generate", "count_tokens", "models", "model", "probe", "unknown"]
 REMOVED = "[A remote file was left out: this session has no internet.]"
-WRONG = (TypeError, AttributeError, LookupError, ValueError, RecursionError)
+PARSE_ERRORS = (TypeError, AttributeError, LookupError, ValueError, RecursionError)
 """What reading a value as something that it is not may raise."""
 
 
@@ -118,16 +118,16 @@ class Dialect:
             request = self._parse_request(body, route)
         except BadRequest:
             raise
-        except WRONG as error:
+        except PARSE_ERRORS as error:
             raise BadRequest(f"the body is not of the {self.name} dialect: {error}") from error
-        if problem := fault(request):
+        if problem := type_error_in(request):
             raise BadRequest(f"the body is not of the {self.name} dialect: {problem}")
         return request
 
     def render_request(self, request: Request) -> dict[str, Any]:
         try:
             return self._render_request(request)
-        except WRONG as error:
+        except PARSE_ERRORS as error:
             raise BadRequest(f"the request cannot be said in the {self.name} dialect: {error}") from error
 
     def parse_response(self, body: Mapping[str, Any]) -> Turn:
@@ -137,9 +137,9 @@ class Dialect:
             turn = self._parse_response(body)
         except BadResponse:
             raise
-        except (BadRequest, *WRONG) as error:
+        except (BadRequest, *PARSE_ERRORS) as error:
             raise BadResponse(f"the provider's answer is not of the {self.name} dialect: {error}") from error
-        if problem := fault(turn):
+        if problem := type_error_in(turn):
             raise BadResponse(f"the provider's answer is not of the {self.name} dialect: {problem}")
         return turn
 
@@ -217,7 +217,7 @@ class Dialect:
     def read_usage(self, raw: Any) -> Usage:
         raise NotImplementedError
 
-    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
+    def progress_of(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         """What an event says about the whole answer; None if it only goes on."""
         raise NotImplementedError
 
@@ -321,21 +321,21 @@ class _Allowed:
     items: _Allowed | None = None
 
 
-def fault(value: Any, allowed: _Allowed | None = None, where: str = "") -> str | None:
+def type_error_in(value: Any, allowed: _Allowed | None = None, where: str = "") -> str | None:
     """Where a canonical value holds a value that its type does not allow, as text; None if it does not."""
     kind, allowed = type(value), allowed or _Allowed(frozenset({type(value)}))
     if kind not in allowed.kinds or (kind is str and allowed.texts is not None and value not in allowed.texts):
         return f"{where} is {_TYPE_NAMES.get(kind, 'something else')}"
     if kind is tuple and allowed.items and not (_PLAIN >= allowed.items.kinds >= set(map(type, value))):
         for number, item in enumerate(value):
-            if problem := fault(item, allowed.items, f"{where}[{number}]"):
+            if problem := type_error_in(item, allowed.items, f"{where}[{number}]"):
                 return problem
     elif kind not in _PLAIN:
         for name, inner in _fields(kind):
             held = getattr(value, name)
             if type(held) in _LEAVES and type(held) in inner.kinds and inner.texts is None:
                 continue
-            if problem := fault(held, inner, f"{where}.{name}" if where else name):
+            if problem := type_error_in(held, inner, f"{where}.{name}" if where else name):
                 return problem
     return None
 
@@ -446,7 +446,7 @@ def unsign(signature: str | None, dialect: str) -> tuple[str | None, str | None]
     return signature or None, dialect if signature else None
 
 
-def take(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
+def without(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """The fields of `body` that are not among `names`."""
     return {key: value for key, value in body.items() if key not in names}
 
@@ -538,7 +538,7 @@ def gather_messages(
     return tuple(system), tuple(messages)
 
 
-def whole(value: Any) -> int | None:
+def as_count(value: Any) -> int | None:
     """A count as it was reported; None for an invalid one."""
     return int(value) if type(value) in (int, float) and 0 <= value < 1 << 53 else None
 

@@ -21,6 +21,7 @@ from pier.wire.contract import (
     BadResponse,
     Dialect,
     Route,
+    as_count,
     compact,
     dumps,
     error_text,
@@ -33,8 +34,7 @@ from pier.wire.contract import (
     parse_arguments,
     read_sampling,
     split_results,
-    take,
-    whole,
+    without,
     write_sampling,
 )
 from pier.wire.faults import error_in
@@ -361,7 +361,7 @@ class GeminiParser(EventParser):
             self.done = True
 
     def on_close(self) -> Iterator[Delta]:
-        yield from self._shut()
+        yield from self._end_part()
         if self._finish is not None:
             native, self._finish = self._finish, None
             stop = "refusal" if self._blocked else read_stop(native, self._has_calls)
@@ -377,7 +377,7 @@ class GeminiParser(EventParser):
                 blank = Text("") if isinstance(part, Text) else Reasoning("", origin="gemini")
                 yield from self._add(blank, part.text, signature)
                 if signature:
-                    yield from self._shut()
+                    yield from self._end_part()
             else:
                 yield from self._whole(part)
 
@@ -434,7 +434,7 @@ class GeminiRenderer(EventRenderer):
             return b""  # a call comes in one piece
         return self._chunk([{"text": text, **({"thought": True} if isinstance(self._part, Reasoning) else {})}])
 
-    def _shut(self) -> bytes:
+    def _end_part(self) -> bytes:
         match self._part:
             case ToolCall() as call:
                 whole_call = replace(call, arguments="".join(self._text), signature=self._signature)
@@ -529,8 +529,8 @@ class Gemini(Dialect):
         level, budget = thinking.get("thinkingLevel"), thinking.get("thinkingBudget")
         effort = level.lower() if isinstance(level, str) else None
         wanted = config.get("responseJsonSchema") or config.get("responseSchema")
-        rest = take(config, *_CONFIG)
-        if more := take(thinking, "thinkingBudget", "thinkingLevel"):
+        rest = without(config, *_CONFIG)
+        if more := without(thinking, "thinkingBudget", "thinkingLevel"):
             rest["thinkingConfig"] = more
         return Request(
             model=need_str(model, "model").removeprefix("models/"),
@@ -542,7 +542,7 @@ class Gemini(Dialect):
             response_format=ResponseFormat(wanted) if config.get("responseMimeType") == "application/json" else None,
             stream=bool(route and route.stream),
             dialect=self.name,
-            extra={**take(fields, *_FIELDS), **({"generationConfig": rest} if rest else {})},
+            extra={**without(fields, *_FIELDS), **({"generationConfig": rest} if rest else {})},
         )
 
     def _render_request(self, request: Request) -> dict[str, Any]:
@@ -609,13 +609,13 @@ class Gemini(Dialect):
         """Gemini counts thoughts and tool prompts apart from candidates and prompt; here they are included."""
         if not isinstance(raw, dict):
             return Usage()
-        prompt, tools = whole(raw.get("promptTokenCount")), whole(raw.get("toolUsePromptTokenCount"))
-        candidates, thoughts = whole(raw.get("candidatesTokenCount")), whole(raw.get("thoughtsTokenCount"))
+        prompt, tools = as_count(raw.get("promptTokenCount")), as_count(raw.get("toolUsePromptTokenCount"))
+        candidates, thoughts = as_count(raw.get("candidatesTokenCount")), as_count(raw.get("thoughtsTokenCount"))
         input_ = None if prompt is None else prompt + (tools or 0)
         output = None if candidates is None and thoughts is None else (candidates or 0) + (thoughts or 0)
-        return Usage(input_, output, whole(raw.get("cachedContentTokenCount")), reasoning_tokens=thoughts)
+        return Usage(input_, output, as_count(raw.get("cachedContentTokenCount")), reasoning_tokens=thoughts)
 
-    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
+    def progress_of(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         blocked = (event.get("promptFeedback") or {}).get("blockReason")
         ended = any(isinstance(each, dict) and each.get("finishReason") for each in event.get("candidates") or ())
         error = event if "error" in event else None
@@ -672,7 +672,7 @@ def _render_config(request: Request, extra: Mapping[str, Any]) -> dict[str, Any]
         "responseMimeType": "application/json" if wanted else None,
         "responseJsonSchema": wanted.schema if wanted else None,
     }
-    return {**take(extra, "thinkingConfig"), **compact(config)}
+    return {**without(extra, "thinkingConfig"), **compact(config)}
 
 
 def _signed(message: Message) -> Message:

@@ -14,7 +14,7 @@ from json.decoder import JSONDecoder
 from typing import Any
 
 from pier.wire.body import Body, dump
-from pier.wire.contract import AnswerProgress, compact, need_dict, need_list, take
+from pier.wire.contract import AnswerProgress, compact, need_dict, need_list, without
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Failure, classify, error_in
 from pier.wire.sse import MalformedAnswer, data_of, events_of
@@ -53,7 +53,7 @@ class AnswerWatch:
                 self.done = self.finished = True
             elif data is not None:
                 value = _decoded(data, before)
-                if isinstance(value, dict) and (progress := self._dialect.look(value)):
+                if isinstance(value, dict) and (progress := self._dialect.progress_of(value)):
                     self._take(progress)
             values.append(value)
             before += len(event)
@@ -127,7 +127,7 @@ class Extras:
                 return None
         drop = [name for name in ("token_ids", "logprobs") if getattr(self, name)]
         if isinstance(kept.get("choices"), list):
-            kept["choices"] = [take(each, *drop) if isinstance(each, dict) else each for each in kept["choices"]]
+            kept["choices"] = [without(each, *drop) if isinstance(each, dict) else each for each in kept["choices"]]
         return kept
 
     def touch(self, block: bytes) -> bool:

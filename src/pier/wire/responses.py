@@ -43,8 +43,8 @@ from pier.wire.contract import (
     read_sampling,
     result_parts,
     sign,
-    take,
     unsign,
+    without,
     write_sampling,
 )
 from pier.wire.sse import EventParser, EventRenderer, sse
@@ -352,7 +352,7 @@ class ResponsesParser(EventParser):
                 yield _failure(data)
 
     def _added(self, item: Mapping[str, Any]) -> Iterator[Delta]:
-        yield from self._shut()
+        yield from self._end_part()
         self._texts = 0
         if item.get("type") == "reasoning":
             yield from self._start(Reasoning("", origin="responses", id=item.get("id")))
@@ -364,7 +364,7 @@ class ResponsesParser(EventParser):
     def _on_text(self, part: Text | Refusal, data: Mapping[str, Any]) -> Iterator[Delta]:
         key = (data.get("output_index"), data.get("content_index"))
         if self._open is None or type(self._open[1]) is not type(part) or key != self._text_key:
-            yield from self._shut()
+            yield from self._end_part()
             yield from self._start(part)
             self._text_key = key
             self._texts += 1
@@ -380,7 +380,7 @@ class ResponsesParser(EventParser):
 
     def _item_done(self, item: Mapping[str, Any]) -> Iterator[Delta]:
         if item.get("type") == "message":
-            yield from self._shut()
+            yield from self._end_part()
             for part in [] if self._texts else parse_parts(item.get("content"), _parse_piece):
                 yield from self._whole(part)
             self._texts = 0
@@ -390,13 +390,13 @@ class ResponsesParser(EventParser):
             if not self._grown:
                 yield from self._grow(part.arguments if isinstance(part, ToolCall) else part.text)
             yield from self._grow("", part.signature)
-            yield from self._shut()
+            yield from self._end_part()
         else:
             yield from self._whole(part)
 
     def _end(self, response: Mapping[str, Any]) -> Iterator[Delta]:
         yield from self._begin(response.get("id"), response.get("model"))
-        yield from self._shut()
+        yield from self._end_part()
         self.done = True
         stop, native = read_stop(response, self._has_calls)
         yield TurnEnd(stop, self.dialect.read_usage(response.get("usage")), native)
@@ -452,7 +452,7 @@ class ResponsesRenderer(EventRenderer):
             return data
         self._item_id = item.get("id") or self._item_id
         if isinstance(part, ToolCall | Reasoning):
-            item = take(item, "encrypted_content")
+            item = without(item, "encrypted_content")
             blank = {"arguments": "", "input": "", "summary": [], "status": "in_progress"}
             item.update({key: value for key, value in blank.items() if key in item})
         data += self._event("response.output_item.added", output_index=len(self._output), item=item)
@@ -485,7 +485,7 @@ class ResponsesRenderer(EventRenderer):
                 kind = "custom_tool_call_input" if custom else "function_call_arguments"
                 return self._on_item(f"response.{kind}.delta", delta=text)
 
-    def _shut(self) -> bytes:
+    def _end_part(self) -> bytes:
         part, text = self._part, "".join(self._text)
         match part:
             case None:
@@ -575,7 +575,7 @@ class Responses(OpenAI):
         raw = [{"role": "user", "content": raw}] if isinstance(raw, str) else raw
         system, messages = gather_messages(raw, "input", _parse_input_item)
         reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
-        more = {"reasoning": take(reasoning, "effort"), "text": take(text, "format")}
+        more = {"reasoning": without(reasoning, "effort"), "text": without(text, "format")}
         return Request(
             model=need_str(body.get("model"), "model"),
             messages=messages,
@@ -587,7 +587,7 @@ class Responses(OpenAI):
             response_format=parse_format(text.get("format")),
             stream=bool(body.get("stream")),
             dialect=self.name,
-            extra={**take(body, *_FIELDS), **{key: value for key, value in more.items() if value}},
+            extra={**without(body, *_FIELDS), **{key: value for key, value in more.items() if value}},
         )
 
     def _render_request(self, request: Request) -> dict[str, Any]:
@@ -622,7 +622,7 @@ class Responses(OpenAI):
     def count_tokens_body(self, tokens: int) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
-    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
+    def progress_of(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         kind = event.get("type")
         if kind in ("response.completed", "response.incomplete", "response.failed"):
             response = event.get("response") or {}

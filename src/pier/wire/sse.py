@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pier.wire.contract import WRONG, BadRequest, BadResponse, Dialect, dumps, fault
+from pier.wire.contract import PARSE_ERRORS, BadRequest, BadResponse, Dialect, dumps, type_error_in
 from pier.wire.turn import (
     Delta,
     ErrorKind,
@@ -176,12 +176,12 @@ class EventParser:
         sound: list[Delta] = []
         try:
             for delta in deltas:
-                if problem := fault(delta):
+                if problem := type_error_in(delta):
                     words = f"the provider sent an event that is not of the {self.dialect.name} dialect: {problem}"
                     return [*sound, self._fail(words)]
                 sound.append(delta)
                 self._failed |= isinstance(delta, StreamError)
-        except (BadRequest, BadResponse, *WRONG) as error:
+        except (BadRequest, BadResponse, *PARSE_ERRORS) as error:
             return [*sound, self._fail(f"the provider sent a broken event ({error}): {text[:120]!r}")]
         return sound
 
@@ -197,7 +197,7 @@ class EventParser:
 
     def _start(self, part: Part) -> Iterator[Delta]:
         """A part begins; the one before it is over."""
-        yield from self._shut()
+        yield from self._end_part()
         self._has_calls |= isinstance(part, ToolCall)
         self._open = (self._count, part)
         self._count += 1
@@ -220,7 +220,7 @@ class EventParser:
             yield from self._start(part)
         yield from self._grow(text, signature)
 
-    def _shut(self) -> Iterator[Delta]:
+    def _end_part(self) -> Iterator[Delta]:
         if self._open is not None:
             index, self._open = self._open[0], None
             yield PartEnd(index)
@@ -228,7 +228,7 @@ class EventParser:
     def _whole(self, part: Part) -> Iterator[Delta]:
         """A part that comes in one piece."""
         yield from self._start(part)
-        yield from self._shut()
+        yield from self._end_part()
 
 
 class EventRenderer:
@@ -253,7 +253,7 @@ class EventRenderer:
                 self._part, self._text, self._signature = part, [], getattr(part, "signature", None)
                 return self._start(part)
             case PartEnd():
-                data = self._shut() if self._part is not None else b""
+                data = self._end_part() if self._part is not None else b""
                 self._part = None
                 return data
             case TurnStart():
@@ -292,7 +292,7 @@ class EventRenderer:
         """More text of the open part, which is a text, a refusal, reasoning or a call."""
         raise NotImplementedError
 
-    def _shut(self) -> bytes:
+    def _end_part(self) -> bytes:
         """The open part is over."""
         return b""
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
-from pier.wire.contract import WRONG, BadRequest, parse_arguments, unwrap_custom, wrap_custom
+from pier.wire.contract import PARSE_ERRORS, BadRequest, parse_arguments, unwrap_custom, wrap_custom
 from pier.wire.dialects import DIALECTS, Dialect
 from pier.wire.turn import (
     Delta,
@@ -357,7 +357,7 @@ def translate(request: Request, target: DialectName, model: str, memory: Memory 
     dialect checks, such as the grammar of a tool, is not what it should be."""
     try:
         return _translate(request, target, model, memory if memory is not None else Memory())
-    except WRONG as error:
+    except PARSE_ERRORS as error:
         raise BadRequest(f"the request cannot be said in the {target} dialect: {error}") from error
 
 
