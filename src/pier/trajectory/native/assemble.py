@@ -164,19 +164,6 @@ class LogTotals:
         )
 
 
-@dataclass(slots=True)
-class _Turn:
-    key: str | None
-    at: str | None
-    model: str | None
-    text: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[StepToolCall] = field(default_factory=list)
-    results: list[ObservationResult] = field(default_factory=list)
-    metrics: Metrics | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
 class SessionReader:
     """Reads the logs of one agent and assembles them to steps."""
 
@@ -201,7 +188,8 @@ class SessionReader:
         self.session = session
         self.totals = LogTotals()
         self._media = media
-        self._open: _Turn | None = None
+        self._open: Step | None = None
+        self._key: str | None = None
         self._ready: deque[Step] = deque()
         self._last: str | None = None
         self._seen: set[str] = set()
@@ -209,12 +197,12 @@ class SessionReader:
     @property
     def key(self) -> str | None:
         """Which model call the open step is of; None if no step is open."""
-        return self._open.key if self._open else None
+        return self._key if self._open else None
 
     @property
     def is_over(self) -> bool:
         """Whether what the model says next is another answer: no step is open, or its tokens or results are known."""
-        return self._open is None or self._open.metrics is not None or bool(self._open.results)
+        return self._open is None or self._open.metrics is not None or self._open.observation is not None
 
     def drain(self) -> Iterator[Step]:
         while self._ready:
@@ -233,28 +221,29 @@ class SessionReader:
 
     def take_back(self, summary: str) -> dict[str, Any]:
         """If the open step is the model call that wrote this summary, it is not a step of the work; its usage."""
-        turn = self._open
-        said = "\n\n".join(turn.text).strip() if turn else ""
-        if turn is None or turn.calls or not said or said not in summary:
+        step = self._open
+        text = step.text.strip() if step else ""
+        if step is None or step.tool_calls or not text or text not in summary:
             return {}
         self._open = None
-        if turn.metrics is None:
+        if step.metrics is None:
             return {}
-        return {"input_tokens": turn.metrics.prompt_tokens, "output_tokens": turn.metrics.completion_tokens}
+        return {"input_tokens": step.metrics.prompt_tokens, "output_tokens": step.metrics.completion_tokens}
 
     def turn(self, key: str | None, at: str | None, model: str | None = None) -> None:
         """A model call begins; the step before it is whole. The session's model is that of its first call."""
         self.close()
         self.session.model = self.session.model or model
-        self._open = _Turn(key, at, model)
+        self._key = key
+        self._open = Step(step_id=1, source="agent", message="", timestamp=at, model_name=model, llm_call_count=1)
 
     def text(self, text: str) -> None:
         if self._open and text:
-            self._open.text.append(text)
+            self._open.message = "\n\n".join(filter(None, (self._open.text, text)))
 
     def think(self, text: str) -> None:
         if self._open and text:
-            self._open.thoughts.append(text)
+            self._open.reasoning_content = "\n\n".join(filter(None, (self._open.reasoning_content, text)))
 
     def block(self, block: dict[str, Any], call: str = "", arguments: str = "input") -> None:
         """A block of an answer: a text, a thought, or a tool call if its type is `call`. Others are facts about it."""
@@ -273,12 +262,13 @@ class SessionReader:
         if self._open is None:
             self.turn(None, self._last)
         assert self._open is not None
-        if any(call.tool_call_id == id_ for call in self._open.calls):
+        calls = self._open.tool_calls or []
+        if any(call.tool_call_id == id_ for call in calls):
             return
         given = arguments if isinstance(arguments, dict) else {"input": arguments}
         unique = id_ if id_ not in self._seen else f"{id_}#{self.totals.steps + 1}"
         self._seen.add(unique)
-        self._open.calls.append(StepToolCall(tool_call_id=unique, function_name=name, arguments=given))
+        self._open.tool_calls = [*calls, StepToolCall(tool_call_id=unique, function_name=name, arguments=given)]
 
     def observe(
         self, call: str | None, content: Content, at: str | None, *, child: Any = None, failed: Any = None, **extra: Any
@@ -286,14 +276,15 @@ class SessionReader:
         """What a tool answered; `child` names the sub-agent that it began, if there is one of this name. An answer that
         comes after its step is a separate step that names the call."""
         extra["is_error"] = True if failed else None
-        known = any(child == each.id for each in self.session.children)
-        refs = [SubagentTrajectoryRef(trajectory_id=child)] if known else None
+        is_child = any(child == each.id for each in self.session.children)
+        refs = [SubagentTrajectoryRef(trajectory_id=child)] if is_child else None
         result = ObservationResult(content=content, subagent_trajectory_ref=refs, extra=_known(extra))
-        own = self._open and any(row.tool_call_id == call for row in self._open.calls)
+        own = self._open and any(row.tool_call_id == call for row in self._open.tool_calls or ())
         if self._open is not None and (own or call is None):
-            if not any(row.source_call_id == call for row in self._open.results if call):
+            known = self._open.observation.results if self._open.observation else []
+            if not any(row.source_call_id == call for row in known if call):
                 result.source_call_id = call
-                self._open.results.append(result)
+                self._open.observation = Observation(results=[*known, result])
             return
         result.extra = _known({"call_id": call, **extra})
         self.close()
@@ -324,30 +315,16 @@ class SessionReader:
     def note(self, **extra: Any) -> None:
         """Facts about the open step."""
         if self._open:
-            self._open.extra.update(_known(extra) or {})
+            self._open.extra = {**(self._open.extra or {}), **(_known(extra) or {})} or None
 
     def close(self) -> None:
         """The open step is whole."""
-        turn, self._open = self._open, None
-        if turn is None:
+        step, self._open = self._open, None
+        if step is None:
             return
-        if turn.metrics:
-            self.totals.add(turn.metrics)
-        self._emit(
-            Step(
-                step_id=1,
-                source="agent",
-                message="\n\n".join(turn.text),
-                timestamp=turn.at,
-                model_name=turn.model,
-                reasoning_content="\n\n".join(turn.thoughts) or None,
-                tool_calls=turn.calls or None,
-                observation=Observation(results=turn.results) if turn.results else None,
-                metrics=turn.metrics,
-                llm_call_count=1,
-                extra=turn.extra or None,
-            )
-        )
+        if step.metrics:
+            self.totals.add(step.metrics)
+        self._emit(step)
 
     def content(self, content: Any, *, whole: bool = False) -> Content:
         """A text, or texts and pictures in any shape that logs have them in. What is neither is shown by its type or,
