@@ -203,6 +203,9 @@ class Dialect:
         """Where this call goes, query included."""
         return self.path
 
+    def request_path(self, request: Request) -> str:
+        return self.generate_path(request.model, request.stream)
+
     def count_path(self, model: str) -> str | None:
         return self.counting_path
 

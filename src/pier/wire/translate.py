@@ -317,7 +317,7 @@ class Translation:
 
     @property
     def path(self) -> str:
-        return self.dialect.generate_path(self.request.model, self.request.stream)
+        return self.dialect.request_path(self.request)
 
     def turn(self, turn: Turn) -> Turn:
         """The upstream's answer as the agent should see it; remembered for the next call."""
