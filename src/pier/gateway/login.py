@@ -110,7 +110,7 @@ Send = Callable[[str, CIMultiDict[str], bytes], Awaitable["Answer"]]
 
 @dataclass(frozen=True, slots=True)
 class LoginTokens:
-    """What a login file says. `expires_at` is in seconds; None is unknown."""
+    """The tokens of a login file. `expires_at` is in seconds; None is unknown."""
 
     access: str
     refresh: str | None = None
@@ -123,7 +123,7 @@ class LoginTokens:
 
 @dataclass(frozen=True, slots=True)
 class LoginStatus:
-    """What was found of one client's login. `source` is its file or variable."""
+    """The state of one client's login. `source` is its file or variable."""
 
     client: str
     title: str
@@ -134,7 +134,7 @@ class LoginStatus:
     expires_at: float | None = None
     account: str | None = None
     command: str = ""
-    """What to type to log in."""
+    """The command to log in."""
 
 
 class Login(ABC):
@@ -177,7 +177,7 @@ class Login(ABC):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """What must not be written down or handed on."""
+        """Tokens that must not be recorded or passed on."""
         known = self._tokens
         return tuple(filter(None, (known.access, known.refresh))) if known else ()
 
@@ -189,7 +189,7 @@ class Login(ABC):
         return self._tokens
 
     def status(self) -> LoginStatus:
-        """What was found, as it is on disk now."""
+        """The login as it is on disk now."""
         known = LoginStatus(self.client, self.title, self.provider, "ready", self.source, command=self.command)
         try:
             tokens = self._read()[1] if self.path else self.tokens
@@ -231,7 +231,7 @@ class Login(ABC):
             return await self._prepare(send, path, wanted, data, model)
 
     async def refusal(self, answer: Answer) -> str:
-        """What the provider said when it refused a token."""
+        """A message with the provider's reason for refusing a token."""
         status, said = answer.status, json_object(await read_small(answer))
         return f"{self.provider} refused the login of {self.title} ({refusal_text(said, status)})"
 
@@ -241,7 +241,7 @@ class Login(ABC):
     ) -> LoginRequest: ...
 
     def unwrapper(self, *, stream: bool) -> Unwrapper | None:
-        """What turns the provider's answer into one of the dialect; None if it is one."""
+        """A converter of the provider's answer to the dialect; None if none is needed."""
         return None
 
     async def _renew(self, send: Send) -> None:
@@ -310,7 +310,7 @@ class Login(ABC):
         self._tokens = await asyncio.to_thread(self._save, document, said)
 
     def _refresh_fields(self, document: dict[str, Any]) -> dict[str, str]:
-        """What a refresh is asked for with, beyond what all providers want."""
+        """Fields of a refresh request in addition to the common ones."""
         return {}
 
     @abstractmethod
@@ -357,7 +357,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
 
 
 def refusal_text(said: Mapping[str, Any], status: int) -> str:
-    """What a provider says about a refusal, in one line."""
+    """A provider's reason for a refusal, in one line."""
     error = said.get("error")
     inner = error if isinstance(error, Mapping) else {}
     words = said.get("error_description") or inner.get("message") or (error if isinstance(error, str) else "")

@@ -121,7 +121,7 @@ class Unwrapper:
         return b"".join(self._event(event) for event in events_of(self._framer.feed(data)))
 
     def rest(self) -> bytes:
-        """What is left at the end of the answer."""
+        """The rest of the answer, at its end."""
         if self._framer is not None:
             torn, self._framer = self._framer.rest, Framer()
             return torn
@@ -269,7 +269,7 @@ def _text(value: Any) -> str:
 
 
 def _claims(token: Any) -> dict[str, Any]:
-    """What a JWT says; nothing if it is something else. Its signature is not checked: the provider does that."""
+    """The claims of a JWT; empty if it is not one. Its signature is not checked: the provider does that."""
     try:
         part = token.split(".")[1]
         value = json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))

@@ -44,7 +44,7 @@ _ENDS: dict[Fault | None, End] = {"agent": "rejected", None: "rejected", "rate_l
 
 @dataclass(slots=True)
 class CallCounts:
-    """How many generations ended in which way."""
+    """Counts of generations by how they ended."""
 
     ends: collections.Counter[End] = field(default_factory=collections.Counter)
     faults: collections.Counter[Fault] = field(default_factory=collections.Counter)
@@ -56,7 +56,7 @@ class CallCounts:
     waited: float = 0.0
     """Seconds in which calls stood still for rate limits and before such attempts."""
     most: int = 0
-    """How many requests of the session were served at once, at most."""
+    """The highest number of requests of the session that were served at once."""
 
     @property
     def calls(self) -> int:
@@ -176,7 +176,7 @@ class GatewayMetrics:
         return found
 
     async def sample_lag(self) -> None:
-        """See how late the event loop is, for ever."""
+        """Sample the lag of the event loop until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + _SAMPLE_INTERVAL

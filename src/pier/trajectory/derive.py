@@ -41,7 +41,7 @@ class StepBuilder:
     """By the id on the wire: the latest step with that call, and the call's id there."""
 
     def take(self, node: Node) -> None:
-        """Add what one call brought: first what the agent sent, then what the model said."""
+        """Add the steps of one call: first the agent's new messages, then the model's answer."""
         if not self.steps and node.request.system:
             texts = [Text(text) for text in node.request.system if text]
             self._add("system", self._content(texts), node.at)
@@ -219,7 +219,7 @@ def _metrics(node: Node, turn: Turn) -> atif.Metrics | None:
 
 
 def tool_definitions(tools: Iterable[Tool]) -> list[dict[str, Any]] | None:
-    """Tools in the words of OpenAI's functions, which is how ATIF lists them."""
+    """Tools in the format of OpenAI's functions, as ATIF lists them."""
     listed: list[dict[str, Any]] = []
     for tool in tools:
         function = {"name": tool.name, "description": tool.description, "parameters": tool.schema}
@@ -244,7 +244,7 @@ class About:
 
 @dataclass(slots=True)
 class StepTotals:
-    """What some calls used. `cost_usd` is None as soon as one of them has no known cost."""
+    """The usage of some calls. `cost_usd` is None as soon as one of them has no known cost."""
 
     calls: int = 0
     prompt_tokens: int | None = None
@@ -275,7 +275,7 @@ def _sum(one: Any, other: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TrajectorySummary:
-    """What a derivation found. `path` is None when there was nothing to write."""
+    """The result of a derivation. `path` is None when there was nothing to write."""
 
     path: Path | None
     steps: int = 0
@@ -292,7 +292,7 @@ class TrajectorySummary:
 
 
 class Derivation:
-    """Follows one recording. Each call is read once; who is who is sorted out anew each time."""
+    """Follows one recording. Each call is read once; calls are sorted into threads at each update."""
 
     def __init__(self, recording: Path, target: Path, about: About) -> None:
         self._reader = Reader(find(recording))

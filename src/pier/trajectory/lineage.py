@@ -86,7 +86,7 @@ class Node:
 
     @property
     def new_messages(self) -> tuple[Message, ...]:
-        """What the call adds to what its parent and the parent's answer said."""
+        """The messages after those of the parent and the parent's answer."""
         if self.parent is None:
             return self.request.messages
         if self.begins_like(self.parent):
@@ -118,7 +118,7 @@ class Generation:
     fault: str | None = None
     answered: bool = True
     kind: ErrorKind | None = None
-    """What the failure was called to the agent; only the gateway knows it."""
+    """The kind of error that the agent received; only the gateway knows it."""
 
 
 OnGeneration = Callable[[Generation], None]
@@ -188,7 +188,7 @@ def turn_of(call: Call, request: Request) -> Turn | None:
 
 
 def _noted(call: Call, name: str) -> Any:
-    """What the gateway noted of a call under this name; None if it did not."""
+    """The gateway's note on a call under this name; None without one."""
     return next((note[name] for note in call.notes if name in note), None)
 
 
@@ -271,7 +271,7 @@ def id_key_of(message: Message) -> bytes:
 
 
 def key_of(message: Message) -> bytes:
-    """What a message says, without what clients change on the way: ids, reminders, white space, reasoning."""
+    """A digest of a message without the parts that clients change: ids, reminders, white space, reasoning."""
     calls = [(part.name, parse_arguments(part.arguments)) for part in message.parts if isinstance(part, ToolCall)]
     text = "" if calls else " ".join(_REMINDER.sub("", " ".join(texts_of(message))).split())
     results = [
@@ -286,7 +286,7 @@ def key_of(message: Message) -> bytes:
 
 SIDE_TASK = re.compile(r"\btitle|summar[iy]|\bquota\b|topic|short name|branch name|condense|compact", re.IGNORECASE)
 RECENT = 8
-"""How many calls back a shared history is looked for."""
+"""The number of earlier calls in which a shared history is looked for."""
 _MIN_MATCH = 40
 """A match of this many characters is significant; fewer will do if they come from a call for a summary."""
 

@@ -250,7 +250,7 @@ def render_tool(tool: Tool) -> dict[str, Any]:
 
 
 def parse_choice(raw: Any) -> tuple[ToolChoice | None, bool | None]:
-    """The choice, and whether parallel calls are allowed; Anthropic says it the other way round."""
+    """The choice, and whether parallel calls are allowed; Anthropic's field is the negation."""
     if not isinstance(raw, dict):
         return None, None
     disabled = raw.get("disable_parallel_tool_use")

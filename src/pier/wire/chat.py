@@ -115,7 +115,7 @@ def _table(raw: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 
 class OpenAI(Dialect):
-    """What the two dialects of OpenAI share."""
+    """The common part of OpenAI's two dialects."""
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
         type_, code = _ERROR_TYPES[kind]
@@ -276,7 +276,7 @@ def render_tool(tool: Tool) -> dict[str, Any]:
 
 
 def parse_choice(raw: Any) -> ToolChoice | None:
-    """In Chat's words, or in those of Responses, which has no table around a name."""
+    """In the format of Chat, or in that of Responses, which has no object around a name."""
     if raw in ("auto", "none"):
         return ToolChoice(raw)
     if raw == "required":

@@ -1,4 +1,4 @@
-"""What may reach a provider: requests that can be recorded, and, when a trial has no internet, a closed book.
+"""Limits on requests to a provider: they can be recorded and, when a trial has no internet, reach only the model.
 
 Providers offer tools that run on their side: web search, fetching of URLs, code containers, remote MCP servers, stored
 files. `close_book` takes them out of a request and reports what it took. Fields, tools and sources are kept by the

@@ -104,7 +104,7 @@ _KEPT_TOOLS = ("functionDeclarations", "function_declarations", "computerUse", "
 _THINKS = re.compile(r"gemini-(2\.5|[3-9])")
 _WANTS_SIGNATURES = re.compile(r"gemini-[3-9]")
 _FILLER = "skip_thought_signature_validator"
-"""What Google takes in place of a signature for calls that its model did not make."""
+"""The value that Google accepts as the signature of a call that its model did not make."""
 
 
 def camel(body: Any, what: str) -> dict[str, Any]:
@@ -383,7 +383,7 @@ class GeminiParser(EventParser):
 
 
 class ArrayReader:
-    """Splits a JSON array of objects into the texts of its items, wherever it is cut."""
+    """Splits a JSON array of objects, which arrives in pieces, into the texts of its items."""
 
     def __init__(self) -> None:
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")

@@ -25,7 +25,7 @@ _scan = JSONDecoder().scan_once  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class AnswerWatch:
-    """What is known of an answer so far."""
+    """The state of an answer so far."""
 
     def __init__(self, dialect: DialectName) -> None:
         self._dialect = DIALECTS[dialect]
@@ -34,10 +34,10 @@ class AnswerWatch:
         self.done = False
         """The dialect's proper last event was seen."""
         self.finished = False
-        """The model's turn is over, whether or not the stream says so properly."""
+        """The model's turn is over, with or without a proper end of the stream."""
         self.failed: str | None = None
         self.failure: Failure | None = None
-        """What the error means that `failed` is the message of."""
+        """The classified error; `failed` is its message."""
         self.empty = False
         """Whether OpenAI's `[DONE]`, which any server may send, came without an answer before it."""
         self.usage: Usage | None = None
@@ -104,7 +104,7 @@ def _decoded(data: bytes, before: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What was asked for on top, so must be taken out."""
+    """Fields that the gateway requested in addition, to be removed from the answer."""
 
     token_ids: bool = False
     logprobs: bool = False

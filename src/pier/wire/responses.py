@@ -100,7 +100,7 @@ _REASONING_MODEL = re.compile(r"(^|/)(o\d|codex|gpt-([5-9]|\d\d)(?!.*chat))")
 
 
 def _parse_input_item(item: Mapping[str, Any]) -> ParsedMessage:
-    """What the model said in one go is one message, whatever items it took."""
+    """Consecutive items of the model become one message."""
     kind = item.get("type") or "message"
     if kind == "message":
         parts = parse_parts(item.get("content"), _parse_piece)
@@ -206,7 +206,7 @@ def _render_piece(part: Part) -> dict[str, Any] | None:
 
 
 def render_output(parts: Iterable[Part], *, answer: bool) -> Iterator[dict[str, Any]]:
-    """Items of what the model said; texts next to one another make one message. Ids are given in an `answer` only."""
+    """The items of a model's answer; adjacent texts make one message. Ids are given in an `answer` only."""
     content: list[dict[str, Any]] = []
     for part in parts:
         if isinstance(part, Text | Refusal):

@@ -1,4 +1,4 @@
-"""What the readers of agents' session logs share: opening logs, and putting their records together as steps.
+"""The base of the readers of agents' session logs: opening logs, and assembling their records to steps.
 
 A reader is a subclass of `SessionReader` with `find` and `read`. `read` reports the entries of a log in order and the
 base class assembles one step per model call; memory holds the open step and nothing before it. An entry that belongs to
@@ -273,8 +273,8 @@ class SessionReader:
     def observe(
         self, call: str | None, content: Content, at: str | None, *, child: Any = None, failed: Any = None, **extra: Any
     ) -> None:
-        """What a tool answered; `child` names the sub-agent that it began, if there is one of this name. An answer that
-        comes after its step is a separate step that names the call."""
+        """The result of a tool call; `child` names the sub-agent that it began, if there is one of this name. An answer
+        that comes after its step is a separate step that names the call."""
         extra["is_error"] = True if failed else None
         is_child = any(child == each.id for each in self.session.children)
         refs = [SubagentTrajectoryRef(trajectory_id=child)] if is_child else None

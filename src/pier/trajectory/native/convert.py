@@ -35,7 +35,7 @@ READERS = {
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]")
 _LONGEST = 150
 _BROKEN = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError, TreeError)
-"""What readers raise where a log is not as its agent writes it."""
+"""The exceptions of readers where a log is not as its agent writes it."""
 
 
 def find_sessions(root: Path, agent: str | None = None) -> list[SessionLog]:

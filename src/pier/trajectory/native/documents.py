@@ -138,7 +138,7 @@ class OpenHandsReader(SessionReader):
 
     agent = "openhands"
     _SKIPPED = frozenset({"ConversationStateUpdateEvent", "TokenEvent", "LLMCompletionLogEvent", "StreamingDeltaEvent"})
-    """Events about the state of the program, not about what was said or done."""
+    """Events about the state of the program, not part of the conversation."""
 
     @classmethod
     def find(cls, root: Path) -> list[SessionLog]:

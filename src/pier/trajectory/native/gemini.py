@@ -23,7 +23,7 @@ from pier.tree import find_files
 
 class _GeminiReader(SessionReader):
     def response(self, answer: dict[str, Any]) -> Content:
-        """What a tool answered, with the pictures that it gave."""
+        """The result of a tool call, with its pictures."""
         response = answer.get("response") or {}
         text = str(response.get("output") or response.get("error") or response or "")
         return self.content([text, *answer["parts"]]) if answer.get("parts") else text
@@ -97,7 +97,7 @@ class QwenCodeReader(_GeminiReader):
 
     agent = "qwen-code"
     _SKIPPED = frozenset({"ui_telemetry", "attribution_snapshot", "file_history_snapshot"})
-    """Lines about what other lines say already, or about nothing that was said."""
+    """Lines that repeat others, or are not part of the conversation."""
 
     @classmethod
     def find(cls, root: Path) -> list[SessionLog]:
