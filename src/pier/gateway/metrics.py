@@ -44,7 +44,7 @@ _ENDS: dict[Fault | None, End] = {"agent": "rejected", None: "rejected", "rate_l
 
 @dataclass(slots=True)
 class CallCounts:
-    """How many generations ended in which way."""
+    """Counts of generations by how they ended."""
 
     ends: collections.Counter[End] = field(default_factory=collections.Counter)
     faults: collections.Counter[Fault] = field(default_factory=collections.Counter)
@@ -56,7 +56,7 @@ class CallCounts:
     waited: float = 0.0
     """Seconds in which calls stood still for rate limits and before such attempts."""
     most: int = 0
-    """How many requests of the session were served at once, at most."""
+    """The highest number of requests of the session that were served at once."""
 
     @property
     def calls(self) -> int:
@@ -79,9 +79,9 @@ def end_of(outcome: str, fault: Fault | None) -> End:
 
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_SAMPLE = 0.25
+_SAMPLE_INTERVAL = 0.25
 """Seconds between two looks at how late the event loop is."""
-_MOST_MODELS = 200
+_MAX_MODELS = 200
 """Names of models come from agents when no model is set; past this number they are counted together."""
 _PREFIX = "pier_gateway_"
 
@@ -128,7 +128,7 @@ class GatewayMetrics:
     def model_label(self, model: str) -> str:
         """The model's name as a label, or `other` if there are too many already."""
         name = model.encode(errors="replace").decode()
-        if name not in self._models and len(self._models) >= _MOST_MODELS:
+        if name not in self._models and len(self._models) >= _MAX_MODELS:
             return "other"
         self._models.add(name)
         return name
@@ -176,11 +176,11 @@ class GatewayMetrics:
         return found
 
     async def sample_lag(self) -> None:
-        """See how late the event loop is, for ever."""
+        """Sample the lag of the event loop until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + _SAMPLE
-            await asyncio.sleep(_SAMPLE)
+            due = loop.time() + _SAMPLE_INTERVAL
+            await asyncio.sleep(_SAMPLE_INTERVAL)
             self.lag.observe(max(0.0, loop.time() - due))
 
 

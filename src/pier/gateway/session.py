@@ -34,7 +34,7 @@ from pier.gateway.upstream import Outgoing, UpstreamFailed, Upstreams, read_answ
 from pier.record.redact import Scrubber
 from pier.record.writer import CallRecord, Durable, Outcome, Recorder
 from pier.redact import Redactor
-from pier.trajectory.lineage import RECENT, Generation, Node, OnGeneration, settle, with_version
+from pier.trajectory.lineage import RECENT, Generation, Node, OnGeneration, compute_keys, with_version
 from pier.wire.body import MOST_VALUES, Body, count_values, parse
 from pier.wire.checks import close_book, is_closed, offline, prescribe
 from pier.wire.dialects import BadRequest
@@ -405,7 +405,7 @@ class Session:
             tokens = None if self._spells_secret(x, turn) else turn.tokens
             turn = with_version(replace(turn, model=named, usage=x.usage or turn.usage, tokens=tokens), x.version)
         node = Node(x.record.number, request, turn, x.record.at, time.time(), x.caller.headers)
-        settle(node, [each.node for each in self.generations[-RECENT:]])
+        compute_keys(node, [each.node for each in self.generations[-RECENT:]])
         answered = x.started or outcome != "cancelled"
         generation = Generation(node, outcome, status, x.error, fault, answered, x.error_kind)
         self.generations.append(generation)

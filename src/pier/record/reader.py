@@ -42,7 +42,7 @@ class Event:
 
 @dataclass(slots=True)
 class RecordedAnswer:
-    """What came back: from an upstream, or to the agent. A body that was not streamed is one chunk."""
+    """An answer: of an upstream, or to the agent. A body that was not streamed is one chunk."""
 
     at: float
     status: int
@@ -102,7 +102,7 @@ class Call:
     notes: list[Mapping[str, Any]] = field(default_factory=list)
     delivered: RecordedAnswer | None = None
     added: list[Chunk] = field(default_factory=list)
-    """What the gateway itself sent after an upstream's answer broke off."""
+    """Bytes that the gateway itself sent after an upstream's answer broke off."""
     outcome: str = "interrupted"
     error: str | None = None
     status: int | None = None
@@ -127,7 +127,7 @@ class Call:
 
     @property
     def answer(self) -> RecordedAnswer | None:
-        """What the agent received, in its own dialect."""
+        """The answer that the agent received, in the agent's dialect."""
         found = self.delivered or (self.attempts[-1].answer if self.attempts else None)
         if found and self.added:
             return replace(found, chunks=[*found.chunks, *self.added])

@@ -71,7 +71,7 @@ class Scrubber:
         return data[: len(data) - held] if held else data
 
     def rest(self) -> bytes:
-        """What was held back, at the end of a stream."""
+        """The bytes that were held back, at the end of a stream."""
         held, self._held = self._held, b""
         return held
 

@@ -41,7 +41,7 @@ class Flusher:
     def __init__(self) -> None:
         self._written: set[Recorder] = set()
         self._task: asyncio.Task[None] | None = None
-        self._hurry = asyncio.Event()
+        self._flush_now = asyncio.Event()
 
     def sync_soon(self, recorder: Recorder) -> None:
         self._written.add(recorder)
@@ -50,16 +50,16 @@ class Flusher:
 
     async def close(self) -> None:
         """All is on disk."""
-        self._hurry.set()
+        self._flush_now.set()
         while self._task:
             await asyncio.wait({self._task})
-        self._hurry.clear()
+        self._flush_now.clear()
 
     async def _sync(self) -> None:
         try:
             while self._written:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._hurry.wait(), SYNC)
+                    await asyncio.wait_for(self._flush_now.wait(), SYNC)
                 written, self._written = self._written, set()
                 await asyncio.to_thread(_sync_all, written)
                 for each in written - self._written:
@@ -107,7 +107,7 @@ class Recorder:
         self._info = info
         self._durable = durable
         self._flusher = flusher if durable == "kill" else None
-        """What puts lines on disk soon; with "power" they are there at the end of each call."""
+        """Syncs lines to disk in the background; with "power" each call does so at its end."""
         self.lost: OSError | None = None
         """Why the first lines were lost that could not be written, if any were."""
         self.written = 0
@@ -266,11 +266,11 @@ class CallRecord:
     secret: bool = False
     """Whether a secret was found in the request."""
     fault: Fault | None = field(default=None, init=False)
-    """What holds the call up: the fault of the last attempt, until a later one is answered."""
+    """The reason why the call waits: the fault of the last attempt, until a later one is answered."""
     _given: bytes = field(default=b"", init=False)
-    """What the upstream sent last."""
+    """The last bytes from the upstream."""
     _streams: dict[str, StreamRedactor] = field(default_factory=dict, init=False)
-    """What removes secrets from each side's bytes."""
+    """The redactor of each side's bytes."""
     _found: bool = field(default=False, init=False)
     """Whether a secret was found in an answer that is over."""
     _tokens: list[dict[str, Any]] = field(default_factory=list, init=False)
@@ -282,7 +282,7 @@ class CallRecord:
         return self.secret or self._found
 
     def notice(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """What happened to the call, before it is written, also if nothing is recorded. For metrics."""
+        """Called for each event of the call before it is written, also if nothing is recorded. For metrics."""
 
     def edited(self, edits: list[Mapping[str, Any]]) -> None:
         """The gateway changed the request, for the reasons given."""

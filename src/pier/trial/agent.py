@@ -331,9 +331,9 @@ async def provider_fault(session: Session, how: str = "") -> PierError | None:
 
 async def unanswered_fault(session: Session, how: str = "") -> PierError | None:
     """The provider's fault if an agent that was killed at its deadline had waited for a model that hangs."""
-    from pier.trajectory.lineage import waited_in_vain
+    from pier.trajectory.lineage import waited_without_answer
 
-    if not await asyncio.to_thread(lambda: waited_in_vain(_generations(session), time.time())):
+    if not await asyncio.to_thread(lambda: waited_without_answer(_generations(session), time.time())):
         return None
     return ProviderError(f"the model gave no answer until the deadline{how}", code="provider_no_answer", retryable=True)
 

@@ -48,7 +48,7 @@ class Array:
     values: list[Any]
     spans: tuple[Span, ...]
     separator: str | None
-    """What stands between all elements; None if it is not always the same."""
+    """The text between two elements; None if it is not always the same."""
 
 
 Earlier = MutableMapping[tuple[str, str], Array]
@@ -64,7 +64,7 @@ class Body:
     fields: Mapping[str, Span] = field(default_factory=dict)
     arrays: Mapping[str, tuple[Array, int]] = field(default_factory=dict)
     grown: Mapping[str, tuple[Array, int]] = field(default_factory=dict)
-    """Of which earlier array, and how many of its elements, an array begins with."""
+    """For each array that begins like an earlier one: the earlier array, and the number of shared elements."""
     raw: bytes | None = None
 
     def encode(self) -> bytes:
@@ -146,7 +146,7 @@ def _parse(raw: bytes, earlier: Earlier) -> Body:
 
 
 def _common(text: str, first: int, known: Array | None) -> tuple[Array | None, int]:
-    """How many elements of an earlier array the one at `first` begins with, and that array if there are any."""
+    """The earlier array and the number of its elements that the array at `first` begins with; else None and 0."""
     if known is None or not known.spans:
         return None, 0
     if text.startswith(known.text, first):
