@@ -34,6 +34,7 @@ from pier import __version__
 from pier.agent.contract import pack_spec
 from pier.beneath import remove
 from pier.errors import JobError, PierError
+from pier.figures import Summary, describe
 from pier.files import read_journal, write, write_json
 from pier.job.config import JobConfig
 from pier.job.ledger import (
@@ -50,7 +51,6 @@ from pier.job.ledger import (
 )
 from pier.job.load import parse, read_file, to_disk
 from pier.job.plan import KEY, NOT_ASKED, MakePlan, Plan, PlannedTrial, Warn, make_key, plan_job, read_key
-from pier.job.results import Summary, describe
 from pier.job.view import CONFIG, LOCK, RESULT, JobView, ResultGroup
 from pier.trial.result import lock_row
 

@@ -36,9 +36,9 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from pier.errors import JobError, PierError
+from pier.figures import Cost, TokenTotals
 from pier.files import Journal, read_journal
 from pier.job.plan import Plan
-from pier.job.results import Cost, TokenTotals
 from pier.redact import Redactor
 from pier.tree import TreeError, open_regular
 from pier.trial.result import AgentResult, ExceptionInfo, TrialResult, failure_cause, read_result, storage_fault

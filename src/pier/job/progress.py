@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
+from pier.figures import Summary, Totals
 from pier.home import pier_home
 from pier.job.ledger import Outcome, now
 from pier.job.plan import PlannedTrial
-from pier.job.results import Summary, Totals
 from pier.job.view import JobView
 from pier.redact import Redactor
 from pier.sizes import columns, size_text

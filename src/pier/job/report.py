@@ -14,11 +14,11 @@ from typing import Any
 import click
 
 from pier.errors import JobError, UsageError
+from pier.figures import Interval, compare, describe
 from pier.job.directory import result_of
 from pier.job.ledger import current_owner
 from pier.job.plan import NOT_ASKED
 from pier.job.progress import describe_outcome, first_line, means, print_columns, print_report
-from pier.job.results import Interval, compare, describe
 from pier.job.view import LOG, RESULT, TRIAL_LOG, JobView, ResultGroup, TrialRow, has_finished, rewards_by_task
 from pier.tree import Tree, TreeError
 from pier.trial.record import printable

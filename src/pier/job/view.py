@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pier.errors import JobError, UsageError
+from pier.figures import Summary, Totals, main_reward, summarise
 from pier.files import is_plain_name
 from pier.job.ledger import JOURNAL, OWNER, Ledger, Outcome, Owner, current_owner, not_a_job, outcome_of
 from pier.job.plan import KEY
-from pier.job.results import Summary, Totals, main_reward, summarise
 from pier.tree import Tree, TreeError
 from pier.trial.result import ExceptionInfo, TimingInfo, TrialResult, read_result
 

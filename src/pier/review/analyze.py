@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pier.figures import total_cost
 from pier.files import write_json
 from pier.review.order import ReviewPlan
 from pier.review.publish import combined, count_causes, job_text, outcomes_of, publish_analyses, publish_job_analysis
-from pier.review.read import Agreement, agreement, read_analysis, read_job_analysis, total_cost
+from pier.review.read import Agreement, agreement, read_analysis, read_job_analysis
 from pier.review.rubric import ReviewRubric
 from pier.review.run import GOOD_MODEL, SMALL_MODEL, ReviewOptions, ReviewRun, run_review
 from pier.review.source import Source, SourceTrial

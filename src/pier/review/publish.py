@@ -15,10 +15,11 @@ from typing import Any
 from uuid import UUID
 
 from pier.beneath import remove
+from pier.figures import total_cost
 from pier.job.view import RESULT
 from pier.review.order import refuse_links, run_differs
 from pier.review.output import TRAJECTORY
-from pier.review.read import ANALYSIS, CRITIQUES, agreement, read_json, total_cost
+from pier.review.read import ANALYSIS, CRITIQUES, agreement, read_json
 from pier.review.run import Review, ReviewRun
 from pier.review.source import find_result
 from pier.tree import Tree, TreeError

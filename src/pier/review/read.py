@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticUseDefault
 
+from pier.figures import mean, total_cost
 from pier.files import is_plain_name
 from pier.review.output import CriterionAnswer, CritiqueFinding
 from pier.tree import Tree, TreeError
@@ -128,12 +129,6 @@ class CritiqueRun(_FromFile):
     @property
     def cost_usd(self) -> float | None:
         return total_cost(critique.cost_usd for critique in self.critiques)
-
-
-def total_cost(costs: Iterable[float | None]) -> float | None:
-    """The sum; unknown if one is."""
-    known = list(costs)
-    return None if None in known else sum(cost or 0.0 for cost in known)
 
 
 def _directories(tree: Tree, below: str) -> list[str]:
@@ -274,7 +269,7 @@ def agreement(critics: Mapping[str, Answers], verdict: str) -> Agreement:
     return Agreement(
         critics=tuple(critics),
         n_trials=len({trial for trial, _, _ in pairs}),
-        shares={question: sum(row) / len(row) for question, row in same.items() if row},
+        shares={question: share for question, row in same.items() if (share := mean(row)) is not None},
         disputed=tuple(dict.fromkeys(trial for trial, one, other in pairs if one[verdict] != other[verdict])),
     )
 

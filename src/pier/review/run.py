@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.errors import JobError, UsageError
+from pier.figures import total_cost
 from pier.image.model import HOST
 from pier.job.command import Show, run_without_report
 from pier.job.config import AgentConfig, DatasetConfig, JobConfig
@@ -22,7 +23,6 @@ from pier.job.runner import Wanted
 from pier.job.view import JobView, TrialRow
 from pier.review.order import REVIEWS, ReviewOrder, ReviewPlan, read_order, run_differs, was_written_here
 from pier.review.output import OUTPUT_LIMIT, OUTPUTS, Kind
-from pier.review.read import total_cost
 from pier.review.rubric import ReviewRubric
 from pier.review.source import find_result
 from pier.task import load_task

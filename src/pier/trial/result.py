@@ -20,6 +20,7 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pier.errors import Blame, JobError, PierError, StorageError
+from pier.figures import means
 from pier.redact import Redactor
 from pier.task import TaskStep
 from pier.task.load import describe
@@ -312,7 +313,7 @@ def combined_rewards(outcomes: Sequence[StepResult], strategy: str) -> dict[str,
     if not graded:
         return None
     keys = dict.fromkeys(key for rewards in graded for key in rewards)
-    return {key: sum(rewards.get(key, 0) for rewards in graded) / len(graded) for key in keys}
+    return means({key: rewards.get(key, 0) for key in keys} for rewards in graded)
 
 
 ALL_CLOCKS = "timeout_multiplier"

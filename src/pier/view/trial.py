@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from pier.job.results import main_reward
+from pier.figures import main_reward
 from pier.job.view import CONFIG, LOCK, RESULT, TRIAL_LOG, TrialView
 from pier.record.reader import Call, Recording, call_times
 from pier.record.reader import read as read_recording
