@@ -61,7 +61,7 @@ class CommandAgent(Agent):
         elif command is None or isinstance(command, str):
             argv = ["/bin/sh", "-c", command] if command else []
         else:
-            raise UsageError("the option command of the agent command must be a text or a list")
+            raise UsageError("invalid value for the option command: expected a string or a list")
         if script := run.options.get("script"):
             files.append(AgentFile(SCRIPT, _read(Path(str(script)).expanduser()), 0o755))
             return [SCRIPT, *(shlex.split(command) if isinstance(command, str) else argv)]

@@ -3,6 +3,7 @@ reports what has come of it."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -26,6 +27,7 @@ from pier.trial.record import printable
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+_log = logging.getLogger(__name__)
 _ROWS = 12
 """How many running trials the live view names."""
 
@@ -57,6 +59,7 @@ class Progress:
 
     def phase(self, name: str, phase: str) -> None:
         """A trial came to a new phase."""
+        _log.debug("%s: %s", name, phase)
         if name in self.running:
             self.running[name] = (phase, self.running[name][1])
             self.details.pop(name, None)
@@ -270,7 +273,7 @@ def print_report(
     click.echo(f"files: {view.directory}")
     _print_store()
     if stopped:
-        click.secho(f"stopped: {stopped}; allow more with --job-max-*", fg="red")
+        click.secho(f"stopped: {stopped}; raise the limit with --job-max-*", fg="red")
     if command := next_command(view, interrupted=interrupted):
         click.echo(f"next:  {command}")
 

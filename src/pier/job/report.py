@@ -123,7 +123,9 @@ def print_log(view: JobView, trial: str | None, *, follow: bool, as_json: bool) 
             ended = over  # a trial that is retried has a result for a moment
             time.sleep(_POLL)
         if not reader.found:
-            raise JobError(f"{view.directory / path}: not there", hint=f"pier job show {view.directory}", code="no-log")
+            raise JobError(
+                f"{view.directory / path}: no such file", hint=f"pier job show {view.directory}", code="no-log"
+            )
 
 
 def _has_ended(view: JobView, tree: Tree, trial: str | None) -> bool:

@@ -24,7 +24,7 @@ REPORT = "check_report.json"
 
 @dataclass(frozen=True, slots=True)
 class AnalysisRequest:
-    """What to analyze, and how. `keep` writes analyses next to trials and reuses those that are there."""
+    """The trials to analyze, with prompts and rubric. `keep` writes analyses next to trials and reuses them."""
 
     source: Source
     trials: Sequence[SourceTrial]
@@ -123,7 +123,7 @@ def _analyze_job(
 
 
 def _facts(trial: SourceTrial, analysis: Mapping[str, Any]) -> dict[str, Any]:
-    """What the review of a job sees of one trial."""
+    """The facts of one trial for the review of its job."""
     outcome = trial.outcome
     return {
         "trial": trial.name,

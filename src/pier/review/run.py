@@ -125,7 +125,7 @@ class Review:
 
 @dataclass(frozen=True, slots=True)
 class ReviewRun:
-    """What a run of reviews gave. `code` is the exit code: 1 if a review is missing, 130 if it was interrupted."""
+    """The result of a run of reviews. `code` is the exit code: 1 if a review is missing, 130 if it was interrupted."""
 
     plan: ReviewPlan
     config: dict[str, Any]
@@ -153,7 +153,7 @@ class ReviewRun:
         return found
 
     def about(self, review: Review) -> dict[str, Any]:
-        """What each result keeps about its making."""
+        """The origin of a result, which is kept with it."""
         agent = self.config["agents"][review.agent]
         return {
             "run": self.plan.run,
@@ -199,7 +199,7 @@ def _reviews(plan: ReviewPlan, view: JobView) -> Iterator[Review]:
 
 
 def _value(directory: Path, order: ReviewOrder, root: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-    """What a critic wrote, as it was taken out of its sandbox, checked again."""
+    """The output of a critic, as it was taken out of its sandbox, checked again."""
     name = f"artifacts/{ARTIFACTS.strip('/')}/{OUTPUTS[order.kind]}"
     try:
         with Tree(directory.resolve()) as tree:

@@ -181,7 +181,9 @@ def _git(args: list[str], cwd: Path, extra: dict[str, str] | None = None) -> str
             ["git", *args], cwd=cwd, env={**_environment(), **(extra or {})}, capture_output=True, timeout=_SECONDS
         )
     except FileNotFoundError:
-        raise TaskError("git is not installed, and a task comes from a repository", code="git", blame="infra") from None
+        raise TaskError(
+            "cannot fetch a task from a repository: git is not installed", code="git", blame="infra"
+        ) from None
     except subprocess.TimeoutExpired:
         raise TaskError(f"git {args[0]} took longer than {_SECONDS} s", code="git", blame="infra") from None
     if done.returncode != 0:

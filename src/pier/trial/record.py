@@ -119,7 +119,7 @@ class TrialRecord:
             self._network.append(self.redactor.value(decision.line()))
         except OSError as error:
             self.fault = self.fault or error
-            self.log(f"network.jsonl lacks a line: {error}")
+            self.log(f"could not write a line of network.jsonl: {error}")
 
     def output(self, path: Path) -> OutputFile:
         return OutputFile(path, self.redactor)
@@ -139,7 +139,7 @@ def printable(text: str) -> str:
 
 
 class OutputFile:
-    """What a program prints, appended to a file as it comes. Use as a context manager; call it as `on_output`.
+    """The output of a program, appended to a file as it arrives. Use as a context manager; call it as `on_output`.
 
     A secret that arrives in two pieces is found too: with secrets, a line is held back until it is whole, and longer
     where one may have begun.
@@ -196,7 +196,7 @@ def resolved(path: Path) -> Path:
 
 
 def trial_config(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:
-    """What `config.json` says."""
+    """The content of `config.json`."""
     return {
         "task": {**task_reference(spec.task.origin), "source": spec.task.origin.source},
         "trial_name": spec.name,
@@ -218,7 +218,7 @@ def trial_config(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def trial_lock(spec: TrialSpec, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What `lock.json` says: all that decides what the trial does, with digests of files and texts. `config` is the
+    """The content of `lock.json`: all inputs of the trial, with digests of files and texts. `config` is the
     trial's own `config.json`."""
     task, origin = spec.task, spec.task.origin
     mode = None if task.is_multi_step else task.steps[0].verifier_mode

@@ -172,7 +172,7 @@ TakeRewards = Callable[[], Awaitable[RewardFiles | None]]
 
 @dataclass(frozen=True, slots=True)
 class TestPlan:
-    """What to run. `tests` are uploaded over one another; none if the image brings them (`bundled`)."""
+    """The tests to run. `tests` are uploaded over one another; none if the image brings them (`bundled`)."""
 
     tests: tuple[Path, ...]
     workdir: str

@@ -310,7 +310,7 @@ class Index:
             return [tuple(row) for row in rows]
 
     def trial_map(self, path: Path, stamp: str) -> tuple[str | None, str | None]:
-        """What was kept about a trajectory file: the map of it and its outline."""
+        """The kept map and outline of a trajectory file."""
         with self.connect() as db:
             found = db.execute("SELECT map, outline FROM maps WHERE path = ? AND stamp = ?", (str(path), stamp))
             kept, outline = found.fetchone() or (None, None)
@@ -425,7 +425,7 @@ def _group_data(group: ResultGroup) -> dict[str, Any]:
 
 
 def _used(totals: Totals) -> dict[str, Any]:
-    """What trials cost, their tokens, and their errors by blame."""
+    """The cost of trials, their tokens, and their errors by blame."""
     cost = {"known": totals.cost.known, "unknown": totals.cost.unknown, "text": str(totals.cost)}
     cost["per_trial"] = totals.cost_per_trial
     return {"cost": cost, "tokens": asdict(totals.tokens), "errors": dict(totals.errors)}
