@@ -32,6 +32,8 @@ SHARE = 0.05
 PACK_PATH = "/opt/pier/agent"
 """Where an agent's pack is mounted, read-only, in every sandbox on every backend."""
 
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
 AGENT_LOGS = "/logs/agent"
 """Where an agent keeps its own logs; collected into the trial's `agent/` directory."""
 

@@ -26,8 +26,8 @@ from pydantic.fields import FieldInfo
 from pier.errors import UsageError
 from pier.job.config import JobConfig, Setting, expected, model_in
 from pier.redact import REDACTED, Redactor
-from pier.sandbox import BACKENDS
 from pier.secret import HIDDEN, is_secret, looks_secret, secrets_in, secrets_in_text, value_on_disk
+from pier.trial.record import backend_fields
 
 UNSUPPORTED = tuple(
     tuple(cell.strip() for cell in row.split("|"))
@@ -353,17 +353,11 @@ def read_job(files: Iterable[str], given: Iterable[tuple[Setting, Any]] = ()) ->
 
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
-_HARBOR_BACKENDS = ("docker",)
-"""Backends that Harbor knows by the same name."""
-
 
 def to_disk(config: JobConfig, env: Mapping[str, str]) -> dict[str, Any]:
     """A configuration as it may stand on disk, in a shape that Harbor reads too."""
     data = config.model_dump(mode="json")
-    backend = config.environment.backend
-    known = backend in _HARBOR_BACKENDS
-    data["environment"]["type"] = backend if known else None
-    data["environment"]["import_path"] = None if known else BACKENDS.get(backend, backend)
+    data["environment"] |= backend_fields(config.environment.backend)
     return hide(data, env)
 
 

@@ -352,7 +352,9 @@ def _in_dataset(path: Path, origin: Origin) -> list[Origin]:
         if directory is None:
             raise TaskError(f"{path}: the task {row.name!r} is not in {path.parent / short}", code="dataset")
         if row.digest and load_task(directory, verify=False).digest != row.digest:
-            raise TaskError(f"{path}: the task {row.name!r} in {directory} does not have the digest {row.digest}")
+            raise TaskError(
+                f"{path}: the task {row.name!r} in {directory} does not have the digest {row.digest}", code="dataset"
+            )
         found.append(_below(origin, directory, dataset.dataset.name))
     return found
 

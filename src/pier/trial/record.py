@@ -251,7 +251,6 @@ def _agent(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _environment(choice: SandboxChoice, environ: Mapping[str, str]) -> dict[str, Any]:
     limits, network = choice.limits, choice.network
-    known = choice.backend in _HARBOR_BACKENDS
     own = {
         "image": choice.image or None,
         "processes": limits.processes,
@@ -259,8 +258,7 @@ def _environment(choice: SandboxChoice, environ: Mapping[str, str]) -> dict[str,
         "hosts": list(network.hosts) if network else None,
     }
     return {
-        "type": choice.backend if known else None,
-        "import_path": None if known else BACKENDS.get(choice.backend, choice.backend),
+        **backend_fields(choice.backend),
         "force_build": choice.force_build,
         "override_cpus": int(limits.cpus) if limits.cpus and float(limits.cpus).is_integer() else limits.cpus,
         "override_memory_mb": limits.memory // _MEGABYTE if limits.memory else None,
@@ -270,6 +268,12 @@ def _environment(choice: SandboxChoice, environ: Mapping[str, str]) -> dict[str,
         "extra_allowed_hosts": _bare(choice.hosts),
         "kwargs": {name: value for name, value in own.items() if value is not None},
     }
+
+
+def backend_fields(backend: str) -> dict[str, str | None]:
+    """A backend as Harbor's configurations name it: by `type` if Harbor has it, else by `import_path`."""
+    known = backend in _HARBOR_BACKENDS
+    return {"type": backend if known else None, "import_path": None if known else BACKENDS.get(backend, backend)}
 
 
 def _bare(hosts: tuple[str, ...]) -> list[str]:

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun, Launch
-from pier.agent.packed import DEFAULT_PATH
+from pier.agent.contract import AGENT_LOGS, DEFAULT_PATH, PACK_PATH, AgentRun, Launch
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import PierError, SandboxError, WorkspaceError
 from pier.files import write
