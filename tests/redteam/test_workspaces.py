@@ -157,7 +157,7 @@ def test_a_review_from_elsewhere_is_not_continued(given: tuple[str, ...], victim
     steal = "command=cat /critique/input/task/id_rsa > /logs/artifacts/stolen"
     done = pier("critique", "run", "jobs/j", "-p", "prompt.md", "-a", "command", "--ak", steal, *given, cwd=tmp_path,
                 image=None, code=2 if given else 1)  # fmt: skip
-    assert not given or "not begun on this machine" in done.stderr
+    assert not given or "on this machine" in done.stderr
     assert not any(b"TOPSECRET" in path.read_bytes() for path in reviews.rglob("*") if path.is_file())
 
 

@@ -367,10 +367,12 @@ def test_a_failed_trial_names_the_log_of_what_failed(
 
 def test_a_file_is_neither_a_job_nor_a_trial(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
-    with pytest.raises(JobError, match="file is a file, not a job"):
+    with pytest.raises(JobError) as refused:
         JobView.open(tmp_path / "file")
-    with pytest.raises(JobError, match="file is a file, not a trial"):
+    assert refused.value.code == "not-a-job"
+    with pytest.raises(JobError) as refused:
         TrialView.open(tmp_path / "file")
+    assert refused.value.code == "no_trial"
 
 
 def test_a_finished_job_was_updated_when_it_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,7 @@ def import_(source: Path | None, name: str | None, from_docker: str | None, as_j
         if made is None:
             raise ImageError(f"the Docker engine has no image {from_docker!r}", code="not_found", blame="user")
     elif source is None:
-        raise click.UsageError("a source is needed, or --from-docker")
+        raise click.UsageError("missing SOURCE or --from-docker")
     else:
         made = asyncio.run(_import(source, name))
     _tell(made, as_json)
@@ -136,7 +136,7 @@ def build(
 
 
 @image.command(name="list")
-@click.option("--cached", is_flag=True, help="What builds keep instead: layers of no image, RUN --mount=type=cache.")
+@click.option("--cached", is_flag=True, help="List build caches instead: unused layers, RUN --mount=type=cache.")
 @_env
 @JSON
 def list_(cached: bool, env: str, as_json: bool) -> None:
@@ -208,8 +208,8 @@ def rm(names: tuple[str, ...], as_json: bool) -> None:
 
 
 @image.command()
-@click.option("--max-size", help="Remove what was not used for longest until the rest fits, such as 20G.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--max-size", help="Remove the least recently used until the rest fits, such as 20G.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @_env
 @JSON
 def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:

@@ -19,6 +19,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from pier.figures import add_known
 from pier.record.reader import Reader, find
 from pier.trajectory import model as atif
 from pier.trajectory.lineage import Lineage, Node, Thread, compute_keys, read_call
@@ -262,15 +263,11 @@ class StepTotals:
 
     def merge(self, other: StepTotals) -> None:
         self.calls += other.calls
-        self.prompt_tokens = _sum(self.prompt_tokens, other.prompt_tokens)
-        self.completion_tokens = _sum(self.completion_tokens, other.completion_tokens)
-        self.cached_tokens = _sum(self.cached_tokens, other.cached_tokens)
+        self.prompt_tokens = add_known(self.prompt_tokens, other.prompt_tokens)
+        self.completion_tokens = add_known(self.completion_tokens, other.completion_tokens)
+        self.cached_tokens = add_known(self.cached_tokens, other.cached_tokens)
         self.unpriced += other.unpriced
-        self.cost_usd = None if self.unpriced else _sum(self.cost_usd, other.cost_usd)
-
-
-def _sum(one: Any, other: Any) -> Any:
-    return other if one is None else one if other is None else one + other
+        self.cost_usd = None if self.unpriced else add_known(self.cost_usd, other.cost_usd)
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,7 +242,7 @@ def task_secrets(task: Task, environ: Mapping[str, str]) -> list[str]:
 
 
 class ServiceLogs:
-    """What services print, kept below a directory of the trial's: one file for each service."""
+    """The output of services, kept below a directory of the trial: one file for each service."""
 
     def __init__(self, directory: Path, record: TrialRecord) -> None:
         self._directory = directory

@@ -57,7 +57,7 @@ def limited(notes: list[Note]) -> list[Note]:
 
 
 def changed_since(before: Iterable[Change], after: Iterable[Change]) -> list[Change]:
-    """What happened between two looks at a sandbox."""
+    """The difference between two snapshots of a sandbox."""
     old = {change.path: change for change in before}
     gone = [Change(path, "removed") for path in old.keys() - {change.path for change in after}]
     return [change for change in after if old.get(change.path) != change] + gone
@@ -176,7 +176,7 @@ class Suspicion:
 
 
 def judge(changed: Iterable[Change], *, workdir: str) -> list[Suspicion]:
-    """What of `changed` could steer a verifier."""
+    """The entries of `changed` that could steer a verifier."""
     found = (_judge(change, workdir) for change in sorted(changed, key=lambda change: change.path))
     return [suspicion for suspicion in found if suspicion is not None]
 

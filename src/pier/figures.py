@@ -1,27 +1,54 @@
-"""Every number about many trials, defined once: means, pass@k, coverage, intervals, cost, tokens, differences.
+"""Every number about many trials, defined once: means, pass@k, coverage, intervals, cost, tokens, spreads, differences.
 
-A trial without a verdict counts in coverage and nowhere else: an infrastructure fault is never a zero. A reward has a
-mean for each of its keys; where one number is shown, it is the mean of the main reward: the key `reward`, else the
-only one. A cost is the whole cost or unknown; of a cost that is known in part, the part is shown as such.
+Other modules pass values in and show the result; a unit test looks for those that compute one themselves. A trial
+without a verdict counts in coverage and nowhere else: an infrastructure fault is never a zero. A reward has a mean for
+each of its keys; where one number is shown, it is the mean of the main reward: the key `reward`, else the only one. A
+cost is the whole cost or unknown; of a cost that is known in part, the part is shown as such.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from pier.job.ledger import Outcome
+_Number = TypeVar("_Number", int, float)
 
 Z95 = 1.959963984540054
 """Standard errors to each side of a 95% interval."""
 
-
 GradedTrial = tuple[str, Mapping[str, float] | None]
-"""What metrics need to know of one trial: which task it was, and its rewards (None without a verdict)."""
+"""One trial for `summarise`: its task, and its rewards (None without a verdict)."""
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """The arithmetic mean; None without values."""
+    found = list(values)
+    return math.fsum(found) / len(found) if found else None
+
+
+def means(tables: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The mean of each key over the tables that have a number for it."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for table in tables:
+        for name, value in table.items():
+            if isinstance(value, int | float):
+                found[name].append(value)
+    return {name: math.fsum(values) / len(values) for name, values in found.items()}
+
+
+def add_known(total: _Number | None, value: _Number | None) -> _Number | None:
+    """The sum of what is known; None if neither is."""
+    return total if value is None else value if total is None else total + value
+
+
+def total_cost(costs: Iterable[float | None]) -> float | None:
+    """The sum of costs; None (unknown) if one is unknown."""
+    known = list(costs)
+    return None if None in known else math.fsum(cost or 0.0 for cost in known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +79,13 @@ class Summary:
     def coverage(self) -> float:
         """The share of trials that have a verdict."""
         return self.n_verdicts / self.n_trials if self.n_trials else 0.0
+
+    @property
+    def main(self) -> tuple[float | None, Interval | None]:
+        """The mean of the main reward, and its interval."""
+        value = main_reward(self.mean)
+        key = "reward" if "reward" in self.mean else next(iter(self.mean), "")
+        return value, self.interval.get(key) if value is not None else None
 
 
 def main_reward(rewards: Mapping[str, float] | None) -> float | None:
@@ -90,7 +124,7 @@ class Cost:
         if usd is None:
             self.unknown += 1
         else:
-            self.known = (self.known or 0.0) + usd
+            self.known = add_known(self.known, usd)
 
     @property
     def total(self) -> float | None:
@@ -112,13 +146,26 @@ class TokenTotals:
     output: int | None = None
 
     def add(self, input: int | None, cached: int | None, output: int | None) -> None:
-        self.input = _add(self.input, input)
-        self.cached = _add(self.cached, cached)
-        self.output = _add(self.output, output)
+        self.input = add_known(self.input, input)
+        self.cached = add_known(self.cached, cached)
+        self.output = add_known(self.output, output)
 
 
-def _add(total: int | None, value: int | None) -> int | None:
-    return total if value is None else (total or 0) + value
+class EndedTrial(Protocol):
+    """A trial that ended, as far as totals need it. `fault` has a `blame`, or is None."""
+
+    @property
+    def rewards(self) -> Mapping[str, float] | None: ...
+    @property
+    def fault(self) -> Any: ...
+    @property
+    def cost(self) -> float | None: ...
+    @property
+    def tokens(self) -> tuple[int | None, int | None, int | None]: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def steps(self) -> tuple[int, int] | None: ...
 
 
 @dataclass(slots=True)
@@ -131,11 +178,21 @@ class Totals:
     mean: Mean = field(default_factory=Mean)
     cost: Cost = field(default_factory=Cost)
     tokens: TokenTotals = field(default_factory=TokenTotals)
+    seconds: float = 0.0
     steps: tuple[int, int] | None = None
     """Of tasks with steps: how many steps were graded, and how many there are."""
 
+    @property
+    def cost_per_trial(self) -> float | None:
+        """None if nothing ended, or if part of the cost is unknown."""
+        return None if self.cost.total is None else self.cost.total / self.done
+
+    @property
+    def seconds_per_trial(self) -> float | None:
+        return self.seconds / self.done if self.done else None
+
     @classmethod
-    def of(cls, outcomes: Iterable[Outcome | None]) -> Totals:
+    def of(cls, outcomes: Iterable[EndedTrial | None]) -> Totals:
         """The totals of trials; those without an outcome are passed over."""
         totals = cls()
         for outcome in outcomes:
@@ -143,7 +200,7 @@ class Totals:
                 totals.add(outcome)
         return totals
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: EndedTrial) -> None:
         self.done += 1
         self.verdicts += outcome.rewards is not None
         if outcome.fault is not None:
@@ -151,6 +208,7 @@ class Totals:
         self.mean.add(outcome.rewards)
         self.cost.add(outcome.cost)
         self.tokens.add(*outcome.tokens)
+        self.seconds += outcome.seconds
         if outcome.steps is not None:
             graded, total = self.steps or (0, 0)
             self.steps = (graded + outcome.steps[0], total + outcome.steps[1])
@@ -204,6 +262,11 @@ def pass_at_k(n: int, successes: int, k: int) -> float:
     return 1.0 - math.comb(n - successes, k) / math.comb(n, k)
 
 
+def pass_all_k(n: int, successes: int, k: int) -> float:
+    """The unbiased estimate that all of k attempts succeed, from `successes` out of `n`."""
+    return math.comb(successes, k) / math.comb(n, k)
+
+
 def _pass_table(by_key: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[int, float]:
     """pass@k where it means something: one reward key, values 0 or 1; k up to the fewest verdicts of any task."""
     if len(by_key) != 1:
@@ -228,19 +291,19 @@ def confidence(groups: Sequence[Sequence[float]]) -> Interval | None:
     if not values:
         return None
     binary = all(value in (0, 1) for value in values)
-    mean = math.fsum(values) / len(values)
+    average = math.fsum(values) / len(values)
     if binary and (len(groups) == 1 or all(len(group) == 1 for group in groups)):
-        return _wilson(mean, len(values), "wilson")
+        return _wilson(average, len(values), "wilson")
     clusters = groups if len(groups) > 1 else [[value] for value in values]
     if len(clusters) < 2:
         return None
-    spread = math.fsum(math.fsum(value - mean for value in cluster) ** 2 for cluster in clusters)
+    spread = math.fsum(math.fsum(value - average for value in cluster) ** 2 for cluster in clusters)
     error = math.sqrt(spread * len(clusters) / (len(clusters) - 1)) / len(values)
     if binary:
-        worth = mean * (1 - mean) / error**2 if error else 0.0
-        return _wilson(mean, min(max(worth, len(clusters)), len(values)), "clustered")
+        worth = average * (1 - average) / error**2 if error else 0.0
+        return _wilson(average, min(max(worth, len(clusters)), len(values)), "clustered")
     half = Z95 * error
-    low, high = mean - half, mean + half
+    low, high = average - half, average + half
     if all(0 <= value <= 1 for value in values):
         low, high = max(low, 0.0), min(high, 1.0)
     return Interval(low, high, "clustered")
@@ -293,7 +356,7 @@ def compare(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[
     return Comparison(
         tasks=rows,
         n_paired=len(found),
-        difference=math.fsum(found) / len(found) if found else None,
+        difference=mean(found),
         interval=_paired(found, bounded),
         wins=wins,
         losses=losses,
@@ -303,16 +366,16 @@ def compare(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[
 
 def _task_difference(task: str, first: Sequence[float], second: Sequence[float]) -> TaskDifference:
     """The difference on one task. Its interval comes from those of both means (Newcombe's, for values of 0 and 1)."""
-    mean, other = (math.fsum(values) / len(values) if values else None for values in (first, second))
-    if mean is None or other is None:
-        return TaskDifference(task, mean, other)
+    before, after = mean(first), mean(second)
+    if before is None or after is None:
+        return TaskDifference(task, before, after)
     one, two = confidence([first]), confidence([second])
     interval = None
     if one is not None and two is not None:
-        below = math.hypot(other - two.low, one.high - mean)
-        above = math.hypot(two.high - other, mean - one.low)
-        interval = Interval(other - mean - below, other - mean + above, "independent")
-    return TaskDifference(task, mean, other, other - mean, interval)
+        below = math.hypot(after - two.low, one.high - before)
+        above = math.hypot(two.high - after, before - one.low)
+        interval = Interval(after - before - below, after - before + above, "independent")
+    return TaskDifference(task, before, after, after - before, interval)
 
 
 def _paired(differences: Sequence[float], bounded: bool) -> Interval | None:
@@ -321,8 +384,38 @@ def _paired(differences: Sequence[float], bounded: bool) -> Interval | None:
     if len(differences) < 2:
         return None
     values = [*differences, 1.0, -1.0] if bounded else differences
-    mean = math.fsum(values) / len(values)
-    spread = math.fsum((value - mean) ** 2 for value in values)
+    average = math.fsum(values) / len(values)
+    spread = math.fsum((value - average) ** 2 for value in values)
     half = Z95 * math.sqrt(spread / len(values) / (len(values) if bounded else len(values) - 1))
-    low, high = mean - half, mean + half
+    low, high = average - half, average + half
     return Interval(max(low, -1.0), min(high, 1.0), "paired") if bounded else Interval(low, high, "paired")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How values are spread: counts in bins of equal width from `low` to `high`, and quantiles."""
+
+    low: float
+    high: float
+    counts: tuple[int, ...]
+    median: float
+    p90: float
+
+    @property
+    def width(self) -> float:
+        """The width of a bin."""
+        return (self.high - self.low) / len(self.counts)
+
+
+def spread(values: Sequence[float], bins: int = 20) -> Spread | None:
+    """The spread of values; None if there are none."""
+    found = sorted(value for value in values if math.isfinite(value))
+    if not found:
+        return None
+    low, high = found[0], found[-1]
+    width = (high - low) / bins
+    counts = [0] * (bins if width else 1)
+    for value in found:
+        counts[min(int((value - low) / width), bins - 1) if width else 0] += 1
+    p90 = statistics.quantiles(found, n=10, method="inclusive")[-1] if len(found) > 1 else low
+    return Spread(low, high, tuple(counts), statistics.median(found), p90)
