@@ -12,6 +12,7 @@ import pytest
 
 from pier import __version__
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 DEVELOPMENT = {"pytest", "ruff", "pyright", "hypothesis", "import-linter", "playwright", "mkdocs"}
 

@@ -40,15 +40,14 @@ def runtime() -> Runtime:
 def docker() -> Iterator[Engine]:
     with engine() as running:
         yield running
+        running.wait_for_no_helper()
         assert running.containers() == []
 
 
 @pytest.fixture(autouse=True)
-def through_a_helper(docker: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def through_a_helper(docker: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", docker.url)
     monkeypatch.setenv("PIER_DOCKER_HELPER", "1")
-    yield
-    docker.wait_for_no_helper()
 
 
 def test_processes_that_start_at_once_share_one_and_outlive_each_other(

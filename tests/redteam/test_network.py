@@ -15,6 +15,7 @@ from pier.record import reader as recording
 from tests import vhosts
 from tests.attacks import ATTACKS
 from tests.gateway_fakes import PATHS, fake_provider, post, request_body
+from tests.once import made_once
 from tests.redteam import route
 from tests.world import in_world
 
@@ -100,14 +101,16 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    directory = tmp_path_factory.mktemp("vhosts")
-    told = directory / "told.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIER_HOME", str(directory / "pier"))
-        patch.setenv(DIRECTORY, str(directory))
-        done = in_world(_OUTSIDE, directory, str(told), servers="tests.redteam.test_network:serve")
-    assert told.exists(), f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    found = json.loads(told.read_text())
+    def run(directory: Path) -> None:
+        told = directory / "told.json"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PIER_HOME", str(directory / "pier"))
+            patch.setenv(DIRECTORY, str(directory))
+            done = in_world(_OUTSIDE, directory, str(told), servers="tests.redteam.test_network:serve")
+        assert told.exists(), f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+
+    directory = made_once(tmp_path_factory, "vhosts", run)
+    found = json.loads((directory / "told.json").read_text())
     tls = found["1"].pop("tls")
     return Outcome(found["1"], tls, found["2"]["tls"], directory)
 

@@ -17,8 +17,6 @@ from pier.job.directory import write_lock
 from pier.job.plan import Plan
 from tests.npm_registry import serve
 
-pytestmark = pytest.mark.plain
-
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackStore:

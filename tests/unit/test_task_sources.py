@@ -12,8 +12,6 @@ from pier.errors import PierError, TaskError, UsageError
 from pier.task.sources import Selection, parse_git_reference, resolve_sources
 from tests.trial_runs import write_task
 
-pytestmark = pytest.mark.plain
-
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:

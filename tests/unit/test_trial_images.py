@@ -13,8 +13,6 @@ from pier.image.model import Image, OnProgress
 from pier.network.policy import NONE
 from pier.trial.images import ImageRequest, TrialImages, _build_key
 
-pytestmark = pytest.mark.plain
-
 
 class Maker:
     """Counts what it makes, and waits for `go` before it is done."""
