@@ -98,7 +98,7 @@ def bent_streams(dialect: str, depth: int = 99) -> Iterator[bytes]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_request_is_read_and_said_elsewhere_or_refused(name: str) -> None:
     refused = read = 0
-    route = recognise("POST", PATHS[name], {}, {})
+    route = recognise("POST", PATHS[name])
     for body in bent(DIALECTS[name].render_request(REQUEST)):
         if not isinstance(body, dict):
             continue

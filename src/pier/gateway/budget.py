@@ -280,7 +280,7 @@ class Limiter:
             left = self._closed_until - time.monotonic()
         await self._pace.pace()
 
-    async def __aenter__(self) -> None:
+    async def acquire(self) -> None:
         """Take one of the requests that may run at the same time."""
         if self._slots and self._slots.locked():
             with waiting():
@@ -288,6 +288,6 @@ class Limiter:
         elif self._slots:
             await self._slots.acquire()
 
-    async def __aexit__(self, *_: object) -> None:
+    def release(self) -> None:
         if self._slots:
             self._slots.release()

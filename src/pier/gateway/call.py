@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
@@ -49,33 +48,36 @@ provider refuse its calls as if the key were wrong."""
 _NOT_DOWNSTREAM = _HOP_BY_HOP | {"content-length", "content-encoding", "set-cookie", "server", "date", "alt-svc"}
 
 
-def _key(headers: Mapping[str, str], query: Mapping[str, str]) -> str:
+def _key(headers: Mapping[str, str], query: str) -> str:
     scheme, _, token = headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token:
         return token.strip()
-    return headers.get("x-api-key") or headers.get("x-goog-api-key") or query.get("key", "")
+    return headers.get("x-api-key") or headers.get("x-goog-api-key") or dict(parse_qsl(query)).get("key", "")
 
 
 class Caller:
     """One request of an agent, and where its answer goes."""
 
     def __init__(self, request: HttpRequest) -> None:
-        headers, asked = request.headers, dict(parse_qsl(request.query_string))
+        headers, names = request.headers, frozenset(map(str.lower, request.headers))
         self.request = request
-        self.route = recognise(request.method, request.path, asked, dict.fromkeys(map(str.lower, headers), ""))
+        self.route = recognise(request.method, request.path, request.query_string, names)
         self.dialect: Dialect = DIALECTS[self.route.dialect]
-        self.key = _key(headers, asked)
+        self.key = _key(headers, request.query_string)
         """The credential, wherever this client puts it."""
         self.held = 0
         """What its body counts for in `LARGEST_HELD`."""
         self.headers = redacted(headers)
         """For the recording: without secrets, and with names in lower case."""
-        self.forwarded = CIMultiDict(
-            (name, value) for name, value in headers.items() if name.lower() not in _NOT_UPSTREAM
-        )
-        """For an upstream of the same dialect: all but those of the connection and of identity."""
+
+    @property
+    def forwarded(self) -> CIMultiDict[str]:
+        """For an upstream of the same dialect: all headers but those of the connection and of identity."""
+        headers = self.request.headers
+        kept = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _NOT_UPSTREAM)
         for name, value in self.dialect.headers.items():
-            self.forwarded.setdefault(name, value)
+            kept.setdefault(name, value)
+        return kept
 
     @property
     def started(self) -> bool:
@@ -119,12 +121,9 @@ class Caller:
     def error_bytes(self, status: int, message: str, kind: ErrorKind) -> bytes:
         return dump(self.dialect.error_body(status, message, kind))
 
-    async def start(self, status: int, headers: Mapping[str, str] | None = None) -> None:
+    def start(self, status: int, headers: Mapping[str, str] | None = None) -> None:
         """Begin a streamed answer."""
         self.request.start(status, _kept(headers, *_OF_STREAMS))
-
-    async def finish(self, data: bytes = b"") -> None:
-        await self.request.finish(data)
 
 
 _OF_STREAMS = (
@@ -179,7 +178,8 @@ class Exchange:
         self._request: Request | None = None
         self._renderer: EventRenderer | None = None
         self._last_write = time.monotonic()
-        self._starting = asyncio.Lock()
+        loop = asyncio.get_running_loop()
+        self._beat = loop.call_later(self._keep_alive, self._show_life, loop) if self.stream else None
 
     @property
     def request(self) -> Request:
@@ -212,11 +212,13 @@ class Exchange:
     def started(self) -> bool:
         return self.caller.started
 
-    async def start(self, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    def start(self, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """Begin the streamed answer, unless a sign of life began it already."""
-        async with self._starting:
-            if not self.started:
-                await self._guarded(self.caller.start(status, headers or {"Content-Type": self.renderer.content_type}))
+        if not self.started:
+            try:
+                self.caller.start(status, headers or {"Content-Type": self.renderer.content_type})
+            except ConnectionError:
+                raise CallerGone from None
 
     async def write(self, data: bytes) -> None:
         if data:
@@ -228,7 +230,10 @@ class Exchange:
 
     async def finish(self, data: bytes = b"") -> None:
         """The end of a streamed answer, with the last of it."""
-        return await self._guarded(self.caller.finish(data))
+        try:
+            await self.caller.request.finish(data)
+        except ConnectionError:
+            raise CallerGone from None
 
     async def end(
         self, outcome: Outcome, status: int = 200, error: str | None = None, fault: Fault | None = None
@@ -238,6 +243,8 @@ class Exchange:
         if self.ended:
             return
         self.ended = True
+        if self._beat:
+            self._beat.cancel()
         if outcome == "error":
             fault = fault or fault_of(status, error or "")
         elif outcome == "cancelled":
@@ -278,34 +285,17 @@ class Exchange:
         await self.end("ok")
         return await self.caller.reply(200, body, headers)
 
-    @asynccontextmanager
-    async def kept_alive(self) -> AsyncIterator[None]:
-        """While this runs, a streamed answer is never quiet for longer than the interval."""
-        beat = asyncio.create_task(self._show_life()) if self.stream else None
-        error: BaseException | None = None
-        try:
-            yield
-        finally:
-            if beat:
-                beat.cancel()
-                await asyncio.wait({beat})
-                error = None if beat.cancelled() else beat.exception()
-        if error:
-            raise error
-
-    async def _show_life(self) -> None:
-        """Send signs of life, until the call is over and only its last bytes are under way, or the agent left."""
-        with suppress(CallerGone):
-            while not self.ended:
-                quiet = time.monotonic() - self._last_write
-                if quiet >= self._keep_alive:
-                    await self.start()
-                    await self.write(self.sign_of_life or self.renderer.keep_alive())
-                await asyncio.sleep(self._keep_alive - quiet if quiet < self._keep_alive else self._keep_alive)
-
-    @staticmethod
-    async def _guarded(writing: Any) -> Any:
-        try:
-            return await writing
-        except ConnectionError:
-            raise CallerGone from None
+    def _show_life(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Send a sign of life if the stream was quiet for long, until the call is over or the agent left. An agent that
+        has yet to read earlier bytes gets none."""
+        left = self._last_write + self._keep_alive - time.monotonic()
+        if left <= 0:
+            left = self._keep_alive
+            if not self.caller.request.full:
+                try:
+                    self.start()
+                    self.caller.request.send(self.sign_of_life or self.renderer.keep_alive())
+                except (CallerGone, ConnectionError):
+                    return
+                self._last_write = time.monotonic()
+        self._beat = loop.call_later(left, self._show_life, loop)

@@ -56,7 +56,7 @@ class Replay:
         if not answer.streamed:
             await x.end("ok" if answer.status < 400 else "error", answer.status, call.error)
             return await x.caller.reply(answer.status, answer.body, answer.headers)
-        await x.start(answer.status, answer.headers)
+        x.start(answer.status, answer.headers)
         await x.write(b"".join(chunk.data for chunk in answer.chunks[:-1]))
         await x.end("ok" if call.outcome == "ok" else "error", answer.status, call.error)
         await x.write(b"".join(chunk.data for chunk in answer.chunks[-1:]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import resource
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -232,10 +231,8 @@ class Gateway:
         self._stack.callback(server.close)
 
     def _find(self, key: str, bound: Session | None) -> Session | None:
-        found = self._sessions.get(_digest(key))
-        if found is None or not hmac.compare_digest(found.key.encode(), _encoded(key)):
-            return None
-        return found if bound is None or found is bound else None
+        found = self._sessions.get(_digest(key))  # by digest: how long a lookup takes says nothing about a key
+        return found if bound in (None, found) else None
 
     async def _serve(self, request: HttpRequest, bound: Session | None) -> None:
         caller = Caller(request)
@@ -267,9 +264,4 @@ def _refused(status: int, message: str) -> bytes:
 
 
 def _digest(key: str) -> bytes:
-    return sha256(_encoded(key)).digest()
-
-
-def _encoded(key: str) -> bytes:
-    """A header may hold any bytes."""
-    return key.encode(errors="surrogateescape")
+    return sha256(key.encode(errors="surrogateescape")).digest()  # a header may hold any bytes

@@ -25,7 +25,7 @@ from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import UsageError
 from pier.gateway.budget import Budget, BudgetStop, Meter, Reservation
 from pier.gateway.call import Caller, CallerGone, Exchange
-from pier.gateway.metrics import CallCounts
+from pier.gateway.metrics import CallCounts, MeasuredRecord
 from pier.gateway.policy import Policy, Upstream, for_session, version_of
 from pier.gateway.providers import Directory, Provider, Target
 from pier.gateway.relay import relay
@@ -98,7 +98,7 @@ class ByProvider:
         target, headers = self.target, caller.forwarded
         out = Outgoing(target.provider, caller.route.dialect, path, target.model, headers, body.encode(), body)
         try:
-            async with upstreams.ask(out, record) as answer:
+            with await upstreams.ask(out, record) as answer:
                 raw = Scrubber(*self.target.provider.secrets)(await read_answer(answer))
                 record.status("upstream", answer.status, answer.headers, False)
                 record.chunk("upstream", raw)
@@ -370,7 +370,7 @@ class Session:
             meter.start()
         asked = caller.route.model or str(body.value.get("model") or self.model)
         facts = {**caller.facts(), "model": asked, "stream": caller.streams(body)}
-        record = self.gateway.metrics.measured(self.recorder.call(facts, body), facts)
+        record = self.recorder.call(facts, body, partial(MeasuredRecord, metrics=self.gateway.metrics, facts=facts))
         with Reservation(self._meters) as turn:
             x = Exchange(self, caller, body, record, turn)
             try:
@@ -435,8 +435,7 @@ class Session:
     async def _answer_once_admitted(self, x: Exchange, asked: str) -> None:
         refusal = self._refusal()
         if not refusal and (any(meter.budget.requests_per_minute for meter in self._meters) or x.turn.reserve()):
-            async with x.kept_alive():
-                refusal = await self._wait_for_turn(x.turn)
+            refusal = await self._wait_for_turn(x.turn)
         if refusal:
             return await x.fail(400, refusal, "budget", outcome="refused")
         x.caller.dialect.check_recordable(x.body.value)

@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -82,7 +82,7 @@ Side = Literal["upstream", "delivered", "added"]
 """From the model's side; to the agent, where that differs; to the agent, after what the model's side gave."""
 Outcome = Literal["ok", "error", "cancelled", "refused"]
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False)
 _COUNTS = tuple(Usage.__dataclass_fields__)
 _REMEMBERED = 16
 """How many arrays are known to be in the file without comparing each element."""
@@ -137,10 +137,15 @@ class Recorder:
     def on(self) -> bool:
         return self._journal is not None
 
-    def call(self, facts: Mapping[str, Any], body: Body | bytes) -> CallRecord:
+    def call(
+        self,
+        facts: Mapping[str, Any],
+        body: Body | bytes,
+        make: Callable[[Recorder, int, float], CallRecord] | None = None,
+    ) -> CallRecord:
         """A call begins. `facts` are its dialect, operation, method, path, headers, model and so on."""
         self._calls += 1
-        record = CallRecord(self, self._calls, time.time())
+        record = (make or CallRecord)(self, self._calls, time.time())
         if self._journal:
             lines, pieces, record.secret = self.pieces(body)
             first = {"t": "call", "c": record.number, "at": round(record.at, 5), **facts, "body": pieces}
@@ -258,7 +263,8 @@ class Recorder:
 
 @dataclass(slots=True)
 class CallRecord:
-    """One call of a recording, while it runs. Each method is one line in the file."""
+    """One call of a recording, while it runs. Each method is one line in the file. Lines about an answer that is passed
+    on only when it is whole are written together with the end of the call."""
 
     recorder: Recorder
     number: int
@@ -267,6 +273,10 @@ class CallRecord:
     """Whether a secret was found in the request."""
     fault: Fault | None = field(default=None, init=False)
     """The reason why the call waits: the fault of the last attempt, until a later one is answered."""
+    _held: list[bytes] = field(default_factory=list, init=False)
+    """Lines that are written with the next one."""
+    _streamed: set[str] = field(default_factory=set, init=False)
+    """Sides whose bytes are passed on as they come."""
     _given: bytes = field(default=b"", init=False)
     """The last bytes from the upstream."""
     _streams: dict[str, StreamRedactor] = field(default_factory=dict, init=False)
@@ -317,7 +327,8 @@ class CallRecord:
             self._streams[side] = self._redactor(is_whole=not streamed)
         fields = {"side": side, "status": status, "headers": redacted(headers), "streamed": streamed}
         self.notice("status", fields)
-        self._write("status", fields)
+        (self._streamed.add if streamed else self._streamed.discard)(side)
+        self._write("status", fields, hold=True)
 
     def chunk(self, side: Side, data: bytes) -> None:
         """Bytes of an answer, before they go on."""
@@ -329,14 +340,18 @@ class CallRecord:
                 self._streams[side] = self._redactor()
             self._write_chunk(side, self._streams[side].feed(data))
         elif side == "delivered" and data and data == self._given:
-            self._write("chunk", {"side": side, "same": True})
+            self._write("chunk", {"side": side, "same": True}, hold=self._holds(side))
         else:
             self._given = data if side == "upstream" else self._given
             self._write_chunk(side, data)
 
     def _write_chunk(self, side: str, data: bytes) -> None:
         if data or not self.recorder.redactor:
-            self._write("chunk", {"side": side, "text": data.decode(errors="surrogateescape")})
+            fields = {"side": side, "text": data.decode(errors="surrogateescape")}
+            self._write("chunk", fields, hold=self._holds(side))
+
+    def _holds(self, side: str) -> bool:
+        return side != "added" and side not in self._streamed
 
     def _redactor(self, *, is_whole: bool = False) -> StreamRedactor:
         return StreamRedactor(self.recorder.redactor, drop_tokens=self.secret, is_whole=is_whole)
@@ -371,7 +386,7 @@ class CallRecord:
         if self.recorder.redactor and "tokens" in facts:
             self._tokens.append(facts)
         else:
-            self._write("note", facts)
+            self._write("note", facts, hold=True)
 
     def _end_redaction(self) -> None:
         """Write what was held back. Tokens are kept only of a call without secrets."""
@@ -380,9 +395,12 @@ class CallRecord:
         for facts in [{"redacted": True}] if self.is_redacted else self._tokens:
             self._write("note", facts)
 
-    def _write(self, kind: str, fields: Mapping[str, Any], before: Iterable[bytes] = ()) -> None:
+    def _write(self, kind: str, fields: Mapping[str, Any], before: Iterable[bytes] = (), *, hold: bool = False) -> None:
         if self.recorder.on:
-            self.recorder.write(*before, _line({"t": kind, "c": self.number, "at": _now(), **fields}))
+            self._held.append(_line({"t": kind, "c": self.number, "at": _now(), **fields}))
+            if not hold:
+                lines, self._held = self._held, []
+                self.recorder.write(*before, *lines)
 
 
 def _line(value: Mapping[str, Any]) -> bytes:

@@ -27,7 +27,7 @@ from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from pier.record.reader import Call, RecordedAnswer, read
 from pier.wire.anthropic import BILLING
@@ -143,7 +143,7 @@ def with_version(turn: Turn, version: str | None) -> Turn:
 def read_call(call: Call) -> Node | None:
     """A generation as a node of the lineage; None if its request cannot be read."""
     parts = urlsplit(call.path)
-    route = recognise("POST", parts.path, dict(parse_qsl(parts.query)), {})
+    route = recognise("POST", parts.path, parts.query)
     try:
         parsed = DIALECTS[call.dialect].parse_request(call.request, route)
     except BadRequest:

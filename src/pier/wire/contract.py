@@ -108,8 +108,8 @@ class Dialect:
     likely_path: re.Pattern[str] = re.compile("(?!)")
     """Paths that only its clients ask for, also those that it does not have."""
 
-    def is_likely(self, path: str, headers: Mapping[str, str]) -> bool:
-        """Whether a client of this dialect most likely sent a request."""
+    def is_likely(self, path: str, headers: frozenset[str]) -> bool:
+        """Whether a client of this dialect most likely sent a request, by its path and the names of its headers."""
         return any(name in headers for name in self.likely_headers) or self.likely_path.match(path) is not None
 
     def parse_request(self, body: Mapping[str, Any], route: Route | None = None) -> Request:
@@ -324,22 +324,27 @@ class _Allowed:
     items: _Allowed | None = None
 
 
-def type_error_in(value: Any, allowed: _Allowed | None = None, where: str = "") -> str | None:
+def type_error_in(value: Any) -> str | None:
     """Where a canonical value holds a value that its type does not allow, as text; None if it does not."""
-    kind, allowed = type(value), allowed or _Allowed(frozenset({type(value)}))
+    problem = _type_error(value, _Allowed(frozenset({type(value)})))
+    return problem.removeprefix(".") if problem else None
+
+
+def _type_error(value: Any, allowed: _Allowed) -> str | None:
+    kind = type(value)
     if kind not in allowed.kinds or (kind is str and allowed.texts is not None and value not in allowed.texts):
-        return f"{where} is {_TYPE_NAMES.get(kind, 'something else')}"
+        return f" is {_TYPE_NAMES.get(kind, 'something else')}"
     if kind is tuple and allowed.items and not (_PLAIN >= allowed.items.kinds >= set(map(type, value))):
         for number, item in enumerate(value):
-            if problem := type_error_in(item, allowed.items, f"{where}[{number}]"):
-                return problem
+            if problem := _type_error(item, allowed.items):
+                return f"[{number}]{problem}"
     elif kind not in _PLAIN:
         for name, inner in _fields(kind):
             held = getattr(value, name)
-            if type(held) in _LEAVES and type(held) in inner.kinds and inner.texts is None:
+            if type(held) in _LEAVES and type(held) in inner.kinds and (inner.texts is None or held in inner.texts):
                 continue
-            if problem := type_error_in(held, inner, f"{where}.{name}" if where else name):
-                return problem
+            if problem := _type_error(held, inner):
+                return f".{name}{problem}"
     return None
 
 

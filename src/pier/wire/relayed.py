@@ -59,11 +59,6 @@ class AnswerWatch:
             before += len(event)
         return values
 
-    def see_whole(self, value: Mapping[str, Any]) -> None:
-        """A whole answer that was not streamed."""
-        self._count(value.get(self._dialect.usage_field))
-        self.done = self.finished = True
-
     def _take(self, progress: AnswerProgress) -> None:
         self._content |= progress.content
         self.finished |= progress.finished
