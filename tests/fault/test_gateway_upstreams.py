@@ -137,8 +137,9 @@ async def test_an_error_page_is_retried_and_then_an_error(client: str, stream: b
     page = replies(502, HTML, {"Content-Type": "text/html"})
     case, answer = await run(tmp_path, client, client, stream, page, "")
     assert answer[0] == 502
-    assert len(case.fake.asked) == QUICK.attempts
-    assert [attempt.wait is None for attempt in case.call().attempts] == [False] * 5 + [True]
+    assert len(case.fake.asked) == QUICK.attempts + 1
+    assert [asked.headers["User-Agent"] == "pier" for asked in case.fake.asked] == [False] * 6 + [True]
+    assert [attempt.wait is None for attempt in case.call().attempts] == [False] * 6 + [True]
     assert case.session.meter.turns == 0
 
 

@@ -197,12 +197,13 @@ async def test_a_kept_connection_that_the_provider_gave_up_costs_no_call(stream:
 
 
 async def test_a_new_connection_that_breaks_is_a_fault(tmp_path: Path) -> None:
-    """Only a connection that had served before is replaced beyond the attempts that are allowed."""
+    """Only a connection that had served before is replaced beyond the attempts that are allowed, and the last request,
+    which is asked again without the agent's headers."""
     async with raw_provider(says=b"", close=True) as raw, Gateway(retry=Retry(attempts=1)) as gateway:
         url = await gateway.serve()
         session = gateway.session("m", upstream=Provider("raw", raw.url, ("chat",)))
         assert (await post(url, PATHS["chat"], session.key, request_body("chat")))[0] == 502
-        assert raw.connections == 1
+        assert raw.connections == 2 and [b"aiohttp" in head for head in raw.heads] == [True, False]
 
 
 async def test_connections_that_nobody_uses_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:

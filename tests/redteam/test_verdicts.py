@@ -51,11 +51,11 @@ CALL = r"""
 call() {
   exec 3<>/dev/tcp/127.0.0.1/4000
   printf 'POST %s HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n' "$1" "$PIER_API_KEY" >&3
-  printf 'Content-Length: %d\r\nConnection: close\r\n\r\n%s' "${#2}" "$2" >&3
+  printf '%bContent-Length: %d\r\nConnection: close\r\n\r\n%s' "${3:-}" "${#2}" "$2" >&3
   while IFS= read -r line <&3; do echo "$line"; done; exec 3>&-
 }
 """
-"""A function for bash: one request to the model, with its path and body."""
+"""A function for bash: one request to the model, with its path, its body and more headers."""
 
 
 class Served(Gateway):
@@ -210,6 +210,49 @@ async def test_a_provoked_error_does_not_void_a_zero(place: str, tmp_path: Path)
             result = await trials.run(script)
             assert result.rewards == {"reward": 0}, (name, told(result))
             assert told(result)[1] in (None, "agent"), name
+
+
+def edge(status: int, name: str, value: str = "") -> Behaviour:
+    """A provider behind a server that refuses requests with this in their header, or in their target, with a page."""
+
+    async def behave(request: Any, raw: bytes) -> Any:
+        found = request.headers.get(name) if name else request.query_string
+        page = replies(status, HTML, {"Content-Type": "text/html"})
+        return await (page if found is not None and value in found else says(HELLO))(request, raw)
+
+    return behave
+
+
+HEADERS: dict[str, tuple[Behaviour, str]] = {
+    "a header of proxies": (edge(508, "CDN-Loop"), "CDN-Loop: cloudflare; loops=9"),
+    "another target": (edge(404, "X-Original-URL"), "X-Original-URL: /nowhere"),
+    "a header of few hops": (edge(502, "Max-Forwards"), "Max-Forwards: 0"),
+    "a header of no one": (edge(403, "X-Mine"), "X-Mine: 1"),
+    "a client that is banned": (edge(403, "User-Agent", "urllib"), "User-Agent: Python-urllib/3.11"),
+    "an attack in an allowed header": (edge(403, "X-Stainless-Lang", "<"), "X-Stainless-Lang: <script>"),
+    "a value that is very long": (edge(502, "User-Agent", "a" * 5000), "User-Agent: " + "a" * 9000),
+    "a header that comes often": (edge(500, "User-Agent", "a, a"), "\\r\\n".join(["User-Agent: a"] * 9)),
+    "bytes that are no text": (says(HELLO), "User-Agent: \\0377\\0376"),
+    "an attack in the query": (edge(403, "", "script"), "?<script>"),
+    "a limit of a feature": (edge(429, "OpenAI-Beta"), "OpenAI-Beta: long"),
+}
+
+
+@route(
+    "verdicts",
+    "an agent adds a header or a query that its provider, or a server in front of it, refuses as if it were down",
+    "it is not sent, or the request is sent again without it",
+)
+@everywhere
+async def test_a_header_of_the_agent_does_not_void_a_zero(place: str, tmp_path: Path) -> None:
+    for number, (name, (behaviour, header)) in enumerate(HEADERS.items()):
+        async with bench(place, tmp_path / str(number), behaviour) as trials:
+            query, header = (header, "") if header.startswith("?") else ("", f"{header}\\r\\n")
+            script = ask().replace(PATHS["chat"], PATHS["chat"] + f"'{query}'").rstrip("\n")
+            result = await trials.run(f"{script} '{header}'\n")
+            assert told(result) == (None, None, {"reward": 0}), name
+            answer = (trials.bench.last / "agent" / "command.txt").read_text()
+            assert answer.startswith("HTTP/1.1 200 "), (name, answer)
 
 
 HANG_UP = """

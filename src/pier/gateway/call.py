@@ -14,16 +14,16 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
-from multidict import CIMultiDict
-
 from pier.gateway.budget import Reservation
 from pier.gateway.providers import Target
 from pier.gateway.request import HttpRequest
+from pier.gateway.upstream import Outgoing
 from pier.record.redact import redacted, redacted_path
 from pier.record.writer import CallRecord, Outcome
 from pier.wire.body import Body, dump, parse
 from pier.wire.dialects import DIALECTS, BadRequest, Dialect, recognise
 from pier.wire.faults import Fault, fault_of
+from pier.wire.headers import HOP_BY_HOP, passed_headers, passed_query
 from pier.wire.sse import EventRenderer
 from pier.wire.turn import Edit, ErrorKind, Request, Turn, Usage, cost_of
 
@@ -32,20 +32,7 @@ if TYPE_CHECKING:
 
 MAX_BODY = 64 * 1024 * 1024
 
-_HOP_BY_HOP = {
-    *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
-    *("te", "trailer", "transfer-encoding", "upgrade"),
-}
-_NOT_UPSTREAM = _HOP_BY_HOP | {
-    *("host", "content-length", "content-encoding", "accept-encoding", "expect", "cookie"),
-    *("authorization", "x-api-key", "x-goog-api-key", "api-key"),
-    *("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"),
-    *("openai-organization", "openai-project", "x-goog-user-project"),
-    *("x-http-method-override", "x-http-method", "x-method-override", "cf-connecting-ip"),
-}
-"""Headers of the connection and of identity. With another account's name, or another method, an agent could make a
-provider refuse its calls as if the key were wrong."""
-_NOT_DOWNSTREAM = _HOP_BY_HOP | {"content-length", "content-encoding", "set-cookie", "server", "date", "alt-svc"}
+_NOT_DOWNSTREAM = HOP_BY_HOP | {"content-length", "content-encoding", "set-cookie", "server", "date", "alt-svc"}
 
 
 def _key(headers: Mapping[str, str], query: str) -> str:
@@ -71,15 +58,6 @@ class Caller:
         """For the recording: without secrets, and with names in lower case."""
 
     @property
-    def forwarded(self) -> CIMultiDict[str]:
-        """For an upstream of the same dialect: all headers but those of the connection and of identity."""
-        headers = self.request.headers
-        kept = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _NOT_UPSTREAM)
-        for name, value in self.dialect.headers.items():
-            kept.setdefault(name, value)
-        return kept
-
-    @property
     def started(self) -> bool:
         """Whether an answer has begun."""
         return self.request.started
@@ -88,6 +66,22 @@ class Caller:
     def user_agent(self) -> str:
         """The name that the client gives itself."""
         return self.request.headers.get("User-Agent", "")
+
+    def outgoing(self, target: Target, path: str, body: Body, *, own: bool) -> Outgoing:
+        """The request to an upstream of the same dialect. `own`: the body is still the agent's."""
+        headers, dropped = passed_headers(self.dialect, self.request.headers.items())
+        query = passed_query(self.dialect, self.request.query_string)
+        return Outgoing(
+            target.provider,
+            self.route.dialect,
+            path,
+            target.model,
+            headers,
+            body.encode(),
+            None if own else body,
+            query,
+            dropped,
+        )
 
     def streams(self, body: Body) -> bool:
         """Whether the answer is to be streamed."""

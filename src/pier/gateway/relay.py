@@ -21,11 +21,12 @@ from pier.gateway.call import Exchange
 from pier.gateway.policy import as_sampled, begin, check_tokens, checked, guarded
 from pier.gateway.providers import Target
 from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
-from pier.record.redact import Scrubber, without_key
+from pier.record.redact import Scrubber
 from pier.wire.body import dump, parse
 from pier.wire.contract import compact
 from pier.wire.dialects import BadResponse
 from pier.wire.faults import classify
+from pier.wire.headers import plain_headers
 from pier.wire.relayed import AnswerWatch, Extras, ask, restore_arguments
 from pier.wire.sse import Framer, MalformedAnswer
 from pier.wire.translate import Translation, translate
@@ -56,16 +57,8 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
             body = restore_arguments(body, x.memory)
     if "model" in body.fields and body.value["model"] != target.model:
         body = body.with_fields(model=target.model)
-    changed = body is not x.body
-    out = Outgoing(
-        provider=target.provider,
-        dialect=x.caller.route.dialect,
-        path=_path(x, target.model),
-        model=target.model,
-        headers=x.caller.forwarded,
-        data=body.encode(),
-        body=body if changed or x.edited else None,
-    )
+    path = x.caller.dialect.generate_path(quote(target.model, safe=""), x.stream)
+    out = x.caller.outgoing(target, path, body, own=body is x.body and not x.edited)
     try:
         with await x.upstreams.ask(out, x.record) as answer:
             x.turn.spend()
@@ -73,12 +66,6 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
             return await passing(x, answer, extras, Scrubber(*target.provider.secrets), keeps_tokens)
     except UpstreamFailed as failed:
         return await x.fail(failed.status, failed.message, failed.kind, failed.body, fault=failed.fault)
-
-
-def _path(x: Exchange, model: str) -> str:
-    path = x.caller.dialect.generate_path(quote(model, safe=""), x.stream)
-    query = "" if x.caller.dialect.model_in_path else without_key(x.caller.request.query_string)
-    return path + (f"?{query}" if query else "")
 
 
 async def _whole(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, keeps_tokens: bool) -> None:
@@ -232,7 +219,7 @@ def _outgoing(translation: Translation, target: Target) -> Outgoing:
     if target.provider.tokens and dialect == "chat":
         body = {**body, "return_token_ids": True, "logprobs": True}
     raw = dump(body)
-    headers = {"Content-Type": "application/json", "User-Agent": "pier", **translation.dialect.headers}
+    headers = plain_headers(translation.dialect)
     return Outgoing(target.provider, dialect, translation.path, target.model, headers, raw, parse(raw))
 
 

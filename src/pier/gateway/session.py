@@ -30,7 +30,7 @@ from pier.gateway.policy import Policy, Upstream, for_session, version_of
 from pier.gateway.providers import Directory, Provider, Target
 from pier.gateway.relay import relay
 from pier.gateway.request import BadMessage
-from pier.gateway.upstream import Outgoing, UpstreamFailed, Upstreams, read_answer
+from pier.gateway.upstream import UpstreamFailed, Upstreams, read_answer
 from pier.record.redact import Scrubber
 from pier.record.writer import CallRecord, Durable, Outcome, Recorder
 from pier.redact import Redactor
@@ -95,8 +95,7 @@ class ByProvider:
             return None
         if "model" in body.fields:
             body = body.with_fields(model=self.target.model)
-        target, headers = self.target, caller.forwarded
-        out = Outgoing(target.provider, caller.route.dialect, path, target.model, headers, body.encode(), body)
+        out = caller.outgoing(self.target, path, body, own=False)
         try:
             with await upstreams.ask(out, record) as answer:
                 raw = Scrubber(*self.target.provider.secrets)(await read_answer(answer))

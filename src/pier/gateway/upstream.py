@@ -16,9 +16,9 @@ import json
 import ssl
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Literal
 from urllib.request import getproxies_environment, proxy_bypass
 from weakref import WeakSet
 
@@ -51,6 +51,7 @@ from pier.wire.body import Body
 from pier.wire.contract import kind_of_status
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Fault, classify, error_in
+from pier.wire.headers import plain_headers
 from pier.wire.sse import Framer, MalformedAnswer, data_of, events_of
 from pier.wire.turn import DialectName, ErrorKind
 
@@ -82,6 +83,8 @@ class UpstreamFailed(Exception):
     passing: bool = False
     asked: float | None = None
     stale: bool = False
+    source: Literal["api", "front"] | None = None
+    """Who refused: the provider's API in its own words, or maybe a server in front of it; None if nothing did."""
 
     def __str__(self) -> str:
         return self.message
@@ -98,6 +101,29 @@ class Outgoing:
     headers: Mapping[str, str]
     data: bytes
     body: Body | None = None
+    query: str = ""
+    """What the agent added to the path."""
+    dropped: tuple[str, ...] = ()
+    """The names of the agent's headers that are left out."""
+
+    @property
+    def target(self) -> str:
+        return f"{self.path}?{self.query}" if self.query else self.path
+
+    def without(self, failed: UpstreamFailed) -> Outgoing | None:
+        """The same with nothing of the agent's but the body, and for a login its client's name; None if the failure
+        cannot be due to the rest. An API refuses features, such as betas; a server in front of it may refuse anything.
+        """
+        dialect = DIALECTS[self.dialect]
+        asks_for_features = self.query or any(map(dialect.is_client_header, self.headers))
+        if failed.fault == "agent" or not (failed.source == "front" or (failed.source and asks_for_features)):
+            return None
+        headers = plain_headers(dialect)
+        if self.provider.login and (name := CIMultiDict(self.headers).get("User-Agent")):
+            headers["User-Agent"] = name
+        lost = set(self.headers.items()) - set(headers.items())
+        dropped = (*self.dropped, *sorted(name.lower() for name, _ in lost))
+        return replace(self, headers=headers, query="", dropped=dropped) if lost or self.query else None
 
 
 @dataclass
@@ -211,7 +237,10 @@ class Upstreams:
                 if failed.passing and not stale:
                     limited = failed.fault == "rate_limit"
                     wait = self.retry.pause(attempt, time.monotonic() - began, failed.asked, limited=limited)
-                record.failed(failed.message, wait, None if stale else failed.fault)
+                plain = out.without(failed) if wait is None else None
+                record.failed(failed.message, 0.0 if plain else wait, None if stale else failed.fault)
+                if plain is not None:
+                    return await self._ask_plainly(plain, record, failed)
                 if wait is None:
                     raise
                 if failed.asked:
@@ -219,14 +248,26 @@ class Upstreams:
                 else:
                     await pause(wait)
 
+    async def _ask_plainly(self, plain: Outgoing, record: CallRecord, failed: UpstreamFailed) -> Answer:
+        """Ask once more, without the agent's headers and query: only what is refused then too is the provider's fault.
+        With a login some may be needed, so that only an answer counts."""
+        try:
+            return await self._attempt(plain, record)
+        except UpstreamFailed as again:
+            decided = again if again.fault == "agent" and not plain.provider.login else failed
+            record.failed(again.message, None, decided.fault)
+            raise decided from None
+
     async def _attempt(self, out: Outgoing, record: CallRecord) -> Answer:
         provider = out.provider
-        facts = {"provider": provider.name, "dialect": out.dialect, "model": out.model}
+        facts: dict[str, Any] = {"provider": provider.name, "dialect": out.dialect, "model": out.model}
+        if out.dropped:
+            facts["dropped"] = out.dropped
         try:
             if provider.login:
                 answer = await self._send_with_login(out, facts, record)
             else:
-                address = provider.address(out.path)
+                address = provider.address(out.target)
                 headers = CIMultiDict(out.headers)
                 headers.update(provider.credentials(out.dialect))
                 record.attempt({**facts, "url": redacted_path(address)}, out.body)
@@ -235,8 +276,14 @@ class Upstreams:
             words, status = f"{provider.name} cannot be reached: {error}", 502
             if error.timed_out:
                 words, status = f"{provider.name} did not answer in time", 504
-            kind = kind_of_status(status)
-            raise UpstreamFailed(status, words, kind, passing=error.passing, stale=error.stale) from None
+            raise UpstreamFailed(
+                status,
+                words,
+                kind_of_status(status),
+                passing=error.passing,
+                stale=error.stale,
+                source="front" if error.hung_up else None,
+            ) from None
         except LoginRefused as error:
             # 400: some agents take a 401 for a fault that passes, and ask again for minutes
             status = 503 if error.passing else 400
@@ -257,7 +304,7 @@ class Upstreams:
         facts = {**facts, "url": login.base, "login": login.title}
         while True:
             try:
-                sent = await login.request(self.send, out.path, out.headers, out.data, out.model, refused)
+                sent = await login.request(self.send, out.target, out.headers, out.data, out.model, refused)
                 facts["url"] = redacted_path(sent[0])
             finally:
                 record.attempt(facts, out.body)
@@ -282,8 +329,9 @@ class NoAnswer(Exception):
         self.timed_out = isinstance(error, TimeoutError)
         lasting = (HttpProcessingError, ClientConnectorCertificateError, ValueError, TimeoutError)
         self.passing = isinstance(error, ConnectionTimeoutError) or not isinstance(error, lasting)
-        unheard = isinstance(error, ServerDisconnectedError) and isinstance(error.message, str)
-        self.stale = reused and (unheard or isinstance(error, ClientOSError))
+        self.hung_up = isinstance(error, ServerDisconnectedError) and isinstance(error.message, str)
+        """The connection was closed without an answer."""
+        self.stale = reused and (self.hung_up or isinstance(error, ClientOSError))
 
 
 class Answer:
@@ -377,7 +425,8 @@ def _failure(answer: Answer, raw: bytes, error: object, out: Outgoing, record: C
     message, kind = DIALECTS[out.dialect].parse_error(failure.status, _decoded(words))
     own = raw if isinstance(_decoded(raw), dict) and failure.status == answer.status else None
     said = message or f"{out.provider.name} answered {answer.status}"
-    return UpstreamFailed(failure.status, said, kind, own, failure.fault, failure.passing, failure.asked)
+    source = "api" if error_in(error) is not None else "front"
+    return UpstreamFailed(failure.status, said, kind, own, failure.fault, failure.passing, failure.asked, source=source)
 
 
 async def _look_ahead(answer: Answer, out: Outgoing, record: CallRecord) -> None:

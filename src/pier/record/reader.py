@@ -72,6 +72,8 @@ class RecordedAttempt:
     dialect: str
     url: str
     model: str | None = None
+    dropped: tuple[str, ...] = ()
+    """The names of the agent's headers that were not sent there."""
     answer: RecordedAnswer | None = None
     error: str | None = None
     wait: float | None = None
@@ -218,7 +220,8 @@ class Reader:
             case "attempt":
                 pieces = call.pieces if value["body"] is None else self._pieces(value["body"])
                 facts = (value.get(name, "") for name in ("provider", "dialect", "url"))
-                call.attempts.append(RecordedAttempt(at, pieces, *facts, model=value.get("model")))
+                dropped = tuple(value.get("dropped", ()))
+                call.attempts.append(RecordedAttempt(at, pieces, *facts, model=value.get("model"), dropped=dropped))
             case "failed" if call.attempts:
                 last = call.attempts[-1]
                 last.error, last.wait, last.fault = value["error"], value["wait"], value.get("fault")

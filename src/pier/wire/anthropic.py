@@ -436,6 +436,8 @@ class Anthropic(Dialect):
     likely_path = re.compile("/v1/messages")
     key_header = "x-api-key"
     headers = {"anthropic-version": "2023-06-01"}  # noqa: RUF012
+    client_headers = "anthropic-version anthropic-beta anthropic-dangerous-direct-browser-access x-app x-claude-code-*"
+    client_query = re.compile("beta=true")
     answer_field = "content"
     preludes = ("message_start", "ping")
     sampling_names = _SAMPLING

@@ -532,6 +532,11 @@ class Chat(OpenAI):
     name = "chat"
     parser, renderer = ChatParser, ChatRenderer
     path = "/v1/chat/completions"
+    client_headers = """
+        openai-beta http-referer x-title x-openrouter-* x-session-affinity x-parent-session-id agent-session-id
+        x-initiator x-interaction-type x-dashscope-* x-msh-* x-grok-*
+    """
+    client_query = re.compile(r"api-version=[\w.-]{1,32}")
     routes = (
         ("POST", "(?:/api)?(?:/v1)?/chat/completions", "generate"),
         ("GET", "(?:/api)?(?:/v1)?/models", "models"),

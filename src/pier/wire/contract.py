@@ -186,6 +186,16 @@ class Dialect:
     """Where a key goes; None for `Authorization: Bearer`."""
     headers: Mapping[str, str] = {}
     """Headers of every request to a provider."""
+    client_headers: str = ""
+    """Names of headers that its clients send and a provider gets, in lower case, besides the usual ones; `*` stands for
+    the rest of a name. All others are dropped."""
+    client_query: re.Pattern[str] = re.compile("(?!)")
+    """Parameters that its clients send and a provider gets."""
+
+    def is_client_header(self, name: str) -> bool:
+        """Whether this is one of its `client_headers`."""
+        return name_pattern(self.client_headers).fullmatch(name.lower()) is not None
+
     keep_alive: bytes | None = None
     """Bytes to send in a quiet stream that is relayed; None to ask the renderer."""
     ends_at_close = False
@@ -303,6 +313,12 @@ class Dialect:
     def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
         """The replacement of a message, item or part that refers to a file elsewhere; None if it does not."""
         return None
+
+
+@cache
+def name_pattern(names: str) -> re.Pattern[str]:
+    """Matches names of headers, of which `*` stands for the rest of one."""
+    return re.compile("|".join(re.escape(name).replace(r"\*", "[a-z0-9-]{1,64}") for name in names.split()) or "(?!)")
 
 
 _TYPE_NAMES = {

@@ -483,6 +483,7 @@ class Gemini(Dialect):
     likely_headers = ("x-goog-api-key", "x-goog-api-client")
     likely_path = re.compile("/v1beta")
     key_header = "x-goog-api-key"
+    client_headers = "x-goog-api-client x-gemini-*"
     ends_at_close = True
     model_in_path = True
     usage_field = "usageMetadata"

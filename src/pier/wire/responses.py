@@ -552,6 +552,11 @@ class Responses(OpenAI):
     name = "responses"
     parser, renderer = ResponsesParser, ResponsesRenderer
     path = "/v1/responses"
+    client_headers = """
+        openai-beta originator version session_id session-id conversation_id thread-id x-codex-* x-openai-*
+        x-session-affinity x-parent-session-id x-initiator x-interaction-type
+    """
+    client_query = re.compile(r"api-version=[\w.-]{1,32}")
     counting_path = "/v1/responses/input_tokens"
     routes = (("POST", "(?:/v1)?/responses", "generate"), ("POST", "(?:/v1)?/responses/input_tokens", "count_tokens"))
     likely_path = re.compile(".*/responses$")
