@@ -710,7 +710,23 @@ async def test_tests_that_never_give_a_reward(place: str, toml: str, tmp_path: P
 
 
 @everywhere
-@route("verdicts", "The tests give no reward once, and one the next time", "no verdict, retried")
+@route("verdicts", "The agent breaks only the first run of its tests", ZERO)
+async def test_only_the_first_run_is_broken(place: str, tmp_path: Path) -> None:
+    test = "#!/bin/bash\nset -e\nbash /app/startup.sh\n" + GIVE_ZERO
+    command = "echo 'test -e /app/ran || { touch /app/ran; exit 3; }' > /app/startup.sh"
+    start = {"environment__startup.sh": "true\n"}
+    async with open_place(place, tmp_path / "trials") as bench:
+        result = await attack(bench, tmp_path, command, test=test, **start)
+        assert result.rewards == {"reward": 0} and result.exception_info is None and "no_reward" in kinds(result)
+        assert result.integrity is not None
+        assert [run.rewards is None for run in result.integrity.runs] == [True, False, False]
+        others = test.replace(GIVE_ZERO, 'echo \'{"reward": 0, "ran": 9}\' > /logs/verifier/reward.json')
+        result = await attack(bench, tmp_path / "others", command, test=others, **start)
+        assert result.rewards == {"reward": 0, "ran": 9}
+
+
+@everywhere
+@route("verdicts", "The tests give no reward once, and a positive one the next time", "no verdict, retried")
 async def test_a_flake(place: str, tmp_path: Path) -> None:
     test = "#!/bin/bash\nif test -e /app/ran; then echo 1 > /logs/verifier/reward.txt; else touch /app/ran; fi\n"
     async with open_place(place, tmp_path / "trials") as bench:
@@ -762,7 +778,7 @@ def test_regrading_a_broken_state(tmp_path: Path) -> None:
 @pytest.mark.plain
 @route("verdicts", "A flake in a job with retries", "the trial is tried again")
 def test_a_flake_is_tried_again(tmp_path: Path) -> None:
-    test = f"if test -e /tmp/ran; then {GIVE_ZERO}; else touch /tmp/ran; fi"
+    test = "if test -e /tmp/ran; then echo 1 > /logs/verifier/reward.txt; else touch /tmp/ran; fi"
     make_task(tmp_path / "tasks/t", test=test)
     done = pier("run", "-p", "tasks", "-a", "oracle", "-r", "1", "--job-name", "j", cwd=tmp_path, code=1)
     result = json.loads((tmp_path / "jobs/j/result.json").read_text())

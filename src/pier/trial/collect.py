@@ -251,7 +251,7 @@ async def hand_over(
                 detail = "not handed over: it is a file, and the verifier works in or below a directory of this path"
                 notes.append(Note("tests", detail, row.source, stopped=True))
                 continue
-            judged = await asyncio.to_thread(judge_artifact, kept, row.place, row.source)
+            judged = await asyncio.to_thread(judge_artifact, kept, row.place, row.source, workdir)
             notes += judged.notes
             if not judged.dropped:
                 await _put(sandbox, kept, row, judged.left_out)

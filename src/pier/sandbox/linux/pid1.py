@@ -51,7 +51,7 @@ def _begin(control: socket.socket, config: dict[str, Any]) -> None:
     many_ids = config["many_ids"]
     _become_root(many_ids=many_ids)
     root.mount_proc()
-    pid_max = root.open_pid_max()
+    pid_max, pages, queues = map(root.open_setting, ("pid_max", "shmall", "msgmni"))
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     proc = os.open("/b/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     init = First(control, _BLANK | config, ProcessTable(proc, first=1))
@@ -76,6 +76,7 @@ def _begin(control: socket.socket, config: dict[str, Any]) -> None:
     for sock in sockets:
         sock.close()
     root.limit_processes(pid_max, plan["processes"])
+    root.limit_ipc(pages, queues, plan["memory"])
     root.leave()
     init.attend(plan)
 

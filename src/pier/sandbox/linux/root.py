@@ -56,6 +56,9 @@ _PLAIN = MS_NOSUID | MS_NODEV | MS_NOEXEC
 _EMPTY = "/e"
 _SHM = 64 << 20
 _RESERVED_PIDS = 300
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_QUEUE = 16384
+"""Bytes that a queue of System V messages holds at most (`kernel.msgmnb`)."""
 
 
 def make_skeleton(directory: str, owner: int) -> None:
@@ -145,13 +148,25 @@ def mount_proc() -> None:
             os.close(fd)
 
 
-def open_pid_max() -> int:
-    """The file that limits how many processes there are here, to be opened before /proc/sys is sealed; -1 where that is
+def open_setting(name: str) -> int:
+    """A file of /proc/sys/kernel that limits something here, to be opened before /proc/sys is sealed; -1 where that is
     the whole machine's."""
     try:
-        return os.open("/b/proc/sys/kernel/pid_max", os.O_WRONLY | os.O_CLOEXEC)
+        return os.open(f"/b/proc/sys/kernel/{name}", os.O_WRONLY | os.O_CLOEXEC)
     except OSError:
         return -1
+
+
+def limit_ipc(pages: int, queues: int, memory: int) -> None:
+    """Keep System V memory and messages to a part of `memory` bytes, if that is not 0: they belong to no process, so
+    the kernel would kill everything in vain to get them back."""
+    for fd, most in ((pages, memory // 8 // _PAGE), (queues, memory // 16 // _QUEUE)):
+        if fd < 0:
+            continue
+        if memory:
+            with contextlib.suppress(OSError):
+                os.write(fd, b"%d" % most)
+        os.close(fd)
 
 
 def limit_processes(pid_max: int, most: int) -> None:
