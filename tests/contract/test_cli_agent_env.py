@@ -141,10 +141,14 @@ async def test_an_agent_that_takes_too_long_is_killed_and_scored(tmp_path: Path)
     assert row["reward"] == 1.0 and row["error"] is None and row["agent_timeout"] == 1.0
 
 
-async def test_a_model_that_never_answers_is_no_zero(tmp_path: Path) -> None:
+@pytest.mark.parametrize("answers", [0, 1])
+async def test_a_model_that_hangs_is_no_zero(answers: int, tmp_path: Path) -> None:
+    left = answers
+
     async def hanging(request: Request) -> Turn:
-        await asyncio.sleep(600)
-        raise AssertionError
+        nonlocal left
+        left -= 1
+        return await policy(request) if left >= 0 else await asyncio.sleep(600, Turn(()))
 
     env = environment(LOOP, home=tmp_path / "agent.py", timeout_seconds=5)
     (row,) = (await env.evaluate(hanging, "tiny"))["outputs"]

@@ -15,7 +15,7 @@ import pytest
 import pier
 from pier import AgentConfig, Budget, Rollout, Rollouts, Sampling
 from pier.agent.contract import Agent, AgentRun, Launch
-from pier.errors import UsageError
+from pier.errors import SandboxError, UsageError
 from pier.home import pier_home
 from pier.rollout.check import check_file
 from pier.rollout.export import sink_for
@@ -155,19 +155,48 @@ async def test_a_call_after_the_agents_end_is_not_answered(tmp_path: Path) -> No
     assert (rollout.reward, rollout.turns, len(policy.requests)) == (1.0, 1, 1), rollout.error
 
 
-async def test_what_failed_through_no_fault_of_the_agent_is_tried_again(tmp_path: Path) -> None:
+async def test_a_policy_that_hangs_after_an_answer_is_no_timeout_of_the_agent(tmp_path: Path) -> None:
+    answering = BytePolicy(WORK)
+
+    async def hanging(request: Request) -> Turn:
+        if len(request.messages) > 1:
+            await asyncio.sleep(600)
+        return await answering(request)
+
+    agent = AgentConfig(name="command", kwargs={"script": bash_agent(tmp_path)}, override_timeout_sec=5)
+    (rollout,) = await all_of(start(tmp_path, hanging, agent=agent))
+    assert (rollout.termination_reason, rollout.fault) == ("provider_no_answer", "provider"), rollout.error
+    assert (rollout.reward, rollout.turns, rollout.trainable) == (None, 1, [])
+
+
+class Unlucky(Agent):
+    """An agent whose first sandbox is lost."""
+
+    name = "unlucky"
+    dialect = "chat"
     tries = 0
 
-    class Flaky(BytePolicy):
-        def for_session(self, labels: Any) -> BytePolicy:
-            nonlocal tries
-            tries += 1
-            return BytePolicy([RuntimeError("once")] if tries == 1 else WORK)
+    def launch(self, run: AgentRun) -> Launch:
+        type(self).tries += 1
+        if self.tries == 1:
+            raise SandboxError("the sandbox is gone")
+        return Launch(("sh", "-c", "echo hi > /tmp/answer"))
 
-    stream = start(tmp_path, Flaky([]), retries=1)
+
+@pytest.mark.parametrize("blame", ["infra", "provider"])
+async def test_only_faults_of_the_infrastructure_are_tried_again(blame: str, tmp_path: Path) -> None:
+    more: dict[str, Any] = {}
+    if blame == "infra":
+        Unlucky.tries = 0
+        more["agent"] = AgentConfig(import_path="tests.e2e.test_rollouts:Unlucky")
+    policy = BytePolicy([RuntimeError("once"), *WORK])
+    stream = start(tmp_path, policy, retries=1, **more)
     stream.config.retry.min_wait_sec = 0.01
     (rollout,) = await all_of(stream)
-    assert (tries, rollout.reward, rollout.fault, len(rollout.trainable)) == (2, 1.0, None, 1)
+    if blame == "infra":
+        assert (Unlucky.tries, rollout.reward, rollout.fault) == (2, 1.0, None), rollout.error
+    else:
+        assert (len(policy.sessions), rollout.reward, rollout.fault) == (1, None, "provider"), rollout.error
 
 
 async def test_stragglers_are_cut_at_the_deadline_of_their_group(tmp_path: Path) -> None:

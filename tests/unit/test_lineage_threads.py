@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pier.trajectory.lineage import Lineage, Node
+from pier.trajectory.lineage import Generation, Lineage, Node, waited_in_vain
 from pier.wire.turn import Message, Request, Sampling, Text, Tool, ToolCall, ToolResult, Turn
 
 TOOLS = (Tool("bash", schema={"type": "object"}),)
@@ -228,3 +228,39 @@ def test_every_call_is_in_one_thread_and_no_two_answers_to_one_question_count(da
         if node.kind != "retry" and id(node) not in continued:
             counted[node.chain[-1]] = counted.get(node.chain[-1], 0) + 1
     assert all(count == 1 for count in counted.values())
+
+
+ANSWERED, CUT = True, False
+
+
+@pytest.mark.parametrize(
+    ("calls", "killed", "hung"),
+    [
+        ([], True, False),
+        ([(0, 100, CUT)], True, True),
+        ([(0, 5, ANSWERED), (5, 100, CUT)], True, True),
+        ([(0, 5, ANSWERED), (5, 10, ANSWERED), (20, 100, CUT)], True, True),
+        ([(0, 5, ANSWERED), (5, 35, CUT), (36, 66, CUT), (67, 100, CUT)], True, True),
+        ([(0, 30, ANSWERED), (70, 100, CUT)], True, False),
+        ([(0, 2, ANSWERED), (30, 100, ANSWERED)], True, False),
+        ([(0, 2, ANSWERED), (2, 100, CUT), (3, 5, ANSWERED)], True, False),
+        ([(0, 1, ANSWERED), (1, 11, CUT)], True, False),
+        ([(0, 5, ANSWERED), (95, 100, CUT)], False, False),
+        ([(99, 100, CUT)], False, False),
+        ([(0, 10, ANSWERED), (10, 40, CUT), (40, 70, CUT), (70, 98, CUT)], False, True),
+        ([(-900, -895, ANSWERED), (-890, -885, ANSWERED), (38, 100, CUT)], True, True),
+        ([(-900, -870, ANSWERED), (38, 100, CUT)], True, False),
+    ],
+)
+def test_a_model_that_no_longer_answers(calls: list[tuple[float, float, bool]], killed: bool, hung: bool) -> None:
+    """The agent ends at 100."""
+    request = Request("m", (user("go"),))
+    made = [
+        Generation(
+            Node(number, request, None, float(begin), float(end), {}),
+            "answered" if answered else "cancelled",
+            answered=answered,
+        )
+        for number, (begin, end, answered) in enumerate(calls, 1)
+    ]
+    assert waited_in_vain(made, 100.0, killed=killed) is hung

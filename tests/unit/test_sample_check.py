@@ -94,7 +94,7 @@ def test_every_tampering_is_found() -> None:
 
 
 def test_samples_without_log_probs_are_sound_and_counted() -> None:
-    """They are fit for supervised training; a trainer that uses the sampler's log-probs must leave them out."""
+    """Their ids are kept, and nothing of them is trained."""
     model, plain = Model(), Model()
     loop(model, [said("go")], 2)
     loop(plain, [said("go")], 2, likely=False)
@@ -102,9 +102,11 @@ def test_samples_without_log_probs_are_sound_and_counted() -> None:
     bare |= {"id": "other", "rollout_id": "other"}
     with tempfile.TemporaryDirectory() as place:
         found = check_file(written([whole, bare], Path(place) / "rows.jsonl"))
-    assert (found.broken, found.trainable, found.without_logprobs) == ([], 2, 1)
-    assert "2 trainable (1 without log-probs)" in found.summary and found.as_dict()["without_logprobs"] == 1
+    assert (found.broken, found.exact, found.trainable, found.without_logprobs) == ([], 2, 1, 1)
+    assert "2 exact (1 without log-probs), 1 trainable" in found.summary and found.as_dict()["without_logprobs"] == 1
     assert "logprobs_missing" in " ".join(broken([{**bare, "flags": []}]))
+    trained = {name: whole[name] for name in ("loss_mask", "spans")}
+    assert "a trained token has the log-prob None" in " ".join(broken([{**bare, **trained}]))
 
 
 def test_the_command_says_what_is_broken(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pier.errors import UsageError
-from pier.rollout.export import FORMATS, is_wanted, sink_for
+from pier.rollout.export import FORMATS, is_trainable, is_wanted, sink_for
 from pier.rollout.samples import KINDS, Sample, SampleOrigin, broken_promises, from_threads, origins
 from pier.trajectory.lineage import Lineage, Node
 from pier.wire.turn import Message, Request, Sampling, Text, Tokens, Tool, ToolCall, ToolResult, Turn
@@ -140,9 +140,9 @@ def test_log_probs_that_are_missing_for_one_call_leave_it_out_of_training() -> N
     other = Model()
     loop(other, [said("go")], 2, likely=False)
     (plain,) = other.samples()
-    assert (plain.logprobs, plain.trained) == (None, 6)
-    # TRL divides by the old probabilities, so a row without them would teach it something wrong.
-    assert [is_wanted(plain, ORIGIN, form) for form in ("pier", "verl", "skyrl", "trl")] == [True, True, True, False]
+    assert (plain.exact, plain.logprobs, plain.trained, is_trainable(plain, ORIGIN)) == (True, None, 0, False)
+    assert [span.end - span.start for span in plain.spans] == [3, 3]
+    assert [is_wanted(plain, ORIGIN, form) for form in FORMATS] == [form in ("pier", "sft") for form in FORMATS]
 
 
 def test_of_retries_one_is_trained_and_a_fork_trains_what_it_shares_once() -> None:

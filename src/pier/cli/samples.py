@@ -91,7 +91,7 @@ def check(ctx: click.Context, files: tuple[Path, ...], vocab_size: int | None, a
 
     Ids, mask and log-probs have one length; the mask is 1 on exactly the sampled tokens that are trained, each of them
     trained once and with a log-prob; what continues another call begins with its ids; what counts for nothing is not
-    trainable. Samples with ids and no log-probs at all are counted.
+    trainable. Samples with ids and no log-probs, which train nothing, are counted.
     """
     from pier.rollout.check import check_file
 

@@ -18,6 +18,7 @@ from annotated_types import Ge, Gt
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from pier.errors import Blame
 from pier.files import is_plain_name
 
 Policy = Literal["auto", "limit", "request", "guarantee", "ignore"]
@@ -264,6 +265,7 @@ class RetryConfig(_Part):
     exclude_exceptions: Annotated[list[str] | None, Flag("--retry-exclude", "ERROR")] = Field(
         default=None, description="Never retry these errors."
     )
+    blame: list[Blame] | None = Field(default=None, description="Retry only the faults of these, such as `infra`.")
     wait_multiplier: float = Field(default=2.0, ge=1, description="Factor between two waits.")
     min_wait_sec: float = Field(default=1.0, ge=0, description="Wait before the first retry.")
     max_wait_sec: float = Field(default=60.0, ge=0, description="Longest wait before a retry.")

@@ -79,7 +79,7 @@ class Backoff:
             return False
         if self.config.include_exceptions is not None:
             return bool(names & set(self.config.include_exceptions))
-        return fault.retryable
+        return fault.retryable and (self.config.blame is None or fault.blame in self.config.blame)
 
     def wait(self, retries: int) -> float:
         """Seconds before retry number `retries` (from 1): exponential, with the upper half left to chance so that
@@ -141,7 +141,8 @@ class Schedule:
                 await self._try(trial)
             finally:
                 self.running -= 1
-                self._changed.set()
+                if self._later or not self.running:  # nothing else changes what a worker without a trial waits for
+                    self._changed.set()
 
     async def _next(self) -> PlannedTrial | None:
         """The next trial, as soon as there is one; None when there will be none."""

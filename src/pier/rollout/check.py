@@ -31,7 +31,7 @@ class SampleCheck:
     exact: int = 0
     trainable: int = 0
     without_logprobs: int = 0
-    """Of the trainable ones, those with ids and no log-probs: not for trainers that use the sampler's."""
+    """Those with ids and no log-probs, of which nothing may be trained."""
     ids: int = 0
     trained: int = 0
     broken: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class SampleCheck:
         share = f", {self.trained / self.ids:.1%} of {self.ids} ids trained" if self.ids else ""
         state = "no promise is broken" if not self.broken else f"{len(self.broken)} promises are broken"
         bare = f" ({self.without_logprobs} without log-probs)" if self.without_logprobs else ""
-        return f"{state}: {self.rows} samples, {self.exact} exact, {self.trainable} trainable{bare}{share}"
+        return f"{state}: {self.rows} samples, {self.exact} exact{bare}, {self.trainable} trainable{share}"
 
     def as_dict(self) -> dict[str, Any]:
         counts = {name: getattr(self, name) for name in _COUNTS}
@@ -67,7 +67,7 @@ def check_file(path: Path, vocab_size: int | None = None) -> SampleCheck:
             found.broken.append(f"line {number}: {row.get('id')}: {problem}")
         found.exact += bool(row.get("exact"))
         found.trainable += bool(row.get("trainable"))
-        found.without_logprobs += bool(row.get("trainable") and row.get("exact") and row.get("logprobs") is None)
+        found.without_logprobs += bool(row.get("exact") and row.get("logprobs") is None)
         found.ids += len(row.get("input_ids") or ())
         found.trained += sum(row.get("loss_mask") or ())
     return found
@@ -150,9 +150,7 @@ def _token_problems(row: Row, seen: _Seen, vocab_size: int | None) -> Iterator[s
 
 
 def _logprob_problems(mask: list[int], likely: list[float | None] | None) -> Iterator[str]:
-    if likely is None:
-        return
-    for bit, value in zip(mask, likely, strict=True):
+    for bit, value in zip(mask, likely or [None] * len(mask), strict=True):
         if bit and (value is None or not math.isfinite(value) or value > 1e-6):
             yield f"a trained token has the log-prob {value}"
             return

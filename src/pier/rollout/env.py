@@ -437,8 +437,11 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
     async def _judge(self, state: State, live: _Live) -> None:
         """Which stop it was, and whether a fault of the model or of the agent's program ended the rollout."""
         session = live.session
-        find_fault = unanswered_fault if state.get("timed_out") else provider_fault
-        state["error"] = state.get("error") or await find_fault(session)
+        killed = bool(state.get("timed_out"))
+        fault = None if killed else await provider_fault(session)
+        if fault is None and (killed or state.get("agent_exit_code")):
+            fault = await unanswered_fault(session, killed=killed)
+        state["error"] = state.get("error") or fault
         if session.stop_reason in _REASONS and not state.get("timed_out"):
             state["stop_condition"], state["is_completed"] = _REASONS[session.stop_reason], True
         code = state.get("agent_exit_code")

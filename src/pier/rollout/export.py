@@ -30,13 +30,11 @@ Row = dict[str, Any]
 
 def is_trainable(sample: Sample, origin: SampleOrigin) -> bool:
     """Whether the sample has a reward that the agent earned, and something to train."""
-    return origin.reward is not None and origin.fault is None and (sample.trained > 0 or not sample.exact)
+    return origin.is_earned and (sample.trained > 0 or not sample.exact)
 
 
 def is_wanted(sample: Sample, origin: SampleOrigin, form: str) -> bool:
-    """Whether a format has a row for this sample: a trainer's only if it can learn from it. TRL needs log-probs."""
-    if form == "trl" and sample.logprobs is None:
-        return False
+    """Whether a format has a row for this sample: a trainer's only if it can learn from it."""
     return form not in TRAINERS or (sample.exact and is_trainable(sample, origin))
 
 
@@ -170,7 +168,7 @@ class Report:
     trainable: int = 0
     without_reward: int = 0
     without_logprobs: int = 0
-    """Trainable samples with ids and no log-probs."""
+    """Samples with ids and no log-probs, of which nothing is trained."""
     kinds: dict[str, int] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     rows: list[Row] = field(default_factory=list)
@@ -183,7 +181,7 @@ class Report:
         self.exact += sample.exact
         self.trainable += good
         self.without_reward += origin.reward is None
-        self.without_logprobs += good and sample.exact and sample.logprobs is None
+        self.without_logprobs += sample.exact and sample.logprobs is None
         self.kinds[sample.kind] = self.kinds.get(sample.kind, 0) + 1
         return good
 
@@ -227,7 +225,7 @@ def export(
         report.recordings += 1
         report.counts.add(counts)
         for sample in samples:
-            good = report.add(sample, origin)
+            good = report.add(sample, origin) or (form == "sft" and origin.is_earned)
             if is_wanted(sample, origin, form) and (good or not trainable_only):
                 report.written += 1
                 if sink is not None:

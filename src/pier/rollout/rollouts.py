@@ -3,8 +3,8 @@
 A rollout is a trial of a job, with the job's schedule, retries and blame; its samples are made in memory from the calls
 as they end. Without a directory for the job, one is made for the run and each trial's files go when it is over.
 
-- What failed through no fault of the agent is tried again; if it still fails, its rollout has no reward and no sample
-  to train. Neither a fault of the infrastructure nor one of the provider is ever a zero.
+- A fault of the infrastructure is tried again. If it still fails, its rollout has no reward and no sample to train, as
+  one that the policy or its provider failed has none. Neither is ever a zero.
 - Back-pressure: `ahead` rollouts may wait for the consumer; then nothing further begins until one is taken.
 - A group's members that run when its deadline passes are cut off, as are those whose first call is older than
   `max_staleness` versions of the policy. The others are delivered, and the group is `partial`.
@@ -467,7 +467,7 @@ def rollouts(
 
     `policy` is a callable, `Replicas`, a provider, or a model's name as `pier run -m` takes it. `sampling` replaces the
     agent's own parameters. `deadline` is in seconds for each group, `max_staleness` in versions of the policy;
-    `retries` are for what failed through no fault of the agent. `ahead` rollouts may wait for the consumer, by default
+    `retries` are for faults of the infrastructure. `ahead` rollouts may wait for the consumer, by default
     as many as may run. With `jobs_dir` all of it is a job there, which is continued if it was interrupted. `yes` lets
     tasks have the variables of yours that they ask for.
     """
@@ -487,7 +487,7 @@ def rollouts(
         image=image,
         n_attempts=group,
         n_concurrent_trials=concurrency,
-        retry=RetryConfig(max_retries=retries),
+        retry=RetryConfig(max_retries=retries, blame=["infra"]),
         jobs_dir=str(jobs_dir or "jobs"),
         job_name=job_name,
         skip_credential_checks=not named,

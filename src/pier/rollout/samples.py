@@ -8,7 +8,7 @@ Promises, which `broken_promises` checks:
 - `input_ids` is the prompt of the last call and its completion; mask, log-probs and ids have one length.
 - The mask is 1 on sampled tokens only, each sampled token in at most one sample; of calls that were asked twice, at
   most one answer is trained.
-- Where a sample has log-probs, every token with mask 1 has one.
+- Every token with mask 1 has a log-prob: what was sampled without is not trained.
 
 Results of trials are read as plain JSON, so those that Harbor wrote will do. A trial without a verdict has no reward,
 which is not a reward of 0; its termination says where the fault lies.
@@ -243,7 +243,7 @@ def broken_promises(samples: Iterable[Sample]) -> Iterator[str]:
         sampled = {i for span in sample.spans if span.trained for i in range(span.start, span.end)}
         if {i for i, bit in enumerate(mask) if bit} != sampled:
             yield f"{name}: the mask is not 1 on exactly the sampled tokens that it trains"
-        if sample.logprobs is not None and any(sample.logprobs[i] is None for i in sampled):
+        if sampled and (sample.logprobs is None or any(sample.logprobs[i] is None for i in sampled)):
             yield f"{name}: a trained token has no log-prob"
 
 
@@ -345,10 +345,10 @@ def _with_tokens(sample: Sample, path: list[Node], exact: list[Exact]) -> Sample
     spans: list[Span] = []
     for node, tokens, owned in zip(path, exact, sample.owns, strict=True):
         start, end = len(tokens.prompt), len(tokens.prompt) + len(tokens.completion)
-        counts = owned and (tokens.logprobs is not None or not any_likely) and end > start
+        counts = owned and tokens.logprobs is not None and end > start
         if counts:
             mask[start:end] = [1] * (end - start)
-            likely[start:end] = tokens.logprobs or likely[start:end]
+            likely[start:end] = tokens.logprobs or ()
         spans.append(Span(node.number, start, end, counts, node.request.sampling.temperature))
     missing = ("logprobs_missing",) if any(tokens.logprobs is None for tokens in exact) else ()
     return replace(
@@ -409,6 +409,11 @@ class SampleOrigin:
         if "reward" in known or len(known) != 1:
             return known.get("reward")
         return next(iter(known.values()))
+
+    @property
+    def is_earned(self) -> bool:
+        """Whether the agent earned the reward."""
+        return self.reward is not None and self.fault is None
 
 
 def origins(place: Path) -> Iterator[SampleOrigin]:

@@ -20,6 +20,7 @@ work, and one that is answered does not make up for a model that was gone.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -512,6 +513,7 @@ def _same_system(one: Node, other: Node) -> bool:
 
 _CLIENT_TIMEOUT = 20.0
 """Seconds after which a client may give up a model that says nothing."""
+_LONG_WAIT = 60.0
 _NEAR_END = 5.0
 """A call that ended this many seconds before the agent, or fewer, may have ended with it."""
 _SUGGESTS = re.compile(r"\bsuggest", re.IGNORECASE)
@@ -554,18 +556,28 @@ def _last(nodes: list[Node], calls: Mapping[int, Generation]) -> Node | None:
     return None
 
 
-def waited_without_answer(calls: Sequence[Generation], until: float) -> bool:
-    """Whether the agent spent its time, up to `until`, waiting for a first answer that never began. Calls at the same
-    time are one wait, and those that it cut off itself before a model could answer are none."""
-    if not calls or any(call.outcome not in ("cancelled", "interrupted") or call.answered for call in calls):
-        return False
-    waits = [(call.node.at, min(call.node.ended or until, until)) for call in calls]
-    waited, seen = 0.0, 0.0
+def waited_without_answer(calls: Sequence[Generation], until: float, *, killed: bool = True) -> bool:
+    """Whether an agent that ended at `until` had waited for a model that no longer answered: since its last answer it
+    waited for half of its time, or for a minute and ten times as long as for any answer.
+
+    Calls at the same time are one wait, and those that it cut off itself before a model could answer are none; that of
+    an agent that was `killed` may be one. Calls that began before the last one that was answered are not its work."""
+    known = [call for call in calls if call.answered]
+    began = max((call.node.at for call in known), default=0.0)
+    seen = since = max((call.node.ended or until for call in known), default=0.0)
+    waits = [
+        (call.node.at, min(call.node.ended or until, until))
+        for call in calls
+        if not call.answered and call.outcome in ("cancelled", "interrupted") and call.node.at >= began
+    ]
+    waited = 0.0
     for begin, end in sorted(waits):
-        if end - begin >= _CLIENT_TIMEOUT or until - end < _NEAR_END:
+        if end - max(begin, since) >= _CLIENT_TIMEOUT or (killed and until - end < _NEAR_END):
             waited += max(0.0, end - max(begin, seen))
             seen = max(seen, end)
-    return waited >= (until - waits[0][0]) / 2
+    slowest = max(((call.node.ended or until) - call.node.at for call in known), default=math.inf)
+    least = min((until - min((call.node.at for call in calls), default=until)) / 2, max(_LONG_WAIT, 10 * slowest))
+    return waited > 0 and waited >= least
 
 
 def _main_work(main: Thread) -> list[Node]:

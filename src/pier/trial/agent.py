@@ -296,7 +296,8 @@ async def find_fault(agent: Agent, failed: AgentError | None, session: Session |
     how = f"; {failed}" if failed else ""
     if fault := await provider_fault(session, how):
         return fault
-    if failed is not None and failed.code == "agent_timeout" and (fault := await unanswered_fault(session, how)):
+    killed = failed is not None and failed.code == "agent_timeout"
+    if failed is not None and (fault := await unanswered_fault(session, how, killed=killed)):
         return fault
     if not session.counts.calls and agent.dialect is not None:
         return AgentError(f"the agent {agent.name!r} made no model call{how}", code="agent_no_calls")
@@ -329,13 +330,13 @@ async def provider_fault(session: Session, how: str = "") -> PierError | None:
             return None
 
 
-async def unanswered_fault(session: Session, how: str = "") -> PierError | None:
-    """The provider's fault if an agent that was killed at its deadline had waited for a model that hangs."""
+async def unanswered_fault(session: Session, how: str = "", *, killed: bool = True) -> PierError | None:
+    """The provider's fault if an agent that failed, or was `killed` at its deadline, had waited for a hung model."""
     from pier.trajectory.lineage import waited_without_answer
 
-    if not await asyncio.to_thread(lambda: waited_without_answer(_generations(session), time.time())):
+    if not await asyncio.to_thread(lambda: waited_without_answer(_generations(session), time.time(), killed=killed)):
         return None
-    return ProviderError(f"the model gave no answer until the deadline{how}", code="provider_no_answer", retryable=True)
+    return ProviderError(f"the model no longer answered{how}", code="provider_no_answer", retryable=True)
 
 
 def _generations(session: Session) -> list[Generation]:

@@ -86,8 +86,8 @@ class Collected:
 async def collect(
     environment: TaskSandbox, index: int, directory: Path, extra: Sequence[Artifact] = ()
 ) -> list[Collected]:
-    """Run the hooks of a step, then take its artifacts and the `extra` ones out into `directory`. Of these only faults
-    of a disk fail the trial."""
+    """Run the hooks of a step, then take its artifacts and the `extra` ones out into `directory`, unless neither the
+    trial's record nor a verifier gets them. Of these only faults of a disk fail the trial."""
     sandbox, record, step = environment.sandbox, environment.record, environment.task.steps[index]
     if (script := environment.task.pre_artifacts) is not None:
         argv = ["bash", _PRE_ARTIFACTS]
@@ -99,6 +99,8 @@ async def collect(
             continue
         argv = [*SHELL, hook.command]
         await _run_hook(environment, place, argv, hook.command, user_text(hook.user), hook.timeout_sec)
+    if not record.kept and step.verifier_mode != "separate":
+        return []
     artifacts = (*step.artifacts, *extra)
     return await collect_artifacts(sandbox, artifacts, directory, workdir=environment.workdir, record=record)
 

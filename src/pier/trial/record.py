@@ -38,11 +38,12 @@ OUTPUT_LIMIT = 64 * 1024 * 1024
 
 
 class TrialRecord:
-    """Writes into the directory of one trial."""
+    """Writes into the directory of one trial. If it is not `kept`, no file is written and no directory is made."""
 
-    def __init__(self, directory: Path, redactor: Redactor) -> None:
+    def __init__(self, directory: Path, redactor: Redactor, *, kept: bool = True) -> None:
         self.directory = directory
         self.redactor = redactor
+        self.kept = kept
         self.image: Image | None = None
         """The image of the sandbox, once that is known."""
         self.warnings: list[str] = []
@@ -51,11 +52,15 @@ class TrialRecord:
         """Sees each decision of the network policy that is noted."""
         self.fault: OSError | None = None
         """The first line of a log that could not be written: a trial whose record is incomplete has no verdict."""
+        self._open = False
         self._log: int | None = None
         self._network = files.Journal(directory / "network.jsonl")
 
     def open(self) -> None:
         """Make the directory; it must be new or empty."""
+        self._open = True
+        if not self.kept:
+            return
         self.directory.mkdir(parents=True, exist_ok=True)
         if os.listdir(self.directory):
             raise UsageError(f"{self.directory}: the directory of a new trial must be empty", code="trial_directory")
@@ -90,13 +95,16 @@ class TrialRecord:
         self._write("lock.json", lock, durable=False)
 
     def write_exception(self, text: str) -> None:
-        files.write(self.directory / "exception.txt", self.redactor.text(text), durable=False)
+        if self.kept:
+            files.write(self.directory / "exception.txt", self.redactor.text(text), durable=False)
 
     def write_result(self, result: TrialResult, *, durable: bool = True) -> None:
         """Seal the trial: `result.json` is the last file, and on disk before this returns if it is `durable`."""
         self._write("result.json", result, durable=durable)
 
     def _write(self, name: str, value: dict[str, Any] | TrialResult, *, durable: bool) -> None:
+        if not self.kept:
+            return
         try:
             content = b"" if self.redactor else to_json(value, indent=2)
         except PydanticSerializationError:
@@ -108,13 +116,15 @@ class TrialRecord:
 
     def note_network(self, decision: Decision) -> None:
         """Add a decision of the network policy to `network.jsonl`, and count what was refused."""
-        if self._log is None:
+        if not self._open:
             return
         if self.watch is not None:
             self.watch(decision)
         if not decision.allowed:
             port = f":{decision.port}" if decision.port else ""
             self.refused[f"{decision.kind} {decision.name}{port}"] += decision.count
+        if not self.kept:
+            return
         try:
             self._network.append(self.redactor.value(decision.line()))
         except OSError as error:
@@ -122,9 +132,10 @@ class TrialRecord:
             self.log(f"could not write a line of network.jsonl: {error}")
 
     def output(self, path: Path) -> OutputFile:
-        return OutputFile(path, self.redactor)
+        return OutputFile(path if self.kept else None, self.redactor)
 
     def close(self) -> None:
+        self._open = False
         self._network.close()
         if self._log is not None:
             os.close(self._log)
@@ -139,13 +150,14 @@ def printable(text: str) -> str:
 
 
 class OutputFile:
-    """The output of a program, appended to a file as it arrives. Use as a context manager; call it as `on_output`.
+    """The output of a program, appended to a file as it arrives, or dropped without a path. Use as a context manager;
+    call it as `on_output`.
 
     A secret that arrives in two pieces is found too: with secrets, a line is held back until it is whole, and longer
     where one may have begun.
     """
 
-    def __init__(self, path: Path, redactor: Redactor, limit: int = OUTPUT_LIMIT) -> None:
+    def __init__(self, path: Path | None, redactor: Redactor, limit: int = OUTPUT_LIMIT) -> None:
         self.path = path
         self._left = limit
         self._dropped = 0
@@ -153,6 +165,8 @@ class OutputFile:
         self._fd = -1
 
     def __enter__(self) -> OutputFile:
+        if self.path is None:
+            return self
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         try:
             self._fd = os.open(self.path, flags, 0o600)
@@ -162,9 +176,12 @@ class OutputFile:
         return self
 
     def __call__(self, stream: Stream, data: bytes) -> None:
-        self._write(self._clean[stream].feed(data) if self._clean else data)
+        if self._fd >= 0:
+            self._write(self._clean[stream].feed(data) if self._clean else data)
 
     def __exit__(self, *_: object) -> None:
+        if self._fd < 0:
+            return
         for stream in self._clean.values():
             self._write(stream.close())
         if self._dropped:

@@ -106,7 +106,7 @@ class _Trial:
         self.on_progress = on_progress
         self.environ = services.environ
         self.redactor = Redactor((*spec.secrets, *trial_secrets(spec, self.environ)))
-        self.record = TrialRecord(spec.directory, self.redactor)
+        self.record = TrialRecord(spec.directory, self.redactor, kept=spec.recorded)
         self.clock = Clock(self.record, on_phase)
         self.outcomes: list[StepResult] = []
         config = trial_config(spec, self.environ)
@@ -127,8 +127,9 @@ class _Trial:
     async def run(self) -> TrialResult:
         self.record.open()
         try:
-            self.record.write_config(self.config)
-            self.record.write_lock(trial_lock(self.spec, self.config))
+            if self.record.kept:
+                self.record.write_config(self.config)
+                self.record.write_lock(trial_lock(self.spec, self.config))
             with captured() as failure:
                 await self._run()
             if failure.error is not None:
@@ -382,4 +383,4 @@ class _Trial:
             network_refused=dict(self.record.refused.most_common(100)),
         )
         self.record.log(f"rewards {result.rewards}")
-        self.record.write_result(result, durable=spec.recorded)
+        self.record.write_result(result)

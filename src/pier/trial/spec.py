@@ -130,7 +130,8 @@ class TrialSpec:
     accept: Accept | None = None
     """Checks the agent's output before the trial goes on; None takes whatever it is."""
     recorded: bool = True
-    """Whether model calls are recorded on disk, with the trajectory that is derived from them and the agent's logs."""
+    """Whether the trial's directory is kept: the recording of the model calls, the trajectory, logs, artifacts and the
+    result. Else nothing is written but the artifacts that a verifier's own sandbox gets."""
     on_sandbox: Callable[[Sandbox], None] | None = None
     """Is called with the agent's sandbox when it runs."""
     on_generation: Callable[[str | None, Generation], None] | None = None

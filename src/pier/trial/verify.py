@@ -268,8 +268,9 @@ class _Logs:
         self._found: RewardFiles | None = None
 
     async def take(self) -> RewardFiles | None:
-        """Take the logs out; the reward files, if they came whole and as what they should be."""
-        await take_logs(self._sandbox, VERIFIER_LOGS, self.target, self._record, self._look)
+        """Take the logs out, if they are kept; the reward files, if they came whole and as what they should be."""
+        if self._record.kept:
+            await take_logs(self._sandbox, VERIFIER_LOGS, self.target, self._record, self._look)
         self.taken = True
         return self._found
 

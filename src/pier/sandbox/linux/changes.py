@@ -161,9 +161,10 @@ def _names(below: list[str]) -> list[str]:
 _DELETED = " (deleted)"
 
 
-def measure(proc: str, init: int, root: str, *volumes: str) -> int:
+def measure(proc: str, init: int, root: str, *volumes: str, descend: bool = False) -> int:
     """How many bytes the trees `root` (what was written to the root) and `volumes` take, with unlinked files of theirs
-    that processes of the pid namespace of `init` hold. What cannot be looked at does not count."""
+    that processes of the pid namespace of `init` hold. What cannot be looked at does not count. `descend`: all these
+    processes descend from `init`, so that those of other sandboxes need not be looked at."""
     named = sum(map(measure_tree, (root, *volumes)))
     held: dict[tuple[int, int], int] = {}
     devices: set[int] = set()
@@ -171,13 +172,36 @@ def measure(proc: str, init: int, root: str, *volumes: str) -> int:
         with contextlib.suppress(OSError):
             devices.add(os.stat(path).st_dev)
     with contextlib.suppress(OSError):
-        inside = os.stat(f"{proc}/{init}/ns/pid").st_ino
         elsewhere = _other_devices(f"{proc}/{init}") - devices
-        for pid in filter(str.isdigit, os.listdir(proc)):
+        for pid in _below(proc, init) if descend and _lists_children(proc) else _inside(proc, init):
             with contextlib.suppress(OSError):
-                if os.stat(f"{proc}/{pid}/ns/pid").st_ino == inside:
-                    _count(f"{proc}/{pid}", elsewhere, held)
+                _count(f"{proc}/{pid}", elsewhere, held)
     return named + sum(held.values())
+
+
+def _inside(proc: str, init: int) -> Iterator[str]:
+    """The processes of the pid namespace of `init`."""
+    inside = os.stat(f"{proc}/{init}/ns/pid").st_ino
+    for pid in filter(str.isdigit, os.listdir(proc)):
+        with contextlib.suppress(OSError):
+            if os.stat(f"{proc}/{pid}/ns/pid").st_ino == inside:
+                yield pid
+
+
+def _lists_children(proc: str) -> bool:
+    """Whether the kernel lists the children of a process."""
+    return os.path.exists(f"{proc}/1/task/1/children")
+
+
+def _below(proc: str, init: int) -> list[str]:
+    """`init` and the processes that descend from it."""
+    found = [str(init)]
+    for pid in found:
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"{proc}/{pid}/task"):
+                with open(f"{proc}/{pid}/task/{task}/children", encoding="utf-8") as children:
+                    found += children.read().split()
+    return found
 
 
 def _other_devices(process: str) -> set[int]:

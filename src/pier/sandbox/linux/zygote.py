@@ -333,7 +333,8 @@ def look(message: dict[str, Any], lowers: list[str], most: int | None = None) ->
     """The answer to a question about a tree; `TooMany` if it is one about changes in more than `most` entries."""
     if message["op"] == "measure":
         paths = (HOST + path for path in message["paths"])
-        return {"bytes": changes.measure(f"{HOST}/proc", message["pid"], *paths)}
+        descend = message.get("descend", False)
+        return {"bytes": changes.measure(f"{HOST}/proc", message["pid"], *paths, descend=descend)}
     return {"changes": changes.compare(HOST + message["path"], lowers, most)}
 
 

@@ -113,7 +113,7 @@ class LocalBox:
         return free_bytes(self.directory)
 
     async def _measure(self) -> int:
-        asked = {"op": "measure", "paths": [str(self.directory / "u")], "pid": self.pid}
+        asked = {"op": "measure", "paths": [str(self.directory / "u")], "pid": self.pid, "descend": True}
         return (await self._zygotes.ask_any(asked))[0]["bytes"]
 
     async def stop(self) -> None:
