@@ -78,6 +78,6 @@ async def test_local(name: str, local_backend: Backend, image: Image) -> None:
 
 @pytest.mark.docker
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
-@pytest.mark.parametrize("name", ["opencode", "pi", "mini-swe-agent"])
+@pytest.mark.parametrize("name", AGENTS)
 async def test_docker(name: str, docker_backend: Backend, image: Image) -> None:
     await drive(docker_backend, image, name)

@@ -103,11 +103,14 @@ def provider() -> Iterator[dict[str, str]]:
 
 
 def _removable_packs(place: Path) -> Path:
-    """A store with the packs of PACKS, which serves other tests too and must keep what this one removes."""
-    shutil.copytree(PACKS / "refs", place / "refs")
-    (place / "trees").mkdir()
-    for tree in (PACKS / "trees").iterdir():
+    """A store with two packs of PACKS, which serves other tests too and must keep what this one removes."""
+    for name in ("refs", "trees"):
+        (place / name).mkdir(parents=True)
+    for tree in (need_pack("codex").path, need_pack("claude-code").path):
         (place / "trees" / tree.name).symlink_to(tree.resolve())
+        for ref in (PACKS / "refs").iterdir():
+            if tree.name in ref.read_text():
+                shutil.copy(ref, place / "refs")
     return place
 
 

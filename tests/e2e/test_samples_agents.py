@@ -135,7 +135,7 @@ class ScriptedPolicy:
         raise AssertionError("each session has its own")
 
 
-@pytest.mark.parametrize("agent", FOUR[:2])
+@pytest.mark.parametrize("agent", FOUR)
 async def test_a_policy_in_this_process_drives_a_real_agent(
     agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,7 @@ def test_trials_whose_helper_is_lost_are_tried_again_with_another(
     assert running.returncode == 0, told
     assert rewards_of(tmp_path / "jobs" / "j") == [1, 1, 1]
     assert docker.containers() == [] and helper not in docker.helpers()
+    docker.wait_for_no_helper()
 
 
 @contextmanager
