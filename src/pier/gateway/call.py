@@ -53,8 +53,8 @@ class Caller:
         self.dialect: Dialect = DIALECTS[self.route.dialect]
         self.key = _key(headers, asked)
         """The credential, wherever this client puts it."""
-        self.held = 0
-        """What its body counts for in `LARGEST_HELD`."""
+        self.held = self.work = 0
+        """What its body counts for in `LARGEST_HELD` and `LARGEST_WORK`."""
         self.headers = redacted(headers)
         """For the recording: without secrets, and with names in lower case."""
 
