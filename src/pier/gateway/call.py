@@ -52,8 +52,8 @@ class Caller:
         self.dialect: Dialect = DIALECTS[self.route.dialect]
         self.key = _key(headers, request.query_string)
         """The credential, wherever this client puts it."""
-        self.held = 0
-        """What its body counts for in `LARGEST_HELD`."""
+        self.held = self.work = 0
+        """What its body counts for in `LARGEST_HELD` and `LARGEST_WORK`."""
         self.headers = redacted(headers)
         """For the recording: without secrets, and with names in lower case."""
 

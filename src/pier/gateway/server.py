@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from sys import getsizeof
 
 from pier.errors import UsageError
 from pier.gateway.budget import Budget, Meter, Retry
@@ -30,7 +31,7 @@ from pier.wire.dialects import DIALECTS, rollout_in
 from pier.wire.turn import Sampling, is_priced
 
 _CACHED = 32 * 1024 * 1024
-"""Characters of all cached arrays."""
+"""Bytes of all cached arrays."""
 _PER_SESSION = 8
 
 
@@ -52,15 +53,15 @@ class BodyCache:
         for key, array in body.known().items():
             old = kept.pop(key, None)
             kept[key] = array
-            self._used += len(array.text) - (len(old.text) if old else 0)
+            self._used += getsizeof(array.text) - (getsizeof(old.text) if old else 0)
         while len(kept) > _PER_SESSION:
-            self._used -= len(kept.pop(next(iter(kept))).text)
+            self._used -= getsizeof(kept.pop(next(iter(kept))).text)
         while self._used > self._limit:
             self.forget(next(iter(self._kept)))
 
     def forget(self, session: str) -> None:
         for array in self._kept.pop(session, {}).values():
-            self._used -= len(array.text)
+            self._used -= getsizeof(array.text)
 
 
 _MOST = 512

@@ -15,6 +15,8 @@ import asyncio
 import json
 import logging
 import time
+from array import array as Numbers
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -86,6 +88,8 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_cir
 _COUNTS = tuple(Usage.__dataclass_fields__)
 _REMEMBERED = 16
 """How many arrays are known to be in the file without comparing each element."""
+_MOST_BLOBS, _MOST_LISTS = 100_000, 256
+"""What is sent again after as many others is stored again."""
 _STORE_APART = 256
 """A top-level field of at least this many characters is stored once and referred to."""
 
@@ -122,14 +126,17 @@ class Recorder:
 
     def _start_over(self) -> None:
         """Refer to nothing that was written so far: at first, and when a write has failed."""
-        self._blobs: dict[bytes, int] = {}
+        self._blobs: OrderedDict[bytes, int] = OrderedDict()
+        """The latest blobs in the file, by their digests."""
+        self._count = 0
+        """Of all blobs."""
         self._secret: set[int] = set()
-        """The blobs that a secret was removed from."""
+        """The blobs that a secret was removed from; when there are too many, every call counts as one with a secret."""
         self._found = False
         self._lists = 0
-        self._listed: dict[int, tuple[int, list[int]]] = {}
+        self._listed: dict[int, tuple[int, Numbers[int]]] = {}
         """The latest list that begins with a blob, and its blobs."""
-        self._last: dict[tuple[str, str], tuple[ref[Array], list[int]]] = {}
+        self._last: dict[tuple[str, str], tuple[ref[Array], Numbers[int]]] = {}
         """The blobs of arrays in the file, by the array's name and beginning."""
         self._first = _line({"t": "session", "format": FORMAT, "at": _now(), **self._info})
 
@@ -204,7 +211,7 @@ class Recorder:
         if isinstance(body, bytes):
             text = body.decode(errors="surrogateescape")
             return [], [text] if body else [], self.redactor.data(body) != body
-        self._found = False
+        self._found = len(self._secret) > _MOST_BLOBS
         lines: list[bytes] = []
         pieces: list[Any] = []
         at = 0
@@ -227,22 +234,27 @@ class Recorder:
         """The number of a list in the file that begins with these elements, and how many they are. Of an array that
         begins as one of an earlier body, only new elements are looked at."""
         begun, count = body.grown.get(name, (array, len(array.spans)))
-        last, blobs = self._last.get((name, begun.text[:64])), list[int]()
+        last, blobs = self._last.get((name, begun.text[:64])), Numbers("I")
         if last and last[0]() in (begun, array):
             blobs = last[1][: count if last[0]() is begun else len(array.spans)]
-        blobs += [self._blob(array.text[a:b], lines) for a, b in array.spans[len(blobs) :]]
+        blobs.extend(self._blob(array.text[a:b], lines) for a, b in array.spans[len(blobs) :])
         self._found = self._found or not self._secret.isdisjoint(blobs)
         self._last[name, array.text[:64]] = ref(array), blobs
         if len(self._last) > _REMEMBERED:
             del self._last[next(iter(self._last))]
-        number, listed = self._listed.get(blobs[0], (0, []))
+        number, listed = self._listed.get(blobs[0], (0, Numbers("I")))
         pairs = enumerate(zip(listed, blobs, strict=False))
         same = next((place for place, (one, other) in pairs if one != other), min(len(listed), len(blobs)))
         if same < len(blobs):
             self._lists += 1
             base, number = number, self._lists
-            lines.append(_line({"t": "list", "n": number, "from": [base, same], "add": blobs[same:]}))
+            lines.append(_line({"t": "list", "n": number, "from": [base, same], "add": blobs[same:].tolist()}))
+            self._listed.pop(blobs[0], None)
             self._listed[blobs[0]] = number, blobs
+            while (
+                len(self._listed) > _MOST_LISTS or sum(len(blobs) for _, blobs in self._listed.values()) > _MOST_BLOBS
+            ):
+                del self._listed[next(iter(self._listed))]
         return number, len(blobs)
 
     def _blob(self, text: str, lines: list[bytes]) -> int:
@@ -250,8 +262,11 @@ class Recorder:
         digest = sha256(data).digest()
         number = self._blobs.get(digest)
         if number is None:
-            number = self._blobs[digest] = len(self._blobs) + 1
-            if self.redactor and self.redactor.data(data) != data:
+            self._count += 1
+            number = self._blobs[digest] = self._count
+            if self._count > _MOST_BLOBS:
+                self._blobs.popitem(last=False)
+            if self.redactor and len(self._secret) <= _MOST_BLOBS and self.redactor.data(data) != data:
                 self._secret.add(number)
             if b"\n" in data:
                 lines.append(_line({"t": "blob", "n": number, "text": text}))
