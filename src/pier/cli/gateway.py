@@ -50,19 +50,12 @@ def gateway() -> None:
 @click.option("--metrics", help="Serve Prometheus metrics at HOST:PORT or at the path of a unix socket.")
 def serve(**options: Any) -> None:
     """Serve one session until interrupted, and print what to export for each agent."""
+    import asyncio
+
     try:
-        _run(_serve(**options))
+        asyncio.run(_serve(**options))
     except KeyboardInterrupt:
         click.echo("stopped", err=True)
-
-
-def _run(serving: Coroutine[Any, Any, None]) -> None:
-    """On uvloop's event loop where it is installed (`pip install pier-agents[fast]`): about a tenth more calls pass."""
-    try:
-        from uvloop import run
-    except ImportError:
-        from asyncio import run
-    run(serving)
 
 
 async def _serve(
