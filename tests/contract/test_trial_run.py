@@ -78,6 +78,18 @@ async def test_the_files_of_a_trial(bench: Bench, tmp_path: Path) -> None:
     assert result.task_checksum == task.digest.removeprefix("sha256:")
 
 
+async def test_a_trial_that_is_not_recorded_writes_no_more_than_its_verifier_needs(
+    bench: Bench, tmp_path: Path
+) -> None:
+    for path in sorted(EXAMPLES.iterdir()):
+        place, task = tmp_path / "unrecorded" / path.name, load_task(path)
+        spec = TrialSpec(path.name, task, place, AgentChoice("oracle"), sandbox=ON_HOST, recorded=False)
+        assert rewards(await run_trial(spec, bench.services)) == 1, path.name
+        kept = [entry.relative_to(place).parts for entry in place.rglob("*") if entry.is_file()]
+        assert all("artifacts" in parts for parts in kept), kept
+        assert bool(kept) == any(step.verifier_mode == "separate" for step in task.steps), path.name
+
+
 async def test_an_agents_time_is_limited_and_the_trial_still_graded(bench: Bench, tmp_path: Path) -> None:
     task = write_task(tmp_path / "t", toml=TOML.replace("timeout_sec = 120\n[verifier]", "timeout_sec = 1\n[verifier]"))
     agent = AgentChoice("command", options={"command": "touch /app/done; sleep 600 & sleep 600"})

@@ -265,7 +265,9 @@ class RetryConfig(_Part):
     exclude_exceptions: Annotated[list[str] | None, Flag("--retry-exclude", "ERROR")] = Field(
         default=None, description="Never retry these errors."
     )
-    blame: list[Blame] | None = Field(default=None, description="Retry only the faults of these, such as `infra`.")
+    blame: list[Blame] | None = Field(
+        default=None, exclude_if=_is_empty, description="Retry only the faults of these, such as `infra`."
+    )
     wait_multiplier: float = Field(default=2.0, ge=1, description="Factor between two waits.")
     min_wait_sec: float = Field(default=1.0, ge=0, description="Wait before the first retry.")
     max_wait_sec: float = Field(default=60.0, ge=0, description="Longest wait before a retry.")
