@@ -28,6 +28,7 @@ from aiodocker.exceptions import DockerError
 
 from pier.errors import ImageError
 from pier.image.importing import config_of, engine_address
+from pier.image.layer_directories import View, ViewEntry
 from pier.image.model import Image, ImageConfig, OnProgress, Reference, architecture, parse
 from pier.image.registry import find_credentials
 from pier.sandbox.docker.client import (
@@ -44,15 +45,14 @@ from pier.sandbox.docker.client import (
 )
 from pier.sandbox.docker.volumes import collect_volumes
 
-_OPAQUE = ("user.overlay.opaque", "trusted.overlay.opaque")
-
 
 def write_flat(layers: tuple[Path, ...], sink: IO[bytes]) -> None:
     """Write what the layers (lowest first) show together, with owners, modes and links."""
     links: dict[tuple[int, int], str] = {}
     with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-        for name, path in _merged(list(reversed(layers)), ""):
-            found = path.lstat()
+        view = View([str(layer) for layer in layers])
+        for entry in _walk(view, view.root):
+            name, path, found = entry.path.lstrip("/"), Path(entry.place), entry.status
             info = archive.gettarinfo(str(path), arcname=name)
             if info is None:
                 continue
@@ -127,42 +127,12 @@ def _settings(config: ImageConfig) -> dict[str, Any]:
     }
 
 
-def _merged(roots: list[Path], name: str) -> Iterator[tuple[str, Path]]:
-    """Everything below a directory that several layers have, topmost first, parents before children."""
-    names: dict[str, list[Path]] = {}
-    hidden: set[str] = set()
-    for root in roots:
-        directory = root / name
-        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
-            if entry.name in hidden:
-                continue
-            found = entry.stat(follow_symlinks=False)
-            if stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:
-                hidden.add(entry.name)
-                continue
-            above = names.setdefault(entry.name, [])
-            if above and not stat.S_ISDIR(found.st_mode):
-                hidden.add(entry.name)
-                continue
-            above.append(root)
-            if not stat.S_ISDIR(found.st_mode) or _is_opaque(Path(entry.path)):
-                hidden.add(entry.name)
-    for part in sorted(names):
-        below = f"{name}/{part}" if name else part
-        top = names[part][0] / below
-        yield below, top
-        if top.is_dir() and not top.is_symlink():
-            yield from _merged(names[part], below)
-
-
-def _is_opaque(path: Path) -> bool:
-    for attribute in _OPAQUE:
-        try:
-            if os.getxattr(path, attribute, follow_symlinks=False) == b"y":
-                return True
-        except OSError:
-            continue
-    return False
+def _walk(view: View, directory: ViewEntry) -> Iterator[ViewEntry]:
+    """Everything below a directory, parents before children."""
+    for entry in view.children(directory):
+        yield entry
+        if entry.is_dir:
+            yield from _walk(view, entry)
 
 
 _DONE = ("Pull complete", "Already exists")
