@@ -167,9 +167,9 @@ def _list_cached(as_json: bool) -> None:
 def _list_engine(as_json: bool) -> None:
     from dataclasses import asdict
 
-    from pier.sandbox.docker.images import list_ours
+    from pier.sandbox.docker.images import list_pier_images
 
-    found = asyncio.run(list_ours())
+    found = asyncio.run(list_pier_images())
     cells = [(one.reference, one.id[7:19], size_text(one.size), "in use" if one.in_use else "") for one in found]
     none = ["pier has brought no images to the Docker engine"]
     echo([asdict(one) for one in found], as_json, columns(*cells) or none)
@@ -235,10 +235,10 @@ def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:
 
 
 def _collect_engine(limit: int | None, dry_run: bool, as_json: bool) -> None:
-    from pier.sandbox.docker.images import collect_our_volumes, collect_ours
+    from pier.sandbox.docker.images import collect_pier_images, collect_pier_volumes
 
-    removed = asyncio.run(collect_ours(max_size=limit, dry_run=dry_run))
-    volumes = asyncio.run(collect_our_volumes(dry_run=dry_run)) if limit is None else []
+    removed = asyncio.run(collect_pier_images(max_size=limit, dry_run=dry_run))
+    volumes = asyncio.run(collect_pier_volumes(dry_run=dry_run)) if limit is None else []
     freed = sum(one.size for one in removed)
     summary = {"images": [one.reference for one in removed], "volumes": volumes, "freed": freed}
     more = f" and {len(volumes)} volumes" if volumes else ""

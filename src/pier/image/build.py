@@ -15,7 +15,7 @@ import json
 import posixpath
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,11 +31,6 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 _NANOSECONDS = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}
 
 
-_LISTS = ("exposed_ports", "volumes")
-_SETTINGS = tuple(each.name for each in fields(ImageConfig) if each.name != "on_build")
-"""What a stage takes over from its base."""
-
-
 @dataclass(slots=True)
 class BuildStage:
     """What a stage has come to: its layers (lowest first) and the settings of its image. `host_key` names what of the
@@ -44,41 +39,27 @@ class BuildStage:
     layers: list[Path] = field(default_factory=list)
     on_host: bool = False
     host_key: str = ""
-    env: dict[str, str] = field(default_factory=dict)
-    workdir: str = "/"
-    user: str = ""
-    entrypoint: tuple[str, ...] = ()
-    cmd: tuple[str, ...] = ()
-    shell: tuple[str, ...] = ("/bin/sh", "-c")
-    labels: dict[str, str] = field(default_factory=dict)
-    exposed_ports: list[str] = field(default_factory=list)
-    volumes: list[str] = field(default_factory=list)
-    stop_signal: str = ""
-    healthcheck: dict[str, Any] | None = None
+    config: ImageConfig = field(default_factory=ImageConfig)
     args: dict[str, str] = field(default_factory=dict)
     has_cmd: bool = False
 
     @classmethod
     def start(cls, image: Image, host_key: str) -> BuildStage:
         """A stage on top of an image."""
-        settings = {name: getattr(image.config, name) for name in _SETTINGS}
-        copies = {name: dict(settings[name]) for name in ("env", "labels")}
-        lists = {name: list(settings[name]) for name in _LISTS}
-        return cls(list(image.layers), image.is_host, host_key, **{**settings, **copies, **lists})
+        return cls(list(image.layers), image.is_host, host_key, replace(image.config, on_build=()))
+
+    def set(self, **settings: Any) -> None:
+        """Change settings of the image."""
+        self.config = replace(self.config, **settings)
 
     @property
     def key(self) -> str:
         """What the files of the stage are, for cache keys: the same layers on the same base have the same."""
         return key_of(self.host_key, [layer.parent.name for layer in self.layers])
 
-    def config(self) -> ImageConfig:
-        settings = {name: getattr(self, name) for name in _SETTINGS}
-        lists = {name: tuple(settings[name]) for name in _LISTS}
-        return ImageConfig(**{**settings, "env": dict(self.env), "labels": dict(self.labels), **lists})
-
     def image(self) -> Image:
         """The stage so far, for a step to run on."""
-        return Image("build", f"sha256:{self.key}", tuple(self.layers), self.config(), self.on_host)
+        return Image("build", f"sha256:{self.key}", tuple(self.layers), self.config, self.on_host)
 
     def places(self) -> list[str]:
         """The directories to look into for what the image holds, lowest first."""
@@ -86,11 +67,11 @@ class BuildStage:
 
     def values(self) -> dict[str, str]:
         """The variables that instructions see: ENV goes before ARG."""
-        return {"PATH": DEFAULT_PATH, **self.args, **self.env}
+        return {"PATH": DEFAULT_PATH, **self.args, **self.config.env}
 
     def path(self, text: str) -> str:
         """An absolute path; a relative one starts at the working directory. A slash at the end is kept."""
-        joined = posixpath.normpath(posixpath.join("/", self.workdir, text))
+        joined = posixpath.normpath(posixpath.join("/", self.config.workdir, text))
         joined = "/" + joined.lstrip("/")
         is_directory = text.endswith(("/", "/.")) or text in (".", "")
         return joined.rstrip("/") + "/" if is_directory else joined
@@ -105,38 +86,38 @@ Apply = Callable[[BuildStage, Instruction, Dockerfile], None]
 
 
 def _env(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
-    stage.env.update(pairs(instruction, file, stage.values()))
+    stage.set(env=stage.config.env | pairs(instruction, file, stage.values()))
 
 
 def _label(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
-    stage.labels.update(pairs(instruction, file, stage.values()))
+    stage.set(labels=stage.config.labels | pairs(instruction, file, stage.values()))
 
 
 def _user(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
-    stage.user = expand(instruction.text, stage.values(), file.escape).strip()
+    stage.set(user=expand(instruction.text, stage.values(), file.escape).strip())
 
 
 def _command(stage: BuildStage, instruction: Instruction) -> tuple[str, ...]:
     words = instruction.exec_form
-    return tuple(words) if words is not None else (*stage.shell, instruction.text)
+    return tuple(words) if words is not None else (*stage.config.shell, instruction.text)
 
 
 def _cmd(stage: BuildStage, instruction: Instruction, _: Dockerfile) -> None:
-    stage.cmd = _command(stage, instruction)
+    stage.set(cmd=_command(stage, instruction))
     stage.has_cmd = True
 
 
 def _entrypoint(stage: BuildStage, instruction: Instruction, _: Dockerfile) -> None:
-    stage.entrypoint = _command(stage, instruction)
+    stage.set(entrypoint=_command(stage, instruction))
     if not stage.has_cmd:
-        stage.cmd = ()
+        stage.set(cmd=())
 
 
 def _shell(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
     words = instruction.exec_form
     if not words:
         raise file.error(instruction, 'SHELL needs a JSON array such as ["/bin/bash", "-c"]')
-    stage.shell = tuple(words)
+    stage.set(shell=tuple(words))
 
 
 def _expose(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
@@ -145,8 +126,7 @@ def _expose(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> No
         port = port if "/" in port else f"{port}/tcp"
         if not re.fullmatch(r"\d+(-\d+)?/(tcp|udp|sctp)", port.lower()):
             raise file.error(instruction, f"{word!r} is not a port such as 80 or 53/udp")
-        if port.lower() not in stage.exposed_ports:
-            stage.exposed_ports.append(port.lower())
+        stage.set(exposed_ports=tuple(dict.fromkeys((*stage.config.exposed_ports, port.lower()))))
 
 
 def _volume(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
@@ -155,12 +135,11 @@ def _volume(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> No
         words = split(instruction.text, file.escape)
     for word in words:
         path = expand(word, stage.values(), file.escape)
-        if path not in stage.volumes:
-            stage.volumes.append(path)
+        stage.set(volumes=tuple(dict.fromkeys((*stage.config.volumes, path))))
 
 
 def _stop_signal(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
-    stage.stop_signal = expand(instruction.text, stage.values(), file.escape)
+    stage.set(stop_signal=expand(instruction.text, stage.values(), file.escape))
 
 
 def _maintainer(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
@@ -170,7 +149,7 @@ def _maintainer(stage: BuildStage, instruction: Instruction, file: Dockerfile) -
 def _healthcheck(stage: BuildStage, instruction: Instruction, file: Dockerfile) -> None:
     kind, _, rest = instruction.text.partition(" ")
     if kind.upper() == "NONE":
-        stage.healthcheck = {"Test": ["NONE"]}
+        stage.set(healthcheck={"Test": ["NONE"]})
         return
     if kind.upper() != "CMD" or not rest.strip():
         raise file.error(instruction, "HEALTHCHECK needs NONE or CMD and a command")
@@ -190,7 +169,7 @@ def _healthcheck(stage: BuildStage, instruction: Instruction, file: Dockerfile) 
             check["Retries"] = int(value)
         else:
             check[names[name]] = _duration(value, instruction, file)
-    stage.healthcheck = check
+    stage.set(healthcheck=check)
 
 
 def _duration(text: str, instruction: Instruction, file: Dockerfile) -> int:
@@ -372,7 +351,7 @@ async def build_image(
         build.done[index] = await _build_part(build, build.parts[index])
     stage = build.done[wanted]
     ids = [f"sha256:{layer.parent.name}" for layer in stage.layers]
-    return store.put(tag, ids, stage.config(), origin="build", source=str(path), base=stage.host_key)
+    return store.put(tag, ids, stage.config, origin="build", source=str(path), base=stage.host_key)
 
 
 def _split(build: Build) -> None:
@@ -490,7 +469,7 @@ async def _start(build: Build, part: Part) -> BuildStage:
         below = build.done[earlier]
         return BuildStage.start(below.image(), below.host_key)
     if part.base == SCRATCH:
-        return BuildStage(env={"PATH": DEFAULT_PATH})
+        return BuildStage(config=ImageConfig(env={"PATH": DEFAULT_PATH}))
     try:
         image = await build.store.resolve(part.base, on_progress=build.on_progress, for_task=True)
     except ImageError as error:

@@ -46,8 +46,8 @@ async def examine(engine: Engine, start: Callable[[SandboxSpec], Awaitable[Sandb
     """Look at the engine, and enter a container of pier's own there: `start` makes one."""
     version = engine.version
     name = version.get("Platform", {}).get("Name") or "Docker"
-    told = f"{name} {version.get('Version', '?')} at {shown(engine.address)}, API {version.get('ApiVersion', '?')}"
-    found = [Finding("Docker engine", True, told), await _examine_entrance(engine, start)]
+    report = f"{name} {version.get('Version', '?')} at {shown(engine.address)}, API {version.get('ApiVersion', '?')}"
+    found = [Finding("Docker engine", True, report), await _examine_entrance(engine, start)]
     return [*found, *(await _examine_disk(engine) if found[-1].ok else ())]
 
 
@@ -61,10 +61,10 @@ async def _examine_disk(engine: Engine) -> list[Finding]:
     if space is None:
         return []
     free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
-    told = f"{free / 1e9:.1f} GB free of {total / 1e9:.1f} GB at {root}"
+    report = f"{free / 1e9:.1f} GB free of {total / 1e9:.1f} GB at {root}"
     if free >= _LITTLE:
-        return [Finding("engine's disk", True, told)]
-    return [Finding("engine's disk", False, told, SPACE_HINT)]
+        return [Finding("engine's disk", True, report)]
+    return [Finding("engine's disk", False, report, SPACE_HINT)]
 
 
 async def _examine_entrance(engine: Engine, start: Callable[[SandboxSpec], Awaitable[Sandbox]]) -> Finding:

@@ -1,8 +1,8 @@
 """A connection to an engine's API: its errors with blame, long uploads, and locks on the names of images there.
 
-A lock on an image's name keeps collection away while a container is made from the image (`holding`), or other processes
-of this user while something is made under a name (`making`). A long upload reports progress, and one that stalls is
-given up (`sending`).
+`in_use_lock` keeps collection away from an image while a container is made from it, `removal_lock` is its counterpart,
+and `creation_lock` keeps other processes of this user away while something is made under a name. A long upload reports
+progress, and one that stalls is given up (`sending`).
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ async def connect(address: str) -> tuple[Client, dict[str, Any]]:
         _refuse_old(address, version)
         return client, version
     except (DockerError, aiohttp.ClientError, OSError, ValueError) as error:
-        told = await client.complaint()
+        report = await client.complaint()
         await client.close()
-        raise _unreachable(address, error, told) from error
+        raise _unreachable(address, error, report) from error
     except BaseException:
         await client.close()
         raise
@@ -86,9 +86,9 @@ async def bring_image(docker: Client, name: str, archive: Callable[[], bytes], m
             raise
         query, data = {"fromSrc": "-", "repo": name, "message": message}, await asyncio.to_thread(archive)
         async with docker._query("images/create", "POST", params=query, data=data) as answer:
-            told = await answer.text()
-        if '"error"' in told:
-            raise SandboxError(f"the engine did not take {message}: {told[-300:]}", code="helper_image") from None
+            report = await answer.text()
+        if '"error"' in report:
+            raise SandboxError(f"the engine did not take {message}: {report[-300:]}", code="helper_image") from None
 
 
 def no_engine() -> SandboxError:
@@ -103,11 +103,11 @@ def no_engine() -> SandboxError:
 
 
 def _refuse_old(address: str, version: dict[str, Any]) -> None:
-    told = str(version.get("ApiVersion", ""))
-    parts = told.split(".")
+    report = str(version.get("ApiVersion", ""))
+    parts = report.split(".")
     if len(parts) == 2 and all(part.isdigit() for part in parts) and (int(parts[0]), int(parts[1])) < OLDEST:
         raise SandboxError(
-            f"the Docker engine at {shown(address)} is too old: its API is {told}, below {OLDEST[0]}.{OLDEST[1]}",
+            f"the Docker engine at {shown(address)} is too old: its API is {report}, below {OLDEST[0]}.{OLDEST[1]}",
             code="engine_too_old",
             blame="user",
             retryable=False,
@@ -115,7 +115,7 @@ def _refuse_old(address: str, version: dict[str, Any]) -> None:
         )
 
 
-def _unreachable(address: str, error: BaseException, told: str) -> SandboxError:
+def _unreachable(address: str, error: BaseException, report: str) -> SandboxError:
     where = shown(address)
     reason = _reason(error)
     if (doubt := _doubt(address, error, reason)) is not None:
@@ -131,7 +131,7 @@ def _unreachable(address: str, error: BaseException, told: str) -> SandboxError:
             retryable=False,
             hint="add the user to the socket's group (docker) and log in again",
         )
-    why = told.splitlines()[-1] if told else _in_words(reason) or str(error) or f"no answer in {_CONNECT_SECONDS} s"
+    why = report.splitlines()[-1] if report else _in_words(reason) or str(error) or f"no answer in {_CONNECT_SECONDS} s"
     hint = (
         "start the engine, or set DOCKER_HOST" if is_socket(address) else f"check that {where} answers: docker version"
     )
@@ -220,7 +220,7 @@ _PAUSE = 0.02
 
 
 @asynccontextmanager
-async def holding(name: str) -> AsyncIterator[None]:
+async def in_use_lock(name: str) -> AsyncIterator[None]:
     """Keep an image while a container is made from it. Many may at once; waits while it is being removed."""
     fd = os.open(_place(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -234,12 +234,12 @@ async def holding(name: str) -> AsyncIterator[None]:
         os.close(fd)
 
 
-def making(name: str) -> AbstractAsyncContextManager[None]:
+def creation_lock(name: str) -> AbstractAsyncContextManager[None]:
     """While something is made at an engine under a name: others of this user wait."""
     return only_one(pier_home() / "docker" / "locks", name)
 
 
-def letting_go(name: str) -> AbstractContextManager[bool]:
+def removal_lock(name: str) -> AbstractContextManager[bool]:
     """While an image is removed: whether nobody holds it."""
     return locked(_place(name), wait=False)
 

@@ -40,8 +40,8 @@ class ContainerGroup:
 
     def __init__(self, pid: int) -> None:
         self._memory = self._freezer = Path("/nonexistent")
-        self._told = Path(f"/proc/{pid}/cgroup").read_text()
-        for line in self._told.splitlines():
+        self._cgroups = Path(f"/proc/{pid}/cgroup").read_text()
+        for line in self._cgroups.splitlines():
             _, controllers, path = line.split(":", 2)
             below = _ROOT / controllers / path.lstrip("/")
             if "memory" in controllers.split(","):
@@ -61,7 +61,7 @@ class ContainerGroup:
 
     def is_of(self, id: str) -> bool:
         """Whether it is that of the container `id`: engines name groups after it."""
-        return id in self._told
+        return id in self._cgroups
 
     def oom_kills(self) -> int:
         """How many processes the limit on memory has killed."""

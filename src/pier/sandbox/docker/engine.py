@@ -28,7 +28,7 @@ from pier.network.plumbing import GATEWAY
 from pier.network.policy import NetworkMode
 from pier.sandbox.contract import Mount, SandboxSpec
 from pier.sandbox.docker import runtime
-from pier.sandbox.docker.client import Client, bring_image, connect, engine_error, holding, is_no_driver
+from pier.sandbox.docker.client import Client, bring_image, connect, engine_error, in_use_lock, is_no_driver
 from pier.sandbox.docker.entering import Entrance, OwnEntrance
 from pier.sandbox.docker.helper import Helper, open_helper
 from pier.sandbox.docker.images import REPOSITORY, EngineImages
@@ -186,7 +186,7 @@ async def idle_image(docker: Client, machine: str) -> AsyncIterator[str]:
     """The name of an image that has nothing but the program that waits, which is kept until the end."""
     data = runtime.archive(machine)
     name = f"{REPOSITORY}/{runtime.IDLE}:{hashlib.sha256(data).hexdigest()[:24]}"
-    async with holding(name):
+    async with in_use_lock(name):
         await bring_image(docker, name, lambda: data, "pier's program that waits")
         yield name
 

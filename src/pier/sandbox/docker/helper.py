@@ -64,8 +64,8 @@ class HelperChannel(Channel):
         if self.closed:
             raise self.lost()
         files = [(_kind(fd), self._mux.number(), fd) for fd in fds or []]
-        told = [[kind, number] for kind, number, _ in files]
-        self._mux.send(message | {"key": self._key} | ({"files": told} if told else {}))
+        streams = [[kind, number] for kind, number, _ in files]
+        self._mux.send(message | {"key": self._key} | ({"files": streams} if streams else {}))
         for kind, number, fd in files:
             if kind == "in":
                 self._mux.take(number, source=os.dup(fd))
@@ -188,8 +188,8 @@ class HelperEntered(Entered):
         names: Mapping[int, Mapping[str, int]],
     ) -> Callable[[], Awaitable[None]]:
         members = [[one._key, places] for one, _, places in others if isinstance(one, HelperEntered)]
-        told = [[number, dict(each)] for number, each in names.items()]
-        request = {"container": self._key, "members": members, "names": told}
+        rows = [[number, dict(each)] for number, each in names.items()]
+        request = {"container": self._key, "members": members, "names": rows}
         await self._helper.ask({"op": "open_hub"} | request)
 
         async def close() -> None:
@@ -316,8 +316,8 @@ class Helper(Entrance):
         except SandboxError as error:
             if not self._complaints.strip():
                 return False
-            told = self._complaints.strip().splitlines()[-1]
-            raise SandboxError(f"the helper ended at once: {told}", code="helper_start") from error
+            report = self._complaints.strip().splitlines()[-1]
+            raise SandboxError(f"the helper ended at once: {report}", code="helper_start") from error
         self.networks = frozenset(hello["networks"])
         self.has_six = hello["six"]
         self.shares_disk = bool(mark) and mark.endswith(f"mark-{hello['mark']}")
@@ -359,10 +359,10 @@ class Helper(Entrance):
 
     def _lose(self, why: str) -> None:
         """The connection is gone: everybody who waits learns it."""
-        told = self._own._gone + (f": {why}" if why else "")
+        report = self._own._gone + (f": {why}" if why else "")
         self._mux.close()
         for channel in (*self._channels.values(), self._own):
-            channel.close(told)
+            channel.close(report)
         self._channels.clear()
 
     def _on_message(self, message: dict[str, Any]) -> None:

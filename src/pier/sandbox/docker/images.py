@@ -1,8 +1,8 @@
 """Images at an engine: an image that is there is used as it is; one in pier's store is brought there once.
 
-Engines know nothing of pier's layers, so an image is sent as one tar stream. `list_ours` and `collect_ours` cover the
-images that pier brought, recognized by their names. Snapshots are not among them: they belong to a run, and end with it
-or by `pier gc`.
+Engines know nothing of pier's layers, so an image is sent as one tar stream. `list_pier_images` and
+`collect_pier_images` cover the images that pier brought, recognized by their names. Snapshots are not among them: they
+belong to a run, and end with it or by `pier gc`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from aiodocker.exceptions import DockerError
 
 from pier.errors import ImageError
 from pier.image.importing import config_of, engine_address
+from pier.image.layer_directories import View, ViewEntry
 from pier.image.model import Image, ImageConfig, OnProgress, Reference, architecture, parse
 from pier.image.registry import find_credentials
 from pier.sandbox.docker.client import (
@@ -35,24 +36,23 @@ from pier.sandbox.docker.client import (
     SPACE_HINT,
     Client,
     connect,
+    creation_lock,
     engine_error,
-    holding,
+    in_use_lock,
     is_disk_full,
-    letting_go,
-    making,
+    removal_lock,
     sending,
 )
 from pier.sandbox.docker.volumes import collect_volumes
-
-_OPAQUE = ("user.overlay.opaque", "trusted.overlay.opaque")
 
 
 def write_flat(layers: tuple[Path, ...], sink: IO[bytes]) -> None:
     """Write what the layers (lowest first) show together, with owners, modes and links."""
     links: dict[tuple[int, int], str] = {}
     with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-        for name, path in _merged(list(reversed(layers)), ""):
-            found = path.lstat()
+        view = View([str(layer) for layer in layers])
+        for entry in _walk(view, view.root):
+            name, path, found = entry.path.lstrip("/"), Path(entry.place), entry.status
             info = archive.gettarinfo(str(path), arcname=name)
             if info is None:
                 continue
@@ -127,42 +127,12 @@ def _settings(config: ImageConfig) -> dict[str, Any]:
     }
 
 
-def _merged(roots: list[Path], name: str) -> Iterator[tuple[str, Path]]:
-    """Everything below a directory that several layers have, topmost first, parents before children."""
-    names: dict[str, list[Path]] = {}
-    hidden: set[str] = set()
-    for root in roots:
-        directory = root / name
-        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
-            if entry.name in hidden:
-                continue
-            found = entry.stat(follow_symlinks=False)
-            if stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:
-                hidden.add(entry.name)
-                continue
-            above = names.setdefault(entry.name, [])
-            if above and not stat.S_ISDIR(found.st_mode):
-                hidden.add(entry.name)
-                continue
-            above.append(root)
-            if not stat.S_ISDIR(found.st_mode) or _is_opaque(Path(entry.path)):
-                hidden.add(entry.name)
-    for part in sorted(names):
-        below = f"{name}/{part}" if name else part
-        top = names[part][0] / below
-        yield below, top
-        if top.is_dir() and not top.is_symlink():
-            yield from _merged(names[part], below)
-
-
-def _is_opaque(path: Path) -> bool:
-    for attribute in _OPAQUE:
-        try:
-            if os.getxattr(path, attribute, follow_symlinks=False) == b"y":
-                return True
-        except OSError:
-            continue
-    return False
+def _walk(view: View, directory: ViewEntry) -> Iterator[ViewEntry]:
+    """Everything below a directory, parents before children."""
+    for entry in view.children(directory):
+        yield entry
+        if entry.is_dir:
+            yield from _walk(view, entry)
 
 
 _DONE = ("Pull complete", "Already exists")
@@ -204,8 +174,8 @@ def _tell(message: dict[str, Any], layers: dict[str, str], tell: Callable[[str],
         return
     layers[layer] = status
     done = sum(each in _DONE for each in layers.values())
-    told = f" of {size / 1e6:.1f} MB" if size else ""
-    tell(f"{layer}: {status}{told} ({done} of {len(layers)} layers)")
+    total = f" of {size / 1e6:.1f} MB" if size else ""
+    tell(f"{layer}: {status}{total} ({done} of {len(layers)} layers)")
 
 
 def _failure(reference: str, text: str) -> ImageError:
@@ -229,7 +199,7 @@ REPOSITORY = "pier"
 _OURS = re.compile(r"(?:localhost/|docker\.io/)?(pier/(?:[0-9a-f]{32}|(?:helper|idle):[0-9a-f]{24}))(?::latest)?")
 
 
-def our_name(image: Image) -> str:
+def engine_name(image: Image) -> str:
     """What an image of pier's own is called at an engine."""
     return f"{REPOSITORY}/{image.digest.removeprefix('sha256:')[:32]}"
 
@@ -254,11 +224,11 @@ class EngineImages:
     async def held(self, image: Image, on_progress: OnProgress | None = None) -> AsyncIterator[str]:
         """The name under which the engine has `image`, which no collection removes meanwhile. It is asked once; for an
         image that is gone since then call `ensure` again."""
-        name = our_name(image) if image.layers else image.reference
+        name = engine_name(image) if image.layers else image.reference
         if collected_name(name) is None:
             yield await self._seen_once(image, name, on_progress)
             return
-        async with holding(name):
+        async with in_use_lock(name):
             yield await self._seen_once(image, name, on_progress)
 
     async def _seen_once(self, image: Image, name: str, on_progress: OnProgress | None) -> str:
@@ -283,16 +253,16 @@ class EngineImages:
                 code="image_missing",
                 hint=f"docker pull {image.reference}",
             )
-        name = our_name(image)
+        name = engine_name(image)
         if not await self._has(name):
-            async with making(name):
+            async with creation_lock(name):
                 if not await self._has(name):
                     await self._bring(image, name, on_progress)
         return name
 
     async def pull(self, reference: str, on_progress: OnProgress | None = None) -> Image:
         """Have the engine pull an image, as whoever `docker login` says. `ImageError` says why it could not."""
-        async with making(f"pull {reference}"):
+        async with creation_lock(f"pull {reference}"):
             found = await self.find(reference)
             if found is None:
                 await pull(self._docker, reference, on_progress)
@@ -401,15 +371,15 @@ def _raise_if_failed(text: str, image: Image) -> None:
     for line in text.splitlines():
         message: dict[str, Any] = json.loads(line) if line.strip() else {}
         if "error" in message:
-            told = str(message["error"])
-            if is_disk_full(told):
-                text = f"the Docker engine's disk is full, so it did not take {image.reference}: {told}"
+            report = str(message["error"])
+            if is_disk_full(report):
+                text = f"the Docker engine's disk is full, so it did not take {image.reference}: {report}"
                 raise ImageError(text, code=DISK_FULL, hint=SPACE_HINT, retryable=True)
-            raise ImageError(f"the engine did not take {image.reference}: {told}", code="image_import")
+            raise ImageError(f"the engine did not take {image.reference}: {report}", code="image_import")
 
 
 @dataclass(frozen=True, slots=True)
-class OurImage:
+class PierImage:
     """An image at an engine. `in_use`: some container is made from it."""
 
     reference: str
@@ -419,30 +389,30 @@ class OurImage:
     in_use: bool
 
 
-async def list_ours() -> list[OurImage]:
+async def list_pier_images() -> list[PierImage]:
     """The images that pier brought to the engine, oldest first."""
     async with _engine() as docker:
         return await _list(docker)
 
 
-async def collect_ours(*, max_size: int | None = None, dry_run: bool = False) -> list[OurImage]:
+async def collect_pier_images(*, max_size: int | None = None, dry_run: bool = False) -> list[PierImage]:
     """Remove images that no container uses or is about to use, oldest first; with `max_size` only until the rest has no
     more bytes."""
     async with _engine() as docker:
         found = await _list(docker)
         size = sum(image.size for image in found)
-        removed: list[OurImage] = []
+        removed: list[PierImage] = []
         for image in found:
             if image.in_use or (max_size is not None and size <= max_size):
                 continue
-            with letting_go(image.reference) as is_free:
+            with removal_lock(image.reference) as is_free:
                 if is_free and (dry_run or await _remove(docker, image)):
                     removed.append(image)
                     size -= image.size
         return removed
 
 
-async def collect_our_volumes(*, dry_run: bool = False) -> list[str]:
+async def collect_pier_volumes(*, dry_run: bool = False) -> list[str]:
     """Remove the volumes with copies of directories that no container uses; their names."""
     async with _engine() as docker:
         return await collect_volumes(docker, dry_run=dry_run)
@@ -454,12 +424,12 @@ async def pull_there(reference: str, on_progress: OnProgress | None = None) -> I
         return await EngineImages(docker).pull(reference, on_progress)
 
 
-async def _list(docker: aiodocker.Docker) -> list[OurImage]:
+async def _list(docker: aiodocker.Docker) -> list[PierImage]:
     rows: list[dict[str, Any]] = await docker._query_json("images/json")
     containers: list[dict[str, Any]] = await docker._query_json("containers/json", params={"all": "1"})
     used = {container["ImageID"] for container in containers}
     found = [
-        OurImage(name, row["Id"], row["Size"], row["Created"], row["Id"] in used)
+        PierImage(name, row["Id"], row["Size"], row["Created"], row["Id"] in used)
         for row in rows
         for tag in row.get("RepoTags") or []
         if (name := collected_name(tag)) is not None
@@ -467,7 +437,7 @@ async def _list(docker: aiodocker.Docker) -> list[OurImage]:
     return sorted(found, key=lambda image: (image.created, image.reference))
 
 
-async def _remove(docker: aiodocker.Docker, image: OurImage) -> bool:
+async def _remove(docker: aiodocker.Docker, image: PierImage) -> bool:
     """Whether it is gone; an engine keeps what a container that was started meanwhile uses."""
     try:
         await docker.images.delete(image.reference)

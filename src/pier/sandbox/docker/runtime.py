@@ -40,7 +40,7 @@ from pier.files import write
 from pier.home import pier_home
 from pier.image.store import only_one
 from pier.lease import Lease
-from pier.sandbox.docker.client import Client, bring_image, engine_error, holding
+from pier.sandbox.docker.client import Client, bring_image, engine_error, in_use_lock
 from pier.sandbox.docker.helper_boot import MARK
 from pier.sandbox.linux.root import HOST
 
@@ -265,8 +265,8 @@ class HelperBox:
         self._runtime = runtime
         self._image = f"{HELPER_REPOSITORY}:{digest}"
         self._config = _config(runtime, self._image, self.volume)
-        told = json.dumps(self._config, sort_keys=True)
-        self.name = f"pier-helper-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+        config = json.dumps(self._config, sort_keys=True)
+        self.name = f"pier-helper-{hashlib.sha256(config.encode()).hexdigest()[:16]}"
         self._starts = 0
         self._refusal = ""
 
@@ -338,7 +338,7 @@ class HelperBox:
             raise SandboxError(f"the helper {self.name} does not stay{why}", code="helper_start", hint="pier doctor")
         self._lease.write(HELPER, self.name, {"engine": self._docker.address, "name": self.name})
         try:
-            async with holding(self._image):
+            async with in_use_lock(self._image):
                 async with only_one(pier_home() / "docker" / "locks", self._image):
                     await bring_image(self._docker, self._image, self._runtime.archive, "pier's helper")
                 container = await self._create()

@@ -143,16 +143,16 @@ class ServiceProcess:
                 return
             failures += not starting
             if failures >= health.retries:
-                told = (result.stdout + result.stderr).decode(errors="replace").strip()[-400:]
+                report = (result.stdout + result.stderr).decode(errors="replace").strip()[-400:]
                 how = "took too long" if result.timed_out else f"ended with exit code {result.exit_code}"
-                raise self.failure(f"is not healthy: {' '.join(health.test)!r} {how}: {told}")
+                raise self.failure(f"is not healthy: {' '.join(health.test)!r} {how}: {report}")
             await asyncio.sleep(health.start_interval if starting else health.interval)
 
     def failure(self, what: str) -> TaskError:
-        told = self._tail.decode(errors="replace").strip()
+        report = self._tail.decode(errors="replace").strip()
         own = self.service.name == MAIN and self.service.entrypoint is None
         return TaskError(
-            f"the service {self.service.name!r} {what}" + (f"\n{told}" if told else ""),
+            f"the service {self.service.name!r} {what}" + (f"\n{report}" if report else ""),
             hint="entrypoint: [] in the compose file keeps the image's ENTRYPOINT from running" if own else None,
             code="service",
         )

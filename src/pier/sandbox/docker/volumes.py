@@ -28,7 +28,7 @@ from aiodocker.exceptions import DockerError
 from pier.errors import SandboxError
 from pier.image.model import OnProgress
 from pier.lease import Lease, close_all
-from pier.sandbox.docker.client import Client, engine_error, holding, letting_go, making, sending
+from pier.sandbox.docker.client import Client, creation_lock, engine_error, in_use_lock, removal_lock, sending
 from pier.sandbox.docker.sandbox import LABEL, temporary_container
 
 PREFIX = "pier-pack-"
@@ -59,14 +59,14 @@ class PackVolumes:
 
     async def _fill(self, directory: Path, on_progress: OnProgress | None) -> str:
         name = PREFIX + await asyncio.to_thread(digest_of, directory)
-        await self._held.enter_async_context(holding(name))
+        await self._held.enter_async_context(in_use_lock(name))
         host = {"NetworkMode": "none", "Binds": [f"{name}:{_INSIDE}"]}
         config = {"Image": self._image, "Cmd": ["none"], "HostConfig": host}
         try:
             # It stays until the end: nobody takes away what a container uses, not even who prunes an engine, which
             # would make an empty volume in the place of one that is gone.
             container = await self._held.enter_async_context(temporary_container(self._docker, self._lease, config))
-            async with making(name):
+            async with creation_lock(name):
                 if not await self._is_whole(container):
                     await self._copy(directory, container, on_progress)
         except DockerError as error:
@@ -112,7 +112,7 @@ async def collect_volumes(docker: Client, *, dry_run: bool = False) -> list[str]
     found = sorted(row["Name"] for row in rows if _OURS.fullmatch(row["Name"]) and row["Name"] not in used)
     removed: list[str] = []
     for name in found:
-        with letting_go(name) as is_free:
+        with removal_lock(name) as is_free:
             if is_free and (dry_run or await _remove(docker, name)):
                 removed.append(name)
     return removed
