@@ -498,6 +498,28 @@ async def test_a_verifiers_sandbox_that_is_full(tmp_path: Path, monkeypatch: pyt
             assert_no_verdict(await bench.run(task, sandbox=unlimited))
 
 
+@everywhere
+@route(
+    "verdicts",
+    "hand over artifacts of up to the verifier's limit on disk",
+    "they fit; larger ones, also of holes, are left out with a note",
+)
+async def test_artifacts_up_to_the_limit(place: str, tmp_path: Path) -> None:
+    toml = f'artifacts = ["/app/out", "/app/done"]\n{SEPARATE}storage_mb = 24\n'
+    test = (
+        "#!/bin/bash\nstat -c %s /app/out/* > /logs/verifier/sizes\nhead -c 15M /dev/zero > /tmp/own; sleep 3\n" + PASS
+    )
+    fits = "mkdir /app/out; head -c 20000000 /dev/urandom > /app/out/a; touch /app/done"
+    holes = "mkdir /app/out; for n in 1 2 3; do truncate -s 20M /app/out/$n; done; touch /app/done"
+    async with open_place(place, tmp_path / "trials") as bench:
+        result = await bench.run(write_task(tmp_path / "fits", toml=toml, solve=fits, test=test))
+        assert result.rewards == {"reward": 1} and kinds(result) == set(), result
+        assert (bench.last / "verifier/sizes").read_text() == "20000000\n"
+        result = await bench.run(write_task(tmp_path / "holes", toml=toml, solve=holes, test=test))
+        assert result.exception_info is None and kinds(result) == {"artifact"}, result
+        assert (bench.last / "verifier/sizes").read_text() == ""
+
+
 @needs_root
 @everywhere
 @route(

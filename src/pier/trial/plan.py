@@ -124,6 +124,11 @@ def verifier_plan(
     return _finished(task, plan, choice)
 
 
+def disk_limit(table: Environment, choice: SandboxChoice) -> int | None:
+    """The limit on disk that the task or the run asks for, the run's first; 0 if the run lifts it."""
+    return (table.storage_mb or 0) << 20 or None if choice.limits.disk is None else choice.limits.disk
+
+
 async def sandbox_limits(
     task: Task, table: Environment, choice: SandboxChoice, backend: Backend, record: TrialRecord
 ) -> Limits:

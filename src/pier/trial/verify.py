@@ -20,6 +20,7 @@ that an outage would have to come and go twice to look like the agent's doing.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -37,7 +38,7 @@ from pier.sandbox.tar import SKIPPED
 from pier.task import TaskStep, resolve_env
 from pier.tree import Tree
 from pier.trial.agent import phase_seconds
-from pier.trial.collect import Collected, collect, hand_over, seal_artifacts, take_logs
+from pier.trial.collect import Collected, collect, hand_over, seal_artifacts, space_for, take_logs
 from pier.trial.environment import TaskSandbox, prepare_step, wait_until_healthy
 from pier.trial.plan import StepNetwork, agent_plan, pier_setting, verifier_plan
 from pier.trial.record import TrialRecord, limit
@@ -248,7 +249,8 @@ class _SeparateTests(_Tests):
         starter = self.environment.starter
         plan = verifier_plan(starter.task, self.index, starter.choice, starter.environ)
         graded.starting = True
-        async with starter.open(plan, self.network.verifier, name, watch=watch) as (sandbox, workdir):
+        room = await asyncio.to_thread(space_for, self.artifacts) if collected else 0
+        async with starter.open(plan, self.network.verifier, name, watch=watch, room=room) as (sandbox, workdir):
             graded.starting = False
             graded.notes += await hand_over(
                 sandbox, collected, self.artifacts, workdir=workdir, record=self.environment.record

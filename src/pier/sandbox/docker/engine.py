@@ -39,8 +39,11 @@ from pier.sandbox.host import masks
 from pier.sandbox.linux.kernel import OOM_SCORE
 from pier.sandbox.linux.limits import free_bytes
 from pier.sandbox.linux.network import offered_modes
+from pier.sandbox.linux.root import ipc_limits
 from pier.sandbox.linux.zygotes import Zygotes
 
+_SHM = 64 << 20
+"""The size of /dev/shm that engines give by default."""
 _OWN_PROCESSES = 4
 """The idle program, the attendant and its workers, which the limit on processes does not count."""
 
@@ -79,6 +82,8 @@ def container_config(
         host["Sysctls"] = {f"net.ipv6.conf.{name}.disable_ipv6": "0" for name in ("all", "default", "lo")}
     if limits.memory is not None:
         host |= {"Memory": limits.memory, "MemorySwap": limits.memory}
+        host["Sysctls"] = host.get("Sysctls", {}) | ipc_limits(limits.memory)
+        host["ShmSize"] = min(_SHM, limits.memory // 2)
     if limits.cpus is not None:
         host["NanoCpus"] = int(limits.cpus * 1e9)
     if limits.processes is not None:

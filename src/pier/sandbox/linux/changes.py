@@ -18,6 +18,7 @@ from pier.beneath import Descent, visit
 _LONGEST = 4096
 """Bytes of the longest path that a program can name. What a sandbox wrote behind longer ones is told as a whole."""
 _TRIES = 3
+_INODE = 512
 _OPAQUE = ("user.overlay.opaque", "trusted.overlay.opaque")
 """How overlays of pier's and of engines say that a directory hides those below it."""
 
@@ -80,7 +81,8 @@ def merge(looks: list[list[list[Any]]]) -> list[list[Any]]:
 
 
 def measure_tree(path: str) -> int:
-    """How many bytes of disk a tree takes, at least: it may change meanwhile."""
+    """How many bytes of disk a tree takes, at least: it may change meanwhile. An entry without content takes an inode,
+    of which a disk may have too few for others."""
     largest = 0
     for _ in range(_TRIES):
         counted = [0]
@@ -91,7 +93,7 @@ def measure_tree(path: str) -> int:
                 for entry in entries:
                     status = entry.stat(follow_symlinks=False)
                     files = status.st_nlink if stat.S_ISREG(status.st_mode) else 1
-                    counted[0] += status.st_blocks * 512 // max(1, files)
+                    counted[0] += max(status.st_blocks * 512, _INODE) // max(1, files)
                     if stat.S_ISDIR(status.st_mode):
                         deeper.append((entry.name, None))
             return deeper

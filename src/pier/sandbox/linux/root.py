@@ -59,6 +59,8 @@ _RESERVED_PIDS = 300
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _QUEUE = 16384
 """Bytes that a queue of System V messages holds at most (`kernel.msgmnb`)."""
+_QUEUES = 32000
+"""How many queues there may be by default; the kernel takes few more."""
 
 
 def make_skeleton(directory: str, owner: int) -> None:
@@ -157,15 +159,20 @@ def open_setting(name: str) -> int:
         return -1
 
 
+def ipc_limits(memory: int) -> dict[str, str]:
+    """Settings that keep System V memory and messages to a part of `memory` bytes: they belong to no process, so the
+    kernel would kill everything in vain to get them back."""
+    return {"kernel.shmall": f"{memory // 8 // _PAGE}", "kernel.msgmni": f"{min(memory // 16 // _QUEUE, _QUEUES)}"}
+
+
 def limit_ipc(pages: int, queues: int, memory: int) -> None:
-    """Keep System V memory and messages to a part of `memory` bytes, if that is not 0: they belong to no process, so
-    the kernel would kill everything in vain to get them back."""
-    for fd, most in ((pages, memory // 8 // _PAGE), (queues, memory // 16 // _QUEUE)):
+    """Write these settings to their files, if `memory` is not 0."""
+    for fd, most in zip((pages, queues), ipc_limits(memory).values(), strict=True):
         if fd < 0:
             continue
         if memory:
             with contextlib.suppress(OSError):
-                os.write(fd, b"%d" % most)
+                os.write(fd, most.encode())
         os.close(fd)
 
 
