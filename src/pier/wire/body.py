@@ -108,7 +108,8 @@ def _count(raw: bytes) -> int:
     return len(raw) - len(raw.translate(None, b"[{,"))
 
 
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""Also without its end: a search for the end from each quote in an open string would take quadratic time."""
 _NARROW, _HALF = bytes(range(0xC4)), bytes(range(0xF0))
 
 
