@@ -19,6 +19,7 @@ from pier.gateway import Budget, Gateway, Provider
 from pier.gateway.budget import Retry
 from pier.gateway.session import Session
 from pier.record import reader
+from pier.trajectory.lineage import Generation, generations_of
 from pier.wire.turn import Delta, Request, Turn, stream_turn
 from tests.fault.test_gateway_upstreams import events
 from tests.gateway_fakes import HELLO, PATHS, STREAM_PATHS, request_body
@@ -278,6 +279,19 @@ async def test_who_leaves_while_it_waits_asks_nobody_any_more(stage: str, stream
             return ended - left
 
     await best_of(once, tmp_path)
+
+
+async def test_signs_of_life_are_not_an_answer(tmp_path: Path) -> None:
+    """Else a model that hangs would be the fault of an agent that waits for a stream."""
+    found: list[Generation] = []
+    async with watched() as provider, Gateway(keep_alive=0.01) as gateway:
+        upstream, path = Provider("p", provider.url, ("chat",)), tmp_path / "calls.jsonl"
+        session = gateway.session("m", upstream=upstream, recording=path, on_generation=found.append)
+        agent = await Agent.asks(await gateway.serve(), session, "chat", True)
+        await asyncio.wait_for(agent.reader.readuntil(b"\r\n\r\n"), 60)
+        agent.leave("closes")
+        await until(lambda: bool(found))
+    assert [each.answered for each in (*found, *generations_of(path))] == [False, False]
 
 
 async def test_no_sign_of_life_follows_the_end_of_a_stream(tmp_path: Path) -> None:

@@ -161,6 +161,8 @@ class Exchange:
         self.usage: Usage | None = None
         self.error: str | None = None
         self.error_kind: ErrorKind | None = None
+        self.answered = False
+        """Whether an answer has begun to reach the agent, signs of life aside."""
         self.ended = False
         self.outcome: tuple[Outcome, int, Fault | None] | None = None
         """How the call ended, with which status, and the blame."""
@@ -208,6 +210,10 @@ class Exchange:
 
     def start(self, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """Begin the streamed answer, unless a sign of life began it already."""
+        self._start(status, headers)
+        self.answered = True
+
+    def _start(self, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         if not self.started:
             try:
                 self.caller.start(status, headers or {"Content-Type": self.renderer.content_type})
@@ -287,7 +293,7 @@ class Exchange:
             left = self._keep_alive
             if not self.caller.request.full:
                 try:
-                    self.start()
+                    self._start()
                     self.caller.request.send(self.sign_of_life or self.renderer.keep_alive())
                 except (CallerGone, ConnectionError):
                     return

@@ -422,7 +422,7 @@ class Session:
             turn = with_version(replace(turn, model=named, usage=x.usage or turn.usage, tokens=tokens), x.version)
         node = Node(x.record.number, request, turn, x.record.at, time.time(), x.caller.headers)
         compute_keys(node, [each.node for each in self.generations[-RECENT:]])
-        answered = x.started or outcome != "cancelled"
+        answered = x.answered or outcome != "cancelled"
         generation = Generation(node, outcome, status, x.error, fault, answered, x.error_kind)
         self.generations.append(generation)
         self.terms.on_generation(generation)
