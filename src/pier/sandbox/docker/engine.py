@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -51,11 +52,12 @@ _OWN_PROCESSES = 4
 @dataclass(frozen=True, slots=True)
 class Placing:
     """What depends on where the engine is: the program that keeps a container alive, what is mounted into it, and
-    whether its host has IPv6."""
+    whether its host has IPv6 and lets it limit System V memory."""
 
     program: str
     binds: tuple[str, ...]
     has_six: bool
+    limits_ipc: bool
 
 
 def container_config(
@@ -82,7 +84,8 @@ def container_config(
         host["Sysctls"] = {f"net.ipv6.conf.{name}.disable_ipv6": "0" for name in ("all", "default", "lo")}
     if limits.memory is not None:
         host |= {"Memory": limits.memory, "MemorySwap": limits.memory}
-        host["Sysctls"] = host.get("Sysctls", {}) | ipc_limits(limits.memory)
+        if placing.limits_ipc:
+            host["Sysctls"] = host.get("Sysctls", {}) | ipc_limits(limits.memory)
         host["ShmSize"] = min(_SHM, limits.memory // 2)
     if limits.cpus is not None:
         host["NanoCpus"] = int(limits.cpus * 1e9)
@@ -142,6 +145,14 @@ def kept_limits(info: Mapping[str, Any]) -> dict[str, str]:
     container without a word."""
     kept = {name: "cgroup" for name, keys in _TOLD.items() if all(info.get(key, True) for key in keys)}
     return {**kept, "open_files": "rlimit"}
+
+
+def can_limit_ipc(info: Mapping[str, Any]) -> bool:
+    """Whether an engine can limit System V memory. Without root on its host it fails to start such containers there
+    before Linux 6.9."""
+    is_rootless = any("rootless" in str(option) for option in info.get("SecurityOptions") or [])
+    version = re.findall(r"\d+", str(info.get("KernelVersion")))[:2]
+    return not is_rootless or tuple(map(int, version)) >= (6, 9)
 
 
 async def has_gpus(docker: Client, lease: Lease, machine: str) -> bool:
@@ -316,15 +327,17 @@ class Engine:
     async def place(self, mounts: tuple[Mount, ...], on_progress: OnProgress | None = None) -> Placing:
         """Make what a container needs there, and say where it is."""
         bound = [mount for mount in mounts if mount.source is not None]
+        limits_ipc = can_limit_ipc(await self._ask_info())
         if not self.through_helper:
             program = runtime.place(pier_home() / "docker")
-            return Placing(runtime.PLACE, (f"{program}:{runtime.PLACE}:ro", *map(_bind, bound)), _IPV6.exists())
+            binds = [f"{program}:{runtime.PLACE}:ro", *map(_bind, bound)]
+            return Placing(runtime.PLACE, tuple(binds), _IPV6.exists(), limits_ipc)
         helper = await self.helper()
         own = f"{helper.volume}:{runtime.PLACE}:ro"
         binds = [
             _bind(mount) if helper.shares_disk else await self._copied(mount, helper, on_progress) for mount in bound
         ]
-        return Placing(f"{runtime.PLACE}/{IDLE}", (own, *binds), helper.has_six)
+        return Placing(f"{runtime.PLACE}/{IDLE}", (own, *binds), helper.has_six, limits_ipc)
 
     async def _copied(self, mount: Mount, helper: Helper, on_progress: OnProgress | None) -> str:
         """A mount for an engine that cannot see its source."""
