@@ -96,6 +96,25 @@ def test_claude_code_blocks_of_one_answer_are_one_step(tmp_path: Path) -> None:
     assert found.steps[3].extra == {"kind": "compaction", "trigger": "auto", "preTokens": 9}
 
 
+def test_an_answer_of_very_many_blocks_is_read(tmp_path: Path) -> None:
+    """To copy or search all blocks for each of them would exceed the time limit of this test."""
+    count = 60_000
+    answer = claude_answer(1, "m1", {})
+    answer["message"]["content"] = [
+        *({"type": "text", "text": "x" * 200} for _ in range(count)),
+        *({"type": "tool_use", "id": f"c{number}", "name": "Bash", "input": {}} for number in range(count)),
+    ]
+    results = claude_result(2, "c0", "")
+    results["message"]["content"] = [
+        {"type": "tool_result", "tool_use_id": f"c{number}", "content": ""} for number in range(count)
+    ]
+    write_lines(tmp_path / "projects" / "-app" / "s.jsonl", [answer, results])
+    (session,) = find_sessions(tmp_path, "claude-code")
+    (step,) = session.steps()
+    assert len(step.text) == 202 * count - 2 and len(step.tool_calls or ()) == count
+    assert step.observation is not None and len(step.observation.results) == count
+
+
 def test_claude_code_sub_agents_are_embedded_and_named_by_the_call(tmp_path: Path) -> None:
     claude_log(tmp_path)
     found = only(tmp_path)

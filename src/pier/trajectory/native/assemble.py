@@ -189,6 +189,10 @@ class SessionReader:
         self.totals = LogTotals()
         self._media = media
         self._open: Step | None = None
+        self._texts: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: set[str] = set()
+        self._answered: set[str] = set()
         self._key: str | None = None
         self._ready: deque[Step] = deque()
         self._last: str | None = None
@@ -222,7 +226,7 @@ class SessionReader:
     def take_back(self, summary: str) -> dict[str, Any]:
         """If the open step is the model call that wrote this summary, it is not a step of the work; its usage."""
         step = self._open
-        text = step.text.strip() if step else ""
+        text = "\n\n".join(self._texts).strip()
         if step is None or step.tool_calls or not text or text not in summary:
             return {}
         self._open = None
@@ -235,15 +239,16 @@ class SessionReader:
         self.close()
         self.session.model = self.session.model or model
         self._key = key
+        self._texts, self._reasoning, self._calls, self._answered = [], [], set(), set()
         self._open = Step(step_id=1, source="agent", message="", timestamp=at, model_name=model, llm_call_count=1)
 
     def text(self, text: str) -> None:
         if self._open and text:
-            self._open.message = "\n\n".join(filter(None, (self._open.text, text)))
+            self._texts.append(text)
 
     def think(self, text: str) -> None:
         if self._open and text:
-            self._open.reasoning_content = "\n\n".join(filter(None, (self._open.reasoning_content, text)))
+            self._reasoning.append(text)
 
     def block(self, block: dict[str, Any], call: str = "", arguments: str = "input") -> None:
         """A block of an answer: a text, a thought, or a tool call if its type is `call`. Others are facts about it."""
@@ -262,13 +267,14 @@ class SessionReader:
         if self._open is None:
             self.turn(None, self._last)
         assert self._open is not None
-        calls = self._open.tool_calls or []
-        if any(call.tool_call_id == id_ for call in calls):
+        if id_ in self._calls:
             return
         given = arguments if isinstance(arguments, dict) else {"input": arguments}
         unique = id_ if id_ not in self._seen else f"{id_}#{self.totals.steps + 1}"
         self._seen.add(unique)
-        self._open.tool_calls = [*calls, StepToolCall(tool_call_id=unique, function_name=name, arguments=given)]
+        self._calls.add(unique)
+        calls = self._open.tool_calls = self._open.tool_calls or []
+        calls.append(StepToolCall(tool_call_id=unique, function_name=name, arguments=given))
 
     def observe(
         self, call: str | None, content: Content, at: str | None, *, child: Any = None, failed: Any = None, **extra: Any
@@ -279,12 +285,12 @@ class SessionReader:
         is_child = any(child == each.id for each in self.session.children)
         refs = [SubagentTrajectoryRef(trajectory_id=child)] if is_child else None
         result = ObservationResult(content=content, subagent_trajectory_ref=refs, extra=_known(extra))
-        own = self._open and any(row.tool_call_id == call for row in self._open.tool_calls or ())
-        if self._open is not None and (own or call is None):
-            known = self._open.observation.results if self._open.observation else []
-            if not any(row.source_call_id == call for row in known if call):
+        if self._open is not None and (call is None or call in self._calls):
+            if not call or call not in self._answered:
+                self._answered.add(call or "")
                 result.source_call_id = call
-                self._open.observation = Observation(results=[*known, result])
+                known = self._open.observation = self._open.observation or Observation(results=[])
+                known.results.append(result)
             return
         result.extra = _known({"call_id": call, **extra})
         self.close()
@@ -322,6 +328,7 @@ class SessionReader:
         step, self._open = self._open, None
         if step is None:
             return
+        step.message, step.reasoning_content = "\n\n".join(self._texts), "\n\n".join(self._reasoning) or None
         if step.metrics:
             self.totals.add(step.metrics)
         self._emit(step)
