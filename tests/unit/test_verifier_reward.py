@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pier.errors import VerifierError
 from pier.sandbox.contract import Change
-from pier.verifier.changes import NOTE_LIMIT, Note, judge, limited
+from pier.verifier.changes import NOTE_LIMIT, Note, configures, judge, limited
 from pier.verifier.grade import RewardFiles, read_verdict
 
 
@@ -130,6 +130,11 @@ def test_planted_files_are_told_from_a_solutions_own() -> None:
     assert judged("/usr/lib/x86_64-linux-gnu/libc.so.6", "changed") == ("loader", "note")
     assert judged("/root/.bashrc", "changed") == ("profile", "note")
     assert judged("/etc/profile.d/x.sh") == ("profile", "note")
+
+
+def test_settings_that_would_take_hours_to_parse_are_noted() -> None:
+    assert configures("/app/pyproject.toml", b".".join([b"a"] * 500_000) + b" = 1")
+    assert not configures("/app/pyproject.toml", b'[project]\ndependencies = ["a>=1.2.3"]\n')
 
 
 def test_notes_are_limited_by_kind() -> None:

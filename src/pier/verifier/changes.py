@@ -111,6 +111,8 @@ _TABLES = {
     "package.json": (json.loads, (), {"jest", "mocha", "ava", "vitest"}),
 }
 """How a file is parsed, the table in it, and the keys of test runners there."""
+_LONG_KEY = re.compile(rb"(?:\.[^.\n]*+){100}")
+"""Perhaps a dotted key, which takes quadratic time to parse."""
 
 
 def is_read_by_itself(path: str) -> tuple[str, str] | None:
@@ -156,6 +158,8 @@ def configures(path: str, content: bytes) -> bool:
     if name in _SECTIONS:
         return _SECTIONS[name].search(content) is not None
     parse, way, runners = _TABLES[name]
+    if parse is tomllib.loads and _LONG_KEY.search(content):
+        return True
     try:
         table = parse(content.decode("utf-8-sig"))
         for key in way:
