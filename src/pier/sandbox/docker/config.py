@@ -34,12 +34,13 @@ _OWN_PROCESSES = 4
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """What depends on where the engine is: the program that keeps a container alive, what is mounted into it, and
-    whether its host has IPv6."""
+    """What depends on where the engine is: the program that keeps a container alive, what is mounted into it, whether
+    its host has IPv6, and whether it may limit System V memory, which rootless engines may not before Linux 5.19."""
 
     program: str
     binds: tuple[str, ...]
     has_six: bool
+    limits_ipc: bool
 
 
 def container_config(
@@ -66,8 +67,9 @@ def container_config(
         host["Sysctls"] = {f"net.ipv6.conf.{name}.disable_ipv6": "0" for name in ("all", "default", "lo")}
     if limits.memory is not None:
         host |= {"Memory": limits.memory, "MemorySwap": limits.memory}
-        host["Sysctls"] = host.get("Sysctls", {}) | ipc_limits(limits.memory)
         host["ShmSize"] = min(_SHM, limits.memory // 2)
+        if placing.limits_ipc:
+            host["Sysctls"] = host.get("Sysctls", {}) | ipc_limits(limits.memory)
     if limits.cpus is not None:
         host["NanoCpus"] = int(limits.cpus * 1e9)
     if limits.processes is not None:

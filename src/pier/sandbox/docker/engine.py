@@ -150,15 +150,17 @@ class Engine:
     async def place(self, mounts: tuple[Mount, ...], on_progress: OnProgress | None = None) -> Placing:
         """Make what a container needs there, and say where it is."""
         bound = [mount for mount in mounts if mount.source is not None]
+        limits_ipc = not any("rootless" in option for option in (await self._ask_info()).get("SecurityOptions") or ())
         if not self.through_helper:
             program = idle.place(pier_home() / "docker")
-            return Placing(idle.PLACE, (f"{program}:{idle.PLACE}:ro", *map(_bind, bound)), _IPV6.exists())
+            binds = (f"{program}:{idle.PLACE}:ro", *map(_bind, bound))
+            return Placing(idle.PLACE, binds, _IPV6.exists(), limits_ipc)
         helper = await self.helper()
         own = f"{helper.volume}:{idle.PLACE}:ro"
-        binds = [
+        placed = [
             _bind(mount) if helper.shares_disk else await self._copied(mount, helper, on_progress) for mount in bound
         ]
-        return Placing(f"{idle.PLACE}/{IDLE}", (own, *binds), helper.has_six)
+        return Placing(f"{idle.PLACE}/{IDLE}", (own, *placed), helper.has_six, limits_ipc)
 
     async def _copied(self, mount: Mount, helper: Helper, on_progress: OnProgress | None) -> str:
         """A mount for an engine that cannot see its source."""
