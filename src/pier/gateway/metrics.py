@@ -260,8 +260,8 @@ class MeasuredRecord(CallRecord):
             metrics.cost(*by).inc(clock.cost_usd)
         elif end == "answered":
             metrics.unpriced(*by).inc()
-        for name in ("input_tokens", "output_tokens", "cached_tokens", "cache_write_tokens", "reasoning_tokens"):
-            if count := usage.get(name):
+        for name, count in usage.items():
+            if count and name.endswith("_tokens"):
                 metrics.tokens(*by, name.removesuffix("_tokens")).inc(count)
 
 

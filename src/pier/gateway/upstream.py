@@ -177,8 +177,8 @@ class Upstreams:
             connection = await self._connector.connect(place, [], _CONNECT)
             protocol, transport = connection.protocol, connection.transport
             assert protocol is not None and transport is not None
-            reused = protocol in self._served
-            self._served.add(protocol)
+            if not (reused := protocol in self._served):
+                self._served.add(protocol)
             protocol.set_response_params(
                 read_until_eof=True,
                 read_timeout=self.silence,

@@ -109,8 +109,8 @@ LOCAL_FIELDS = """
 """
 
 
-def _table(raw: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    found = next((raw[name] for name in names if raw.get(name)), None)
+def _table(raw: Mapping[str, Any], name: str, other: str) -> Mapping[str, Any]:
+    found = raw.get(name) or raw.get(other)
     return found if isinstance(found, Mapping) else {}
 
 
