@@ -1,4 +1,4 @@
-"""What one agent can make the gateway hold in memory: measured in a process of its own, against what it held before."""
+"""The memory that one agent can make pier use, measured in a separate process, above its use at the start."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from pier.record.writer import Recorder
+from pier.wire.body import parse
+from tests.gateway_fakes import PATHS
 from tests.redteam import route
 
 pytestmark = pytest.mark.plain
@@ -20,7 +23,7 @@ pytestmark = pytest.mark.plain
 MOST = 640
 """Megabytes that one session may add to a gateway, its copies of a request for a moment included."""
 GATEWAY = """
-import asyncio, resource, sys
+import asyncio, sys
 from pathlib import Path
 from pier.gateway import Gateway
 from pier.wire.turn import Text, Turn, Usage
@@ -30,7 +33,7 @@ async def answer(request):
     return Turn((Text("hello"),), "end", Usage(1, 1))
 
 def used():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
 
 async def main():
     async with Gateway() as gateway:
@@ -111,3 +114,70 @@ async def test_a_session_takes_a_bounded_amount_of_memory(bodies: Any, tmp_path:
         asked = await asyncio.gather(*(gateway.post(each) for each in bodies()))
     assert set(asked) == {400 if bodies is many_values else 200}, "they wait for one another"
     assert gateway.added < MOST, gateway.added
+
+
+RUNNER = """
+import asyncio, json, resource, sys
+from pathlib import Path
+from pier.agent.oracle import NopAgent
+from pier.errors import AgentError
+from pier.gateway import Gateway
+from pier.redact import Redactor
+from pier.trial import bounded
+from pier.trial.agent import TrajectoryHeader, add_trajectory, find_fault
+from pier.trial.record import TrialRecord
+
+def used():
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
+
+async def main():
+    logs, bounded.MEMORY = Path(sys.argv[1]), int(sys.argv[2])
+    record, before = TrialRecord(logs, Redactor()), used()
+    async with Gateway() as gateway:
+        session = gateway.session(recording=logs / "recording.jsonl")
+        session.counts.add("error", 503, "provider")
+        found = await find_fault(NopAgent(), AgentError("it failed", code="agent_exit"), session)
+    await add_trajectory(logs, TrajectoryHeader("a", "1", "m", "s"), None, record)
+    child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
+    print(json.dumps([used() - before, child, found.code, record.warnings]))
+
+asyncio.run(main())
+"""
+
+
+def record_calls(path: Path, bodies: Iterator[bytes]) -> None:
+    """A recording of these requests, each answered."""
+    recorder = Recorder(path, {"model": "m"})
+    facts = {"kind": "generate", "dialect": "chat", "method": "POST", "path": PATHS["chat"], "headers": {}}
+    answer = json.dumps({"choices": [{"message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}]})
+    for raw in bodies:
+        call = recorder.call(facts, parse(raw))
+        call.status("delivered", 200, {"content-type": "application/json"}, False)
+        call.chunk("delivered", answer.encode())
+        call.end("ok", 200)
+    recorder.close("done")
+
+
+def one_history_many_times() -> Iterator[bytes]:
+    for number in range(1_200):
+        yield body(str(number % 12), "\N{PILE OF POO}" + "x" * 200_000)
+
+
+@route(
+    "host",
+    "an agent makes calls whose recording fills pier's memory when it is read at the end of the trial",
+    "it is read in a process of at most 2 GiB; without success there is no trajectory, and the agent is graded",
+)
+@pytest.mark.parametrize(
+    ("bodies", "memory"),
+    [(large_texts, 2 << 30), (many_messages, 2 << 30), (one_history_many_times, 2 << 30), (many_messages, 192 << 20)],
+)
+async def test_a_recording_is_read_back_in_a_bounded_amount_of_memory(bodies: Any, memory: int, tmp_path: Path) -> None:
+    record_calls(tmp_path / "recording.jsonl", bodies())
+    command = [sys.executable, "-c", RUNNER, tmp_path, str(memory)]
+    runner = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    added, child, code, warnings = json.loads((await runner.communicate())[0])
+    assert added < 192 and child < memory >> 20, (added, child)
+    assert code == "agent_exit", "not the provider's fault"
+    assert (tmp_path / "trajectory.json").is_file() is (warnings == [])
+    assert len(warnings) == (memory < 1 << 30) and all("of memory" in each for each in warnings)

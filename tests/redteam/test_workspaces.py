@@ -174,18 +174,18 @@ async def test_an_agent_names_no_file_of_the_host(victim: Path) -> None:
                 assert "TOPSECRET" not in told
 
 
-@route("host", "an agent fills the disk of the job with model calls", "its session ends when its recording has 4 GiB")
+@route("host", "an agent fills the disk of the job with model calls", "its session ends when its recording has 1 GiB")
 async def test_a_recording_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pier.gateway.session.LARGEST_RECORDING", 100_000)
+    monkeypatch.setattr("pier.gateway.session.LARGEST_RECORDING", 1 << 20)
     async with Gateway() as gateway, aiohttp.ClientSession() as client:
         session = gateway.session(recording=tmp_path / "recording.jsonl")
         url, key = f"{await gateway.serve()}/v1/chat/completions", {"Authorization": f"Bearer {session.key}"}
         said = []
         for number in range(6):
-            async with client.post(url, data=str(number) * 40_000, headers=key) as answer:
+            async with client.post(url, data=str(number) * 400_000, headers=key) as answer:
                 said.append(answer.status)
-        assert said == [400, 400, 400, 413, 413, 413] and session.ended == "its recording is full"
-    assert (tmp_path / "recording.jsonl").stat().st_size < 200_000
+        assert said == [400, 400, 400, 413, 413, 413] and session.ended == "its recording has reached 1 MiB"
+    assert (tmp_path / "recording.jsonl").stat().st_size < 2_000_000
 
 
 @route(

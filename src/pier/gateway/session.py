@@ -156,7 +156,7 @@ log = logging.getLogger(__name__)
 _BIG = 1024 * 1024
 _MOST_CACHED = 200_000
 """JSON values of a body that is cached: the cache is bounded by characters, and small values take up far more."""
-LARGEST_RECORDING = 4 << 30
+LARGEST_RECORDING = 1 << 30
 """Bytes. What is sent again is recorded once, so only an agent that fills the disk gets there."""
 LARGEST_HELD = 128 << 20
 """Bytes of the requests of one session under way, so that an agent cannot use up the memory of all others."""
@@ -309,7 +309,7 @@ class Session:
 
     async def _serve(self, caller: Caller) -> None:
         if self.recorder.written >= LARGEST_RECORDING:
-            self.stop("its recording is full")
+            self.stop(f"its recording has reached {LARGEST_RECORDING >> 20} MiB")
             return await caller.reply(413, caller.error_bytes(413, self._refusal() or "", "too_large"), close=True)
         kind, values = caller.route.kind, 0
         try:

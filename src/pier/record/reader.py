@@ -9,6 +9,7 @@ followed.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -155,11 +156,22 @@ class Recording:
         return [call for call in self.calls if call.kind == "generate"]
 
 
-class Reader:
-    """Follows one recording."""
+_PER_PIECE = 64
 
-    def __init__(self, path: Path) -> None:
+
+class RecordingTooLarge(Exception):
+    """Reading the recording would take more memory than the caller allows."""
+
+
+class Reader:
+    """Follows one recording. `most` limits the bytes of the file and of all its requests, which a file that stores
+    each message once may hold many times: `RecordingTooLarge` beyond it."""
+
+    def __init__(self, path: Path, most: int | None = None) -> None:
         self.recording = Recording(path)
+        self._most = most
+        self._requested = 0
+        """Bytes of all requests, and some for each of their pieces."""
         self._offset = 0
         self._blobs: dict[int, bytes] = {}
         self._lists: dict[int, list[int]] = {}
@@ -169,6 +181,7 @@ class Reader:
         """Read what was added; the calls that ended since the last time, in the order of their ends."""
         ended: list[Call] = []
         with open_regular(self.recording.path) as stream:
+            self._check_size(os.fstat(stream.fileno()).st_size)
             stream.seek(self._offset)
             for line in stream:
                 if not files.is_whole(line):
@@ -177,6 +190,10 @@ class Reader:
                 if call := self._read(line):
                     ended.append(call)
         return ended
+
+    def _check_size(self, size: int) -> None:
+        if self._most is not None and size > self._most:
+            raise RecordingTooLarge(f"{self.recording.path} takes more than {self._most} bytes")
 
     def _read(self, line: bytes) -> Call | None:
         if line.startswith(b'{"t":"blob"') and (start := line.find(b'"json":', 0, 64)) > 0:
@@ -266,6 +283,8 @@ class Reader:
                 separator = piece["sep"].encode()
                 for index, blob in enumerate(self._lists[number][:length]):
                     found += [separator, self._blobs[blob]] if index else [self._blobs[blob]]
+        self._requested += sum(map(len, found)) + _PER_PIECE * len(found)
+        self._check_size(self._offset + self._requested)
         return tuple(found)
 
 
@@ -285,9 +304,9 @@ def find(path: Path) -> Path:
     raise UsageError(f"no recording found at {path}", hint="give a recording, or a trial directory that has one")
 
 
-def read(path: Path) -> Recording:
-    """The whole recording at `path`, a file or a trial's directory."""
-    reader = Reader(find(path))
+def read(path: Path, most: int | None = None) -> Recording:
+    """The whole recording at `path`, a file or a trial's directory; `RecordingTooLarge` as `Reader` has it."""
+    reader = Reader(find(path), most)
     reader.poll()
     return reader.recording
 

@@ -291,8 +291,8 @@ class TrajectorySummary:
 class Derivation:
     """Follows one recording. Each call is read once; calls are sorted into threads at each update."""
 
-    def __init__(self, recording: Path, target: Path, about: About) -> None:
-        self._reader = Reader(find(recording))
+    def __init__(self, recording: Path, target: Path, about: About, most: int | None = None) -> None:
+        self._reader = Reader(find(recording), most)
         self._target = target
         self._about = about
         self._read: dict[int, Node] = {}
@@ -334,10 +334,12 @@ def write_trajectory(
     model_name: str | None = None,
     session_id: str | None = None,
     durable: bool = True,
+    most: int | None = None,
 ) -> TrajectorySummary:
-    """Write to `target` the trajectory of the recording at `recording`, a file or a trial's directory."""
+    """Write to `target` the trajectory of the recording at `recording`, a file or a trial's directory;
+    `RecordingTooLarge` if it takes more than `most`, as `Reader` counts."""
     about = About(agent_name, agent_version, model_name, session_id)
-    return Derivation(recording, target, about).update(durable=durable)
+    return Derivation(recording, target, about, most).update(durable=durable)
 
 
 class _TrajectoryBuilder:

@@ -125,13 +125,15 @@ class Generation:
 OnGeneration = Callable[[Generation], None]
 
 
-def generations_of(recording: Path) -> list[Generation]:
-    """The generations of a recording, in the order of their requests."""
-    return [
-        Generation(node, call.outcome, call.status or 0, call.error, call.fault, call.answer is not None)
-        for call in read(recording).generations()
-        if (node := read_call(call))
-    ]
+def generations_of(recording: Path, most: int | None = None) -> list[Generation]:
+    """The generations of a recording, in the order of their requests; `RecordingTooLarge` as `Reader` has it."""
+    found: list[Generation] = []
+    for call in read(recording, most).generations():
+        if node := read_call(call):
+            compute_keys(node, [each.node for each in found[-RECENT:]])
+            answered = call.answer is not None
+            found.append(Generation(node, call.outcome, call.status or 0, call.error, call.fault, answered))
+    return found
 
 
 def with_version(turn: Turn, version: str | None) -> Turn:

@@ -3,18 +3,21 @@
 The trajectory is derived from the recording of the agent's model calls, else from its own session log. It is kept up to
 date while the agent runs, so that it can be watched and a run that is killed leaves one. Deriving takes time off the
 interpreter that serves the agents' models, so all trials of this process together spend at most a tenth of it on this.
+A recording that takes more memory is read in another process, whose memory is limited.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pier import __version__
 from pier.agent.contract import PACK_PATH, Agent, AgentRun, McpServer, check_options, find_agent
@@ -22,11 +25,13 @@ from pier.agent.oracle import OracleAgent
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import AgentError, JobError, PierError, ProviderError, StorageError, UsageError
 from pier.record import RECORDING
+from pier.record.reader import RecordingTooLarge
 from pier.redact import Redactor
 from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
 from pier.task import Task, TaskStep
 from pier.task.model import resolve_headers
 from pier.tree import Tree
+from pier.trial.bounded import run_bounded
 from pier.trial.record import TrialRecord
 from pier.trial.result import AgentResult, captured, storage_fault
 from pier.trial.spec import Accept, AgentChoice, TrialServices, TrialSpec, user_text
@@ -36,12 +41,17 @@ if TYPE_CHECKING:
     from pier.trajectory.derive import TrajectorySummary
     from pier.trajectory.lineage import Generation
 
+R = TypeVar("R")
+log = logging.getLogger(__name__)
 
 _GRACE = 60.0
 """Seconds that an agent's own handling of its deadline may take, before the trial goes on without it."""
 
 _FLOOD = 32
 """An agent with more model calls at once than this may have caused a rate limit itself, so it is graded."""
+
+_SMALL = 8 << 20
+"""Bytes of a recording and its requests that are read in this process; that may take thirty times as much memory."""
 
 
 def make_agent(choice: AgentChoice) -> Agent:
@@ -311,7 +321,11 @@ async def provider_fault(session: Session, how: str = "") -> PierError | None:
         return None
     from pier.trajectory.lineage import Ending, how_work_ended
 
-    ending = await asyncio.to_thread(lambda: how_work_ended(_generations(session)))
+    try:
+        ending = await _judge_calls(session, how_work_ended)
+    except MemoryError as error:
+        log.warning("the recording of session %s is not asked for faults of its provider: %s", session.id, error)
+        return None
     fault, status, error = astuple(ending or Ending(*counts.last, None))
     said = f"status {status}{f': {error}' if error else ''}{how}"
     match fault:
@@ -334,19 +348,36 @@ async def unanswered_fault(session: Session, how: str = "", *, killed: bool = Tr
     """The provider's fault if an agent that failed, or was `killed` at its deadline, had waited for a hung model."""
     from pier.trajectory.lineage import waited_without_answer
 
-    if not await asyncio.to_thread(lambda: waited_without_answer(_generations(session), time.time(), killed=killed)):
+    try:
+        waited = await _judge_calls(session, partial(waited_without_answer, until=time.time(), killed=killed))
+    except MemoryError:
+        return None
+    if not waited:
         return None
     return ProviderError(f"the model no longer answered{how}", code="provider_no_answer", retryable=True)
 
 
-def _generations(session: Session) -> list[Generation]:
-    """The session's calls that are over, from memory or from its recording."""
-    from pier.trajectory.lineage import generations_of
-
+async def _judge_calls(session: Session, judge: Callable[[list[Generation]], R]) -> R:
+    """Apply a function to the session's calls that are over, from memory or from its recording. `MemoryError` if the
+    recording cannot be read within the limits, which is the agent's doing."""
     recording = session.terms.recording
     if session.terms.on_generation is not None or recording is None:
-        return session.generations
-    return generations_of(recording)
+        return await asyncio.to_thread(judge, session.generations)
+    return await _read_back(_judge_recording, recording, judge)
+
+
+def _judge_recording(recording: Path, judge: Callable[[list[Generation]], R], *, most: int | None = None) -> R:
+    from pier.trajectory.lineage import generations_of
+
+    return judge(generations_of(recording, most))
+
+
+async def _read_back(read: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    """Call a function that reads a recording: in a thread if that takes little memory, else in a limited process."""
+    try:
+        return await asyncio.to_thread(read, *args, **kwargs, most=_SMALL)
+    except RecordingTooLarge:
+        return await run_bounded(read, *args, **kwargs)
 
 
 def usage_of(session: Session | None) -> AgentResult:
@@ -389,31 +420,35 @@ async def add_native_trajectory(
 ) -> AgentResult | None:
     """The same for an agent that called its provider itself, from the session log that it kept, if it is one whose logs
     can be read. A trajectory that the agent left itself is kept."""
-    from pier.trajectory.model import read
-    from pier.trajectory.native.convert import READERS, convert, find_sessions
+    from pier.trajectory.native.convert import READERS
 
-    target = logs / TRAJECTORY
     with Tree(logs) as tree:
         own = tree.find(TRAJECTORY)
     if header.agent not in READERS or (own is not None and own.kind == "file"):
         return result
     with captured() as failure:
-        sessions = await asyncio.to_thread(find_sessions, logs, header.agent)
-        longest = max(sessions, key=lambda session: session.path.stat().st_size)
-        await asyncio.to_thread(convert, longest, target)
-        final = (await asyncio.to_thread(read, target)).final_metrics
-        if final is None:
-            return result
-        known = {
-            "n_input_tokens": final.total_prompt_tokens,
-            "n_output_tokens": final.total_completion_tokens,
-            "n_cache_tokens": final.total_cached_tokens,
-            "cost_usd": final.total_cost_usd,
-        }
-        return (result or AgentResult()).model_copy(update=known)
+        known = await run_bounded(convert_logs, logs, header.agent)
+        return (result or AgentResult()).model_copy(update=known) if known else result
     _raise_storage_fault(failure.error)
     record.warn(f"no trajectory could be made from the logs of {header.agent}: {failure.error}")
     return result
+
+
+def convert_logs(logs: Path, agent: str) -> dict[str, Any]:
+    """Write the longest session log of an agent as its trajectory; the fields of an `AgentResult` that it knows."""
+    from pier.trajectory.model import read
+    from pier.trajectory.native.convert import convert, find_sessions
+
+    longest = max(find_sessions(logs, agent), key=lambda session: session.path.stat().st_size)
+    convert(longest, logs / TRAJECTORY)
+    if (final := read(logs / TRAJECTORY).final_metrics) is None:
+        return {}
+    return {
+        "n_input_tokens": final.total_prompt_tokens,
+        "n_output_tokens": final.total_completion_tokens,
+        "n_cache_tokens": final.total_cached_tokens,
+        "cost_usd": final.total_cost_usd,
+    }
 
 
 def _raise_storage_fault(error: Exception | None) -> None:
@@ -422,8 +457,8 @@ def _raise_storage_fault(error: Exception | None) -> None:
         raise fault from error
 
 
-def derive(logs: Path, header: TrajectoryHeader, *, durable: bool = True) -> TrajectorySummary:
-    """Write the trajectory next to the recording, from what was recorded so far."""
+def derive(logs: Path, header: TrajectoryHeader, *, durable: bool = True, most: int | None = None) -> TrajectorySummary:
+    """Write the trajectory next to the recording, from what was recorded so far; `RecordingTooLarge` beyond `most`."""
     from pier.trajectory.derive import write_trajectory
 
     return write_trajectory(
@@ -434,6 +469,7 @@ def derive(logs: Path, header: TrajectoryHeader, *, durable: bool = True) -> Tra
         model_name=header.model,
         session_id=header.session,
         durable=durable,
+        most=most,
     )
 
 
@@ -460,7 +496,7 @@ async def add_trajectory(
     if not (logs / RECORDING).is_file():
         return result
     with captured() as failure:
-        summary = await asyncio.to_thread(derive, logs, header)
+        summary = await _read_back(derive, logs, header)
         if summary.path is None:
             return result
         return (result or AgentResult()).model_copy(update=summary_usage(summary))
@@ -520,7 +556,7 @@ async def _follow(logs: Path, header: TrajectoryHeader, over: asyncio.Event) -> 
         try:
             # What cannot be derived now is reported by the derivation at the end.
             with captured():
-                await asyncio.to_thread(derive, logs, header, durable=False)
+                await _read_back(derive, logs, header, durable=False)
         finally:
             _pace.give_back(time.monotonic() - began)
         known = size
