@@ -403,14 +403,15 @@ def _abort(connection: Connection | None) -> None:
 
 async def _refused(answer: Answer, out: Outgoing, record: CallRecord) -> UpstreamFailed:
     """What an error answer means."""
-    raw = b""
+    read = bytearray()
     try:
-        while len(raw) < MAX_ANSWER and (part := await answer.read()):
-            raw += part
+        while len(read) < MAX_ANSWER and (part := await answer.read()):
+            read += part
     except OSError:
-        raw = b""
+        read.clear()
     finally:
         answer.close()
+    raw = bytes(read)
     return _failure(answer, raw, _decoded(raw), out, record)
 
 
@@ -460,7 +461,7 @@ async def _read_prelude(answer: Answer, dialect: DialectName) -> tuple[bytes, Ma
     """The first bytes of a stream, up to its first content, and the error that came instead of content."""
     raw, framer = b"", Framer()
     with contextlib.suppress(OSError, MalformedAnswer):  # the next read fails in the same way
-        while part := await answer.read():
+        while len(raw) <= _MAX_ERROR and (part := await answer.read()):
             raw += part
             for event in events_of(framer.feed(part)):
                 if (data := data_of(event)) is None:

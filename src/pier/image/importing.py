@@ -419,8 +419,6 @@ def _not_found(reference: str, tried: list[str], error: ImageError | None = None
 
 _CHUNK = 1 << 20
 
-__all__ = ["engine_address", "take_from_engine"]
-
 
 async def take_from_engine(store: ImageStore, name: str, reference: str | None = None) -> Image | None:
     """Import an engine's image; None if it has none of that name. No engine is an `ImageError` (code `no_engine`)."""

@@ -237,7 +237,7 @@ def _judge_program(path: str, name: str, added: bool) -> Suspicion | None:
 
 
 _OWN = (TESTS, VERIFIER_LOGS)
-_CONFIG_LIMIT = 1024 * 1024
+_CONFIG_LIMIT = 128 * 1024
 """A configuration file that is larger is noted without a look into it."""
 
 
